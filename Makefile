@@ -1,0 +1,61 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# They need python3 (3.10 or later, with its venv module) and a C++ compiler.
+
+PYTHON ?= python3
+
+# Installed before the project, so that no other build of torch is pulled in. Override it to
+# choose one, e.g. `make demo TORCH="torch==2.13.0 --index-url URL"` for a CUDA build.
+TORCH ?= torch==2.13.0
+
+# Worker processes of the test run; each compiles C++ of its own.
+WORKERS ?= auto
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check bench clean FORCE
+
+demo: $(VENV)/.stamp-run
+	$(BIN)/mpcompile demo
+
+test: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+check: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# Stamps: one file per thing installed, so that the next run skips straight to the work.
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or later is needed" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# Rewritten, and thereby newer than the stamps below, only when TORCH changes.
+$(VENV)/.stamp-torch: $(BIN)/python FORCE
+	@if [ "$$(cat $@ 2>/dev/null)" != '$(TORCH)' ]; then \
+		echo 'installing $(TORCH)'; \
+		$(PIP) $(TORCH) && echo '$(TORCH)' > $@; \
+	fi
+
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-torch pyproject.toml
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,166 @@
+"""The front door: `model = mpcompile(model)`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .backend import mpcompile_backend
+from .errors import MPCompileError
+from .inspect.plan import Plan
+from .loss_scale import LossScale
+from .policy import Level, Policy
+from .settings import Settings, check_module
+
+M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Record:
+    """What is known about one compiled model or function."""
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self.loss_scale = loss_scale
+        self.plans: list[Plan] = []
+
+
+_records = WeakIdKeyDictionary()
+
+
+@overload
+def mpcompile(model: M, **kwargs: Any) -> M: ...
+@overload
+def mpcompile(model: F, **kwargs: Any) -> F: ...
+def mpcompile(
+    model: Any,
+    *,
+    dtype: torch.dtype | str = "auto",
+    level: Level | str = "O1",
+    policy: Policy | None = None,
+    loss_scale: LossScale | str | float | None = "dynamic",
+    pad: str = "auto",
+    emit: str = "inductor",
+    dump: str | Path | None = None,
+    strict: bool = False,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    **torch_compile_kwargs: Any,
+) -> Any:
+    """Train in mixed precision: compile a model, or a function, for FP16 or BF16.
+
+    The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters and their
+    gradients stay FP32 and true to size; an optimizer step whose gradients overflowed is skipped.
+
+    Args:
+        model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
+            returned: its `state_dict()`, attributes and pickles stay as they were.
+        dtype: torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).
+        level: "O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.
+        policy: your overrides, by operator, module or node.
+        loss_scale: "dynamic", "none", a number, or a `LossScale`. BF16 needs none and gets none
+            unless you hand over a `LossScale`.
+        pad: "auto" or "never". No padding is done yet.
+        emit: "inductor"; "aot_eager" or "eager" run the rewritten graph for debugging.
+        dump: directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.
+        strict: raise where a graph can't be rewritten, instead of compiling it in FP32.
+        mode, options: Inductor's, as in `torch.compile`.
+        **torch_compile_kwargs: `dynamic`, `fullgraph` and others, handed to `torch.compile`.
+
+    Returns:
+        The same module, or the compiled function.
+
+    Raises:
+        MPCompileError: a bad argument, a half-precision or non-float model, an unsupported device
+            or torch version.
+    """
+    request: dict[str, Any] = {
+        "dtype": dtype, "level": level, "policy": policy, "loss_scale": loss_scale, "pad": pad,
+        "emit": emit, "dump": dump, "strict": strict, "mode": mode, "options": options,
+    }  # fmt: skip
+    settings = Settings.parse(request)
+    if "backend" in torch_compile_kwargs:
+        raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
+    # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
+    scale = settings.loss_scale or LossScale.default()
+    record = _Record(scale)
+    compile_kwargs = {
+        "backend": mpcompile_backend,
+        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
+        **torch_compile_kwargs,
+    }
+    if isinstance(model, nn.Module):
+        check_module(model, settings)
+        model.compile(**compile_kwargs)
+        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets and pickling
+        # drops: a wrapper here leaves no trace in the module's own state.
+        model._compiled_call_impl = _entry(model._compiled_call_impl, model)  # type: ignore[assignment]
+        _records[model] = record
+        return model
+    compiled = torch.compile(model, **compile_kwargs)
+    _records[compiled] = record
+    return compiled
+
+
+def _entry(compiled: Any, module: nn.Module) -> Callable[..., Any]:
+    """What calling the module runs: the compiled call, with the two things Dynamo needs help with.
+
+    Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing). Half
+    inputs to FP32 layers fail inside Dynamo, before a backend sees them: they are widened, which is
+    exact; the first LOW op narrows them again.
+    """
+    if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
+    widens = not any(p.dtype in _HALF for p in module.parameters())
+
+    @functools.wraps(module.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map(
+                lambda x: x.float() if _is_half(x) else x, (args, kwargs)
+            )
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+
+
+def loss_scale_of(model: Any) -> LossScale:
+    """The loss scale of a compiled model or function: `.value`, `.skipped_steps`.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return _record_of(model).loss_scale
+
+
+def compiled_plans(model: Any) -> list[Plan]:
+    """The plan of each graph compiled so far for this model or function, in order.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return list(_record_of(model).plans)
+
+
+def _record_of(model: Any) -> _Record:
+    if model not in _records:
+        raise MPCompileError(
+            f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
+            "that was"
+        )
+    record: _Record = _records[model]
+    return record

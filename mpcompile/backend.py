@@ -1,0 +1,163 @@
+"""The torch.compile backend: Dynamo graph -> capture -> passes -> emit.
+
+One graph in, one callable out. Whatever can't be captured or rewritten safely is compiled unchanged,
+with one warning that says why; under `strict=True` it is an error. Nothing in between.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import library  # noqa: F401  (registers the operators that scale gradients)
+from . import kernels, loss_scale, pipeline
+from .capture import capture
+from .device import auto_dtype
+from .emit import emit
+from .errors import CannotRewrite, MPCompileError, MPCompileWarning
+from .inspect.plan import Plan
+from .loss_scale import LossScale
+from .policy import Config, Level
+from .settings import DEVICES, Settings
+
+Listener = Callable[[Plan], None]
+
+
+def mpcompile_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that `torch.compile(model, backend="mpcompile", options={...})` finds.
+
+    `options` takes the keywords of `mpcompile()`; its own `"options"` entry goes to Inductor.
+    """
+    request = dict(options or {})
+    listener: Listener | None = request.pop("_listener", None)
+    settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    emit_args = {"mode": settings.mode, "options": settings.inductor}
+    if settings.level is Level.O0:
+        return emit(gm, example_inputs, settings.emit, **emit_args)
+    try:
+        compiled, plan = _compile(gm, example_inputs, settings)
+    except MPCompileError:
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, CannotRewrite) else _describe(error)
+        if settings.strict:
+            raise MPCompileError(
+                f"this graph can't be rewritten: {reason}. Without strict=True it would be "
+                "compiled unchanged, in FP32"
+            ) from error
+        warnings.warn(
+            f"mpcompile left a graph in FP32: {reason}. It is compiled unchanged; pass strict=True "
+            "to make this an error",
+            MPCompileWarning,
+            stacklevel=2,
+        )
+        return emit(gm, example_inputs, settings.emit, **emit_args)
+    if listener is not None:
+        listener(plan)
+    return compiled
+
+
+def _describe(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> tuple[Callable[..., Any], Plan]:
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    device = _device_of(tensors)
+    low = settings.dtype or auto_dtype(device)[0]
+    trained = [x for x in tensors if x.requires_grad]
+    scale = _scale_for(trained, low, settings) if torch.is_grad_enabled() else None
+    config = Config(
+        level=settings.level,
+        low=low,
+        device=device,
+        policy=settings.policy,
+        scaled=scale is not None,
+        has_kernel=lambda node: kernels.has_kernel(node, low, device),
+    )
+    start = time.perf_counter()
+    captured = capture(gm, example_inputs)
+    spent = time.perf_counter() - start
+    plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
+    if device.type == "cuda":
+        _accumulate_in_fp32()
+    emit_args = {"mode": settings.mode, "options": settings.inductor}
+    if not plan.scaled:
+        return emit(captured, example_inputs, settings.emit, **emit_args), plan
+    assert scale is not None
+    inputs = [*example_inputs, *scale.inputs(device)]
+    compiled = emit(captured, inputs, settings.emit, **emit_args)
+    leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
+    return _with_scale(compiled, scale, device, leaves, example_inputs), plan
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where the graph's parameters live; without any, its first tensor."""
+    parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
+    device = (parameters or tensors)[0].device if tensors else torch.device("cpu")
+    if device.type not in DEVICES:
+        raise CannotRewrite(f"device {device.type!r} is not supported")
+    return device
+
+
+def _scale_for(
+    trained: Sequence[torch.Tensor], low: torch.dtype, settings: Settings
+) -> LossScale | None:
+    """The scale this graph multiplies by: the user's, its parameters' own, or a new one."""
+    if not trained or (low is torch.bfloat16 and not settings.scale_any_dtype):
+        return None
+    if settings.loss_scale is not None:
+        return settings.loss_scale if settings.loss_scale.active else None
+    return loss_scale.scale_of(trained) or LossScale.default()
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
+def _with_scale(
+    compiled: Callable[..., Any],
+    scale: LossScale,
+    device: torch.device,
+    leaves: Sequence[int],
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    """Hand the live scale to the graph, and let optimizers of its parameters know whose it is."""
+
+    def watch(args: Sequence[Any]) -> list[weakref.ref[torch.Tensor]]:
+        loss_scale.watch([args[i] for i in leaves], scale)
+        return [weakref.ref(args[i]) for i in leaves]
+
+    known = watch(example_inputs)
+
+    def call(*args: Any) -> Any:
+        nonlocal known
+        # Dynamo may run this graph with another module's parameters of the same shapes.
+        if any(ref() is not args[i] for ref, i in zip(known, leaves, strict=True)):
+            known = watch(args)
+        scale.saw_forward()
+        return compiled(*args, *scale.inputs(device))
+
+    return call
+
+
+def _accumulate_in_fp32() -> None:
+    """FP32 accumulation is part of the contract: cuBLAS may otherwise reduce split-K in FP16."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False

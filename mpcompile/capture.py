@@ -1,0 +1,248 @@
+"""Dynamo graph -> pre-dispatch ATen graph, ready for the passes.
+
+Dynamo hands a backend torch functions, tensor methods and higher-order operators. We replay that
+graph under `make_fx(pre_dispatch=True)`: one finite vocabulary of ATen operators, still above
+autograd (AOTAutograd derives the backward from what we rewrite) and above the choice of an
+attention kernel (the dtypes we place decide it).
+
+What replaying would lose is kept by hand:
+
+* A higher-order operator (autograd.Function, cond, flex_attention) stays one opaque node. Traced
+  through, `autograd.Function` would silently lose its backward.
+* A functorch transform (`torch.vmap`, `torch.func.grad`) keeps the nodes between its entry and its
+  exit as Dynamo wrote them.
+* The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
+  passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
+* `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
+* autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`).
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .errors import CannotRewrite
+from .ir import Region
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Replay Dynamo's graph as pre-dispatch ATen.
+
+    Args:
+        gm: the graph Dynamo handed to the backend.
+        example_inputs: its inputs: tensors and SymInts, one per placeholder.
+
+    Returns:
+        A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
+        `meta["val"]` and `meta["mp_captured"]` hold its FakeTensor in the FP32 program.
+
+    Raises:
+        CannotRewrite: the graph holds what can't be replayed faithfully; the argument says what.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise CannotRewrite("there is no tracing context: the graph does not come from Dynamo")
+    for value in example_inputs:
+        if is_traceable_wrapper_subclass(value):
+            raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
+
+    fakes = [_fakify(value, context, context.fake_mode) for value in example_inputs]
+    with fx_traceback.preserve_node_meta(), context.fake_mode:
+        traced = make_fx(
+            lambda *args: tuple(_Replay(gm).run(*args)),
+            pre_dispatch=True,
+            tracing_mode="real",  # the inputs are fake already; symbols come with them
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+    _copy_provenance(gm, traced)
+    for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
+        node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
+    _record_modes(traced.graph)
+    traced.graph.eliminate_dead_code(_is_impure)
+    for node in traced.graph.nodes:
+        node.meta["mp_captured"] = node.meta.get("val")
+    return traced
+
+
+def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> Any:
+    """The fake twin that AOTAutograd will use too: same mode, same symbols for dynamic sizes."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    symbolic = context.tensor_to_context.get(value)
+    if symbolic is None:
+        return fake_mode.from_tensor(value, static_shapes=True)
+    return fake_mode.from_tensor(
+        value,
+        symbolic_context=symbolic,
+        source=symbolic.tensor_source,  # type: ignore[attr-defined]
+        trace=False,
+    )
+
+
+class _Replay(fx.Interpreter):
+    """Runs Dynamo's graph under the tracer; steps around higher-order operators."""
+
+    def __init__(self, module: fx.GraphModule, regions: tuple[Region, ...] = ()) -> None:
+        super().__init__(module)
+        self.regions = regions
+        self.functorch_depth = 0
+        self.current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        if n.op in ("call_function", "call_method") and self._in_functorch(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return self._opaque(n.op, n.target, args, kwargs)
+        return super().run_node(n)
+
+    def _in_functorch(self, n: fx.Node) -> bool:
+        """Whether the node belongs to a functorch transform, its entry and exit included."""
+        name = getattr(n.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            self.functorch_depth += 1
+        elif name.endswith("_decrement_nesting"):
+            self.functorch_depth -= 1
+            return True
+        return self.functorch_depth > 0 or getattr(n.target, "__module__", "").startswith(
+            "torch._functorch"
+        )
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is CHECKPOINT:
+            return self._inline_checkpoint(args, kwargs)
+        if target is INVOKE_SUBGRAPH:
+            body, _identifier, *operands = args
+            return _Replay(body, self.regions).run(*operands)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._opaque("call_function", target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _inline_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body, *operands = args
+        keys = ("_checkpoint_context_fn",)
+        region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
+        graph = _tracer().graph
+        before = len(graph.nodes)
+        out = _Replay(body, (*self.regions, region)).run(*operands)
+        for node in itertools.islice(graph.nodes, before, None):
+            # an inner checkpoint has tagged its own nodes already
+            node.meta.setdefault("mp_region", (*self.regions, region))
+        return out
+
+    def _opaque(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One node that calls the operator as Dynamo did; its result's shape is Dynamo's word."""
+        assert self.current is not None
+        tracer = _tracer()
+        for module in pytree.tree_leaves((args, kwargs)):
+            if isinstance(module, fx.GraphModule):
+                _register(tracer.root, module)
+        example = self.current.meta.get("example_value")  # none: the call returns nothing
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            result = pytree.tree_map(_fresh, example)
+        proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+        proxy = tracer.create_proxy(op, target, proxy_args, proxy_kwargs)
+        proxy.node.meta["mp_opaque"] = True
+        return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def _fresh(value: Any) -> Any:
+    """A new tensor like one of Dynamo's, in the ambient fake mode, with its place in autograd."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return new.requires_grad_() if value.requires_grad else new
+
+
+def _register(root: Any, module: fx.GraphModule) -> None:
+    """Give a body a place on the traced module, so that the node can name it."""
+    if any(module is known for known in root.modules()):
+        return
+    name = next(n for i in itertools.count() if not hasattr(root, n := f"body_{i}"))
+    root.register_module(name, module)
+
+
+def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
+    """Carry over what AOTAutograd reads from a graph of Dynamo's (static inputs, sources)."""
+    traced.meta.update(gm.meta)
+    theirs = gm.graph.find_nodes(op="placeholder")
+    ours = traced.graph.find_nodes(op="placeholder")
+    for old, new in zip(theirs, ours, strict=True):
+        new._dynamo_source = getattr(old, "_dynamo_source", None)
+        new.target = new.name = old.name
+        for key in ("tensor_dict", "stack_trace", "nn_module_stack"):
+            if key in old.meta:
+                new.meta[key] = old.meta[key]
+    traced.meta["mp_output_dtypes"] = _output_dtypes(gm)
+    known = getattr(gm, "_param_name_to_source", {})
+    names = [n for n, _ in (*traced.named_parameters(), *traced.named_buffers())]
+    traced._param_name_to_source = {  # type: ignore[assignment]
+        name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names
+    }
+
+
+def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
+    """What the user's program returns: FP32, or what an autocast of the user's own made of it."""
+    results = pytree.tree_leaves(gm.graph.output_node().args[0])
+    examples = (r.meta.get("example_value") if isinstance(r, fx.Node) else None for r in results)
+    return [e.dtype if isinstance(e, torch.Tensor) else None for e in examples]
+
+
+def _record_modes(graph: fx.Graph) -> None:
+    """Write each node's grad mode and autocast region into its meta; drop the autocast nodes."""
+    grad = True
+    stack: list[tuple[bool, torch.dtype | None]] = []
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            grad = bool(node.args[0])
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            _device, dtype, enabled, _cache = node.args
+            stack.append((bool(enabled), dtype))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            stack.pop()
+            graph.erase_node(node)
+        node.meta["mp_grad"] = grad
+        node.meta["mp_autocast"] = stack[-1] if stack else None
+    for node in reversed(list(graph.nodes)):
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            graph.erase_node(node)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """What dead-code elimination must leave: writes, mode switches, opaque and random calls.
+
+    A body may write to its operands, so a higher-order operator always stays. Batch norm in
+    training writes its running statistics without its schema saying so, and is kept by its users.
+    """
+    if node.op in ("placeholder", "output"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or node.is_impure()
+    return node.op != "get_attr"

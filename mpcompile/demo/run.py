@@ -1,0 +1,263 @@
+"""``mpcompile demo``: one small GPT trained twice on the same text, FP32 beside mixed precision.
+
+The two take turns, batch by batch, so that both see the same machine at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from ..api import compiled_plans, loss_scale_of, mpcompile
+from ..device import auto_dtype, default_device
+from ..policy import parse_dtype
+from .model import GPT, GPTConfig, generate
+from .text import corpus, held_out_batches, text_batches
+from .train import Trainee, held_out_loss
+
+__all__ = ["DemoResult", "DemoSettings", "Outcome", "run"]
+
+BATCH = 8
+LEARNING_RATE = 1.5e-3
+HELD_OUT_BATCHES = 16
+PROMPT = "The "
+SAMPLE = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoSettings:
+    """What ``mpcompile demo`` can be told; each field is a command line option.
+
+    Raises:
+        ValueError: fewer than 2 steps (the first compiles, the second measures memory).
+    """
+
+    steps: int = 240
+    dtype: str = "auto"
+    level: str = "O1"
+    emit: str = "inductor"
+    device: str = "auto"
+    seed: int = 0
+    dump: Path = Path("mpcompile-dump")
+    model: GPTConfig = GPTConfig()
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ValueError(f"--steps {self.steps}: at least 2 steps are needed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One column of the final table.
+
+    Losses are in nats per byte, times in seconds, memory in bytes. The last four fields are
+    facts about a mixed-precision run and None for FP32; so is the loss scale where BF16 needs none.
+    """
+
+    name: str
+    train_loss: float
+    held_out_loss: float
+    median: float
+    first_step: float
+    memory: int
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    casts: int | None = None
+    graphs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoResult:
+    """Both outcomes, what "memory" meant, where the dumps lie, and a sample of the text learned."""
+
+    full: Outcome
+    mixed: Outcome
+    memory_kind: str
+    dumps: list[Path]
+    sample: str
+
+
+def run(settings: DemoSettings, console: Console) -> DemoResult:
+    """Train both models, show progress and the table on ``console``, and return the numbers.
+
+    Raises:
+        MPCompileError: the dtype or the device is not supported.
+    """
+    device = default_device() if settings.device == "auto" else torch.device(settings.device)
+    chosen, reason = auto_dtype(device)
+    asked = parse_dtype(settings.dtype)
+    dtype = chosen if asked is None else asked
+    why = reason if asked is None else "asked for"
+    text = corpus()
+    _announce(console, settings, device, dtype, why, len(text.train))
+
+    full, mixed = _trainees(settings, device, dtype)
+    _train(full, mixed, settings, text.train, console)
+
+    judge = [
+        (idx.to(device), targets.to(device))
+        for idx, targets in held_out_batches(
+            text.held_out, batch=BATCH, context=settings.model.context, limit=HELD_OUT_BATCHES
+        )
+    ]
+    plans = compiled_plans(mixed.model)
+    scale = loss_scale_of(mixed.model)
+    result = DemoResult(
+        full=_outcome(full, judge),
+        mixed=dataclasses.replace(
+            _outcome(mixed, judge),
+            loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
+            skipped_steps=scale.skipped_steps,
+            casts=sum(plan.casts for plan in plans),
+            graphs=len(plans),
+        ),
+        memory_kind=full.memory_kind,
+        dumps=[plan.dump_dir for plan in plans if plan.dump_dir is not None],
+        sample=_sample(mixed.model, settings.seed),
+    )
+    console.print(_table(result))
+    console.print(Panel(Text(PROMPT + result.sample), title=f"text by the {mixed.name} model"))
+    return result
+
+
+def _announce(
+    console: Console,
+    settings: DemoSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    why: str,
+    tokens: int,
+) -> None:
+    size = settings.model
+    console.print(
+        f"Training a GPT ({size.layers} layers, width {size.width}, context {size.context}, "
+        f"batch {BATCH}) twice on {tokens:,} bytes of Python's documentation, on [b]{device}[/b]."
+    )
+    console.print(f"Mixed precision: [b]{_short(dtype)}[/b], level {settings.level}. Why: {why}.")
+    if device.type == "cpu" and dtype is torch.float16:
+        console.print("[yellow]FP16 has no fast kernels on CPUs: expect a very slow run.[/yellow]")
+
+
+def _trainees(
+    settings: DemoSettings, device: torch.device, dtype: torch.dtype
+) -> tuple[Trainee, Trainee]:
+    def fresh() -> GPT:
+        torch.manual_seed(settings.seed)
+        return GPT(settings.model).to(device)
+
+    full = fresh()
+    full.compile(backend=settings.emit)
+    mixed = mpcompile(
+        fresh(), dtype=dtype, level=settings.level, emit=settings.emit, dump=settings.dump
+    )
+    return (
+        Trainee.create("FP32", full, steps=settings.steps, lr=LEARNING_RATE),
+        Trainee.create(
+            f"{_short(dtype)} {settings.level}", mixed, steps=settings.steps, lr=LEARNING_RATE
+        ),
+    )
+
+
+def _train(
+    full: Trainee, mixed: Trainee, settings: DemoSettings, tokens: Tensor, console: Console
+) -> None:
+    batches = text_batches(tokens, batch=BATCH, context=settings.model.context, seed=settings.seed)
+    columns = (
+        TextColumn("{task.description}", justify="right"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[live]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars: list[tuple[Trainee, TaskID]] = [
+            (trainee, progress.add_task(trainee.name, total=settings.steps, live="waiting"))
+            for trainee in (full, mixed)
+        ]
+        for step in range(settings.steps):
+            idx, targets = (tensor.to(full.device) for tensor in next(batches))
+            for trainee, bar in bars:
+                if step == 0:
+                    progress.update(bar, live="compiling")
+                if step == 1:
+                    trainee.step_and_measure_memory(idx, targets)
+                else:
+                    trainee.step(idx, targets)
+                live = f"loss {trainee.losses[-1]:.3f}  {1e3 * trainee.seconds[-1]:.0f} ms"
+                progress.update(bar, advance=1, live=live)
+
+
+def _outcome(trainee: Trainee, judge: list[tuple[Tensor, Tensor]]) -> Outcome:
+    assert trainee.memory is not None, "settings.steps >= 2, and the second step measures it"
+    return Outcome(
+        name=trainee.name,
+        train_loss=trainee.losses[-1],
+        held_out_loss=held_out_loss(trainee.model, judge),
+        median=trainee.median,
+        first_step=trainee.first_step,
+        memory=trainee.memory,
+    )
+
+
+def _sample(model: GPT, seed: int) -> str:
+    device = model.head.weight.device
+    prompt = torch.tensor(list(PROMPT.encode()), device=device)
+    return bytes(generate(model, prompt, SAMPLE, seed=seed).tolist()).decode(errors="replace")
+
+
+def _table(result: DemoResult) -> Table:
+    full, mixed = result.full, result.mixed
+    table = Table(title="FP32 beside mixed precision: same seed, same batches")
+    table.add_column()
+    table.add_column(full.name, justify="right")
+    table.add_column(mixed.name, justify="right")
+    table.add_column("", justify="left", style="dim")
+
+    def row(title: str, left: str, right: str, note: str = "") -> None:
+        table.add_row(title, left, right, note)
+
+    row(
+        "held-out loss",
+        f"{full.held_out_loss:.4f}",
+        f"{mixed.held_out_loss:.4f}",
+        "nats per byte; both judged in eager FP32",
+    )
+    row("last training loss", f"{full.train_loss:.4f}", f"{mixed.train_loss:.4f}")
+    row(
+        "ms per step",
+        f"{1e3 * full.median:.1f}",
+        f"{1e3 * mixed.median:.1f}",
+        f"median; {full.median / mixed.median:.2f}x the speed of FP32",
+    )
+    row(
+        "first step, s",
+        f"{full.first_step:.1f}",
+        f"{mixed.first_step:.1f}",
+        "compiles, or finds it in Inductor's cache",
+    )
+    row(
+        "memory, MiB",
+        f"{full.memory / 2**20:.1f}",
+        f"{mixed.memory / 2**20:.1f}",
+        result.memory_kind,
+    )
+    if mixed.loss_scale is None:
+        row("loss scale", "-", "none", "not needed: BF16 has the range of FP32")
+    else:
+        row("loss scale", "-", f"{mixed.loss_scale:g}", "dynamic, inside the compiled graph")
+    row("skipped steps", "-", str(mixed.skipped_steps), "steps whose gradients overflowed")
+    row("casts placed", "-", str(mixed.casts), f"in {mixed.graphs} graph(s)")
+    for dump in result.dumps:
+        row("dump", "-", "see right", str(dump))
+    return table
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float16: "FP16", torch.bfloat16: "BF16"}[dtype]

@@ -1,0 +1,143 @@
+"""One model in training, with its clock and its memory: what the demo runs two of.
+
+`Trainee.step` is the training loop a user would write in plain PyTorch: nothing in it knows
+whether the model was compiled for mixed precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .model import GPT
+
+__all__ = ["Trainee", "bytes_saved_for_backward", "held_out_loss"]
+
+WARM_UP = 5
+"""Steps that do not count for the median: the first compiles, the next ones fill caches."""
+
+
+@dataclasses.dataclass
+class Trainee:
+    """A model, its optimizer, and what was measured while it trained.
+
+    Attributes:
+        name: what the tables call it.
+        losses: training loss of every step, in nats per token.
+        seconds: wall time of every step, the device idle at both ends.
+        memory: bytes, in the sense of `memory_kind`; None before it was measured.
+    """
+
+    name: str
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    memory: int | None = None
+
+    @classmethod
+    def create(cls, name: str, model: GPT, *, steps: int, lr: float) -> Trainee:
+        """Attach AdamW and a one-cycle learning rate over ``steps`` steps that peaks at ``lr``."""
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=lr, total_steps=steps + 1, pct_start=0.1, cycle_momentum=False
+        )
+        return cls(name, model, optimizer, schedule)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.head.weight.device
+
+    @property
+    def memory_kind(self) -> str:
+        """What `memory` counts on this device."""
+        if self.device.type == "cuda":
+            return "peak memory of a step, above what stays resident"
+        return "saved for backward"
+
+    @property
+    def first_step(self) -> float:
+        """Seconds of the first step: compilation, and one step."""
+        return self.seconds[0]
+
+    @property
+    def median(self) -> float:
+        """Median seconds per step after the warm-up (after the first step in a very short run)."""
+        return statistics.median(self.seconds[WARM_UP:] or self.seconds[1:] or self.seconds)
+
+    def step(self, idx: Tensor, targets: Tensor) -> None:
+        """Train on one batch and record loss and time."""
+        with self._clock():
+            loss = self.model(idx, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+        self.losses.append(loss.item())
+
+    def step_and_measure_memory(self, idx: Tensor, targets: Tensor) -> None:
+        """Do one `step` and record its memory; slower than a plain step on CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            resident = torch.cuda.memory_allocated(self.device)
+            self.step(idx, targets)
+            self.memory = torch.cuda.max_memory_allocated(self.device) - resident
+        else:
+            with bytes_saved_for_backward(self.model) as saved:
+                self.step(idx, targets)
+            self.memory = sum(saved.values())
+
+    @contextlib.contextmanager
+    def _clock(self) -> Iterator[None]:
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds.append(time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextlib.contextmanager
+def bytes_saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Collect what autograd keeps between forward and backward: storage address -> bytes.
+
+    Parameters and buffers, which exist anyway, do not count. The dict is filled inside the
+    ``with`` block, by the forward.
+    """
+    saved: dict[int, int] = {}
+    resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    alive: list[Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean loss over ``batches``, in nats per token.
+
+    Calls ``model.forward``, which no compiler has touched: however the parameters were trained,
+    they are judged by the same eager FP32 arithmetic, and nothing recompiles.
+    """
+    losses = [model.forward(idx, targets).item() for idx, targets in batches]
+    return statistics.fmean(losses)

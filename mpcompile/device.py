@@ -1,0 +1,222 @@
+"""What a device can do: the low dtype that ``dtype="auto"`` means there, and its matrix units.
+
+Facts only: nothing here is timed, and no choice depends on anything but the device.
+Sources: NVIDIA's list of compute capabilities per GPU, and CUDA's table of the data types
+each Tensor Core generation multiplies; for CPUs, the flags that ``torch.cpu`` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from .errors import MPCompileError
+
+__all__ = [
+    "SUPPORTED",
+    "DeviceFacts",
+    "auto_dtype",
+    "cpu_matrix_units",
+    "cuda_tensor_cores",
+    "default_device",
+    "device_facts",
+    "tensor_cores",
+]
+
+SUPPORTED = ("cuda", "cpu")
+"""The device types that mpcompile compiles for."""
+
+# (first compute capability, generation, what its Tensor Cores multiply), newest first.
+_GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
+    ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4"),
+    ((9, 0), "Hopper", "FP16, BF16, TF32, FP8"),
+    ((8, 9), "Ada", "FP16, BF16, TF32, FP8"),
+    ((8, 0), "Ampere", "FP16, BF16, TF32"),
+    ((7, 5), "Turing", "FP16"),
+    ((7, 0), "Volta", "FP16"),
+)
+
+# CPU flags that mean "a dot-product or tile instruction in this dtype", best first:
+# (architecture prefixes, flag of torch.cpu.get_capabilities(), name, dtype).
+_CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (
+    (("x86",), "amx_bf16", "AMX-BF16", torch.bfloat16),
+    (("x86",), "avx512_bf16", "AVX512-BF16", torch.bfloat16),
+    (("aarch", "arm"), "sme2", "SME2", torch.bfloat16),
+    (("aarch", "arm"), "sve_bf16", "SVE-BF16", torch.bfloat16),
+    (("aarch", "arm"), "bf16", "NEON-BF16", torch.bfloat16),
+    (("x86",), "amx_fp16", "AMX-FP16", torch.float16),
+    (("x86",), "avx512_fp16", "AVX512-FP16", torch.float16),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """Everything ``mpcompile info`` says about one device, as text.
+
+    Attributes:
+        device: the torch name, e.g. ``"cuda:0"``.
+        name: the maker's name of the part.
+        dtype: what ``dtype="auto"`` chooses here.
+        reason: why.
+        matrix_units: the hardware that multiplies in a low dtype, or that there is none.
+        memory: how much of it there is, in GiB, or ``"unknown"``.
+        libraries: the math libraries torch was built with and found, by name.
+    """
+
+    device: str
+    name: str
+    dtype: torch.dtype
+    reason: str
+    matrix_units: str
+    memory: str
+    libraries: Mapping[str, str]
+
+
+def default_device() -> torch.device:
+    """Return the first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def auto_dtype(device: torch.device | str) -> tuple[torch.dtype, str]:
+    """Return the low dtype that ``dtype="auto"`` stands for on ``device``, and why.
+
+    Raises:
+        MPCompileError: the device type is not one of `SUPPORTED`.
+    """
+    device = _supported(device)
+    if device.type == "cuda":
+        cores = tensor_cores(device)
+        if cores.startswith("none"):
+            return torch.float16, f"FP16 halves memory traffic; Tensor Cores: {cores}"
+        return torch.float16, f"FP16 runs on Tensor Cores ({cores}); the loss scale keeps its range"
+    units = [name for name, dtype in _cpu_units() if dtype == torch.bfloat16]
+    if units:
+        return torch.bfloat16, f"BF16 has instructions of its own here ({units[0]}), FP16 is slow"
+    return torch.bfloat16, "FP16 is slow on CPUs; BF16 has no instructions here, so expect no gain"
+
+
+def tensor_cores(device: torch.device | str) -> str:
+    """Describe the hardware of ``device`` that multiplies low-precision matrices.
+
+    The answer starts with ``"none"`` where there is no such hardware.
+
+    Raises:
+        MPCompileError: the device type is not one of `SUPPORTED`.
+    """
+    device = _supported(device)
+    if device.type == "cpu":
+        return cpu_matrix_units(torch.cpu.get_capabilities())
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(device).gcnArchName
+        return f"AMD {arch}: matrix cores not known to mpcompile"
+    return cuda_tensor_cores(
+        torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    )
+
+
+def cuda_tensor_cores(capability: tuple[int, int], name: str = "") -> str:
+    """Describe the Tensor Cores of an NVIDIA GPU by its compute capability.
+
+    ``name`` matters for one family: the GTX 16 series shares 7.5 with Turing RTX parts but has
+    no Tensor Cores.
+    """
+    dotted = f"compute capability {capability[0]}.{capability[1]}"
+    if "GTX 16" in name:
+        return f"none (GTX 16 series, {dotted})"
+    for first, generation, dtypes in _GENERATIONS:
+        if capability >= first:
+            return f"{dtypes} ({generation}, {dotted})"
+    return f"none ({dotted}; they start with Volta, 7.0)"
+
+
+def cpu_matrix_units(capabilities: Mapping[str, Any]) -> str:
+    """Describe the low-precision dot-product instructions of a CPU.
+
+    ``capabilities`` has the form of ``torch.cpu.get_capabilities()``.
+    """
+    names = [name for name, _ in _cpu_units(capabilities)]
+    return ", ".join(names) if names else "none (no BF16 or FP16 matrix instructions)"
+
+
+def device_facts(device: torch.device | str | None = None) -> DeviceFacts:
+    """Collect the facts of one device (default: `default_device`).
+
+    Raises:
+        MPCompileError: the device type is not one of `SUPPORTED`.
+    """
+    device = default_device() if device is None else _supported(device)
+    dtype, reason = auto_dtype(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, f"{properties.total_memory / 2**30:.1f} GiB"
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        model = capabilities.get("cpu_name") or platform.processor() or platform.machine()
+        name = f"{model}, {torch.get_num_threads()} threads"
+        memory = _host_memory()
+    return DeviceFacts(
+        device=str(device),
+        name=name,
+        dtype=dtype,
+        reason=reason,
+        matrix_units=tensor_cores(device),
+        memory=memory,
+        libraries=_libraries(device),
+    )
+
+
+def _supported(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in SUPPORTED:
+        raise MPCompileError(
+            f"device type {device.type!r} is not supported; mpcompile works on "
+            f"{' and '.join(SUPPORTED)}: move the model there first"
+        )
+    return device
+
+
+def _cpu_units(capabilities: Mapping[str, Any] | None = None) -> list[tuple[str, torch.dtype]]:
+    if capabilities is None:
+        capabilities = torch.cpu.get_capabilities()
+    architecture = str(capabilities.get("architecture", platform.machine())).lower()
+    return [
+        (name, dtype)
+        for prefixes, flag, name, dtype in _CPU_UNITS
+        if architecture.startswith(prefixes) and capabilities.get(flag)
+    ]
+
+
+def _host_memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _libraries(device: torch.device) -> Mapping[str, str]:
+    if device.type == "cpu":
+        return {
+            "oneDNN": "yes" if torch.backends.mkldnn.is_available() else "no",
+            "MKL": "yes" if torch.backends.mkl.is_available() else "no",
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+        }
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "CUDA": str(torch.version.cuda or torch.version.hip),
+        "cuDNN": "no" if cudnn is None else str(cudnn),
+        "Triton": _triton_version(),
+    }
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "no (Inductor needs it to compile for CUDA)"

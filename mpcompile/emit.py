@@ -1,0 +1,110 @@
+"""Rewritten graph -> something to call: AOTAutograd with Inductor, AOTAutograd alone, or as it is.
+
+Contract. Called inside a torch.compile backend, so a TracingContext is active. The graph is
+pre-dispatch ATen with every cast explicit; its placeholders match the example inputs one to one and
+carry what Dynamo wrote on its own (`_dynamo_source`, `meta["tensor_dict"]`), the graph module
+Dynamo's `meta` and `_param_name_to_source`: with these AOTAutograd's and Inductor's caches work as
+they do for a graph of Dynamo's. The function returned takes the inputs one by one and returns a
+tuple.
+
+* *Autocast*: none is active while the graph is traced, nor while it runs, whatever the caller has
+  on: the graph says every dtype itself.
+* *RNNs* run on the device's own kernel, outside of what is compiled (`islands.py`).
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+from ._version import __version__
+from .islands import Compiler, compile_around_rnns, has_rnn
+
+
+def emit(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    how: str,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a rewritten graph, forward and backward.
+
+    Args:
+        gm: the graph, see the module's contract. Taken over: don't use it afterwards.
+        example_inputs: one per placeholder: tensors and SymInts.
+        how: "inductor"; "aot_eager": AOTAutograd's forward and backward graphs, run op by op (its
+            partitioner, no decompositions of Inductor's); "eager": the graph itself, op by op.
+        mode: torch.compile's `mode`, for "inductor" only.
+        options: Inductor options as torch.compile takes them, for "inductor" only; over `mode`.
+
+    Raises:
+        CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
+        RuntimeError: an unknown mode or option (Inductor's own message).
+    """
+    autocast = torch._C._is_any_autocast_enabled()
+    with torch._C._DisableAutocast():
+        if how == "eager":
+            gm.recompile()
+            run: Callable[..., Any] = gm.forward
+        else:
+            compile_graph = _inductor(mode, options) if how == "inductor" else _aot_eager
+            around = compile_around_rnns if has_rnn(gm) else _whole
+            run = around(gm, example_inputs, functools.partial(_salted, compile_graph))
+    # Dynamo guards on autocast: a function compiled without it will not be called within it.
+    return _without_autocast(run) if autocast else run
+
+
+def _whole(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    return compile_graph(gm, example_inputs)
+
+
+def _salted(
+    compile_graph: Compiler, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile; keep apart what different versions of mpcompile put into AOTAutograd's cache.
+
+    The cache's key names our operators, but the entry holds what their implementations traced to.
+    Attributes of the graph module are part of the key.
+    """
+    gm._mpcompile_version = __version__  # type: ignore[assignment]
+    return compile_graph(gm, example_inputs)
+
+
+def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Compiler:
+    """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
+    return torch._TorchCompileInductorWrapper(  # type: ignore[no-untyped-call]
+        mode, dict(options) if options else None, None
+    )
+
+
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    return aot_eager(gm, list(example_inputs), fw_compiler=_op_by_op, bw_compiler=_op_by_op)
+
+
+def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Runs a graph of AOTAutograd's, without autocast: `backward()` may be called within it.
+
+    (Inductor's code calls no operator that autocast knows.)
+    """
+    run = _without_autocast(boxed_nop(gm, list(example_inputs)))
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args)
+
+    return run

@@ -1,0 +1,29 @@
+"""The error types: one family for users, one signal between passes and backend.
+
+`MPCompileError` is what a user sees. Its message says what was asked, where, why it can't be, and
+what to do. `CannotRewrite` never reaches a user: the backend catches it in one place, and either
+compiles the graph unchanged with one warning or, under `strict=True`, raises `MPCompileError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MPCompileError(ValueError):
+    """A request that can't be carried out; the message says what to do instead."""
+
+
+class MPCompileWarning(UserWarning):
+    """Something the user should know: a graph left in FP32, a loss scale at its floor."""
+
+
+class CannotRewrite(Exception):
+    """This graph can't be rewritten safely; the argument is the reason, one sentence."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: `"; did you mean 'softmax'?"`, or the empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,123 @@
+"""The plan of one graph, as plain data: every node, its precision, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from .. import ir
+from ..policy import Config
+
+
+@dataclass(frozen=True)
+class PlanNode:
+    """One line of the plan.
+
+    Attributes:
+        name: as in the dump; what `Policy(nodes=...)` takes.
+        op: operator, `"aten::linear"`.
+        module: dotted path of the module it comes from, or "".
+        source: `"model.py:12"`, or "".
+        captured, planned: result types in the FP32 program and now, `"f32[8, 4]"`.
+        precision: "LOW", "FULL" or "KEEP".
+        rule, reason: who decided, and why.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    captured: str
+    planned: str
+    precision: str
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the passes decided for one captured graph.
+
+    Attributes:
+        level, dtype, device: "O1", "float16", "cpu".
+        nodes: one line a node, in program order (casts and scaling included).
+        casts: casts in the final graph.
+        scaled: whether gradients are scaled inside the graph.
+        seconds: wall time of capture and of each pass.
+        changed: which passes changed the graph.
+        dump_dir: where the dump is, or None.
+    """
+
+    level: str
+    dtype: str
+    device: str
+    nodes: tuple[PlanNode, ...]
+    casts: int
+    scaled: bool
+    seconds: dict[str, float]
+    changed: tuple[str, ...]
+    dump_dir: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        data = dataclasses.asdict(self)
+        data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
+        return data
+
+    def counts(self) -> dict[str, int]:
+        """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
+        return dict(Counter(n.precision for n in self.nodes if n.rule not in ("cast", "scale")))
+
+    def __str__(self) -> str:
+        head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
+            f"{count} {name}" for name, count in sorted(self.counts().items())
+        )
+        width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
+        lines = [
+            f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
+            + (f"  ({n.module})" if n.module else "")
+            for n in self.nodes
+        ]
+        return "\n".join([head, *lines])
+
+
+def plan_of(
+    graph: fx.Graph,
+    config: Config,
+    *,
+    seconds: dict[str, float],
+    changed: tuple[str, ...],
+    dump_dir: Path | None,
+) -> Plan:
+    """Read the plan off a graph whose passes have run (before checkpoints are folded back)."""
+    nodes = tuple(
+        PlanNode(
+            name=node.name,
+            op=ir.op_name(node),
+            module=ir.module_path(node),
+            source=ir.source(node),
+            captured=ir.type_text(node.meta.get("mp_captured")),
+            planned=ir.type_text(node.meta.get("val")),
+            precision=ir.mark(node).precision.value,
+            rule=ir.mark(node).rule,
+            reason=ir.mark(node).reason,
+        )
+        for node in graph.nodes
+        if ir.is_marked(node)
+    )
+    return Plan(
+        level=config.level.value,
+        dtype=str(config.low).removeprefix("torch."),
+        device=str(config.device),
+        nodes=nodes,
+        casts=sum(node.rule == "cast" and node.op == "aten::to" for node in nodes),
+        scaled=any(node.rule == "scale" for node in nodes),
+        seconds=seconds,
+        changed=changed,
+        dump_dir=dump_dir,
+    )

@@ -1,0 +1,355 @@
+"""The only file with FX mechanics: typed node meta, dtypes, casts, and the text of a graph.
+
+Passes reach `node.meta` through this file alone. These entries are ours:
+
+* `"val"`         the FakeTensor the node produces *now*; kept true by every rewrite (`refresh`).
+* `"mp_captured"` the FakeTensor it produced in the user's FP32 program; never changes.
+* `"mp_opaque"`, `"mp_region"`, `"mp_grad"`, `"mp_autocast"`: what capture recorded about the place
+  the node stood in (see capture.py).
+* `"mp"`          the `Mark`: what was decided about the node, by which rule, and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.node import map_arg
+
+from . import ops
+from .policy import Precision
+
+aten = torch.ops.aten
+
+SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.complex64: "c64", torch.complex128: "c128", torch.int64: "i64", torch.int32: "i32",
+    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+}  # fmt: skip
+
+
+_region_ids = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """An activation checkpoint whose body was inlined: what is needed to fold it back."""
+
+    kwargs: dict[str, Any]
+    body_meta: dict[str, Any]
+    id: int = field(default_factory=lambda: next(_region_ids))
+
+
+def regions(node: fx.Node) -> tuple[Region, ...]:
+    """The checkpoints around the node, outermost first."""
+    path: tuple[Region, ...] = node.meta.get("mp_region", ())
+    return path
+
+
+def set_regions(nodes: Iterable[fx.Node], path: tuple[Region, ...]) -> None:
+    for node in nodes:
+        node.meta["mp_region"] = path
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A decision about one node.
+
+    Attributes:
+        precision: LOW or FULL once planned; KEEP leaves captured dtypes; FOLLOW is undecided.
+        rule: who decided: "table", "policy", "guard", "region", "plan", "kernel", "alias", ...
+        reason: one sentence for people.
+        low: the low dtype this node runs in (an autocast region may name another than the rest).
+    """
+
+    precision: Precision
+    rule: str
+    reason: str
+    low: torch.dtype
+
+
+def mark(node: fx.Node) -> Mark:
+    """The node's decision; classify gives one to every node that computes a tensor."""
+    return node.meta["mp"]  # type: ignore[no-any-return]
+
+
+def precision(node: fx.Node) -> Precision | None:
+    """The node's class, or None for inputs, constants and the output."""
+    return node.meta["mp"].precision if "mp" in node.meta else None
+
+
+def is_marked(node: fx.Node) -> bool:
+    return "mp" in node.meta
+
+
+def set_mark(node: fx.Node, value: Mark) -> None:
+    node.meta["mp"] = value
+
+
+def set_mutable(node: fx.Node) -> None:
+    """Note that some node writes this value's memory: a cast of it must be taken where it is used,
+    never shared."""
+    node.meta["mp_mutable"] = True
+
+
+def is_mutable(node: fx.Node) -> bool:
+    return "mp_mutable" in node.meta
+
+
+def remark(node: fx.Node, **changes: Any) -> None:
+    node.meta["mp"] = replace(node.meta["mp"], **changes)
+
+
+# -- values and dtypes --------------------------------------------------------------------------
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node calls an operator that computes: no placeholder, getitem or mode switch."""
+    return node.op == "call_function" and isinstance(
+        node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    )
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """A call kept just as Dynamo wrote it: a higher-order operator, a functorch transform."""
+    return "mp_opaque" in node.meta
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_float_call(node: fx.Node) -> bool:
+    """Whether the user wrote `.float()` here (Dynamo names the method in the node's provenance)."""
+    stack = node.meta.get("source_fn_stack")
+    return bool(stack) and stack[-1][1] == "float"
+
+
+def grad_enabled(node: fx.Node) -> bool:
+    """Whether autograd records what happens at this place of the program."""
+    return bool(node.meta.get("mp_grad", True))
+
+
+def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
+    """(enabled, dtype) of the innermost autocast region of the user's own, or None outside."""
+    region: tuple[bool, torch.dtype | None] | None = node.meta.get("mp_autocast")
+    return region
+
+
+def op_name(node: fx.Node) -> str:
+    """`"aten::linear"`, or for what is no operator its Python name."""
+    if is_op(node):
+        return ops.op_key(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def tensor(node: fx.Node) -> torch.Tensor | None:
+    """The FakeTensor the node produces now, or None for tuples, ints and nothing."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def captured(node: fx.Node) -> torch.Tensor | None:
+    """The FakeTensor it produced in the FP32 program."""
+    value = node.meta.get("mp_captured")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value that may be a tensor, a (nested) sequence of them, or neither."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def was_f32(node: fx.Node) -> bool:
+    """Whether the node produced one FP32 tensor in the captured program."""
+    value = captured(node)
+    return value is not None and value.dtype is torch.float32
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node is an input that holds an nn.Parameter."""
+    return bool(node.meta.get("mp_parameter", False))
+
+
+def requires_grad(node: fx.Node) -> bool:
+    """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
+    meta = node.meta.get("tensor_meta")
+    return bool(getattr(meta, "requires_grad", False))
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a get_attr node names on its module: a constant tensor or a body."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory under the captured value; equal for aliases."""
+    value = captured(node)
+    if value is None or value.layout is not torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """(argument position, node) for each captured-FP32 tensor argument, lists included.
+
+    A keyword argument counts at its position in the operator's schema.
+    """
+    found: list[tuple[int, fx.Node]] = []
+    for position, argument in positions(node):
+        map_arg(argument, lambda n, p=position: found.append((p, n)) if was_f32(n) else None)
+    return found
+
+
+def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
+    """(schema position, argument) of positional and keyword arguments alike."""
+    yield from enumerate(node.args)
+    if node.kwargs and isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        for name, argument in node.kwargs.items():
+            yield (names.index(name) if name in names else -1), argument
+    else:
+        for argument in node.kwargs.values():
+            yield -1, argument
+
+
+def kind(node: fx.Node) -> ops.Kind:
+    if is_getitem(node):
+        return ops.Kind.VIEW
+    rule = ops.rule_for(node.target)
+    return rule.kind if rule else ops.Kind.COMPUTE
+
+
+# -- rewriting ----------------------------------------------------------------------------------
+
+
+def refresh(node: fx.Node) -> None:
+    """Recompute `meta["val"]` from the inputs' values; call it when an input changed dtype."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with enable_python_dispatcher():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def insert(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    *,
+    name: str,
+    like: fx.Node,
+    decision: Mark,
+) -> fx.Node:
+    """Add a call at the graph's insertion point, with its value and with `like`'s provenance."""
+    node = graph.create_node("call_function", target, args, name=name)
+    for key in ("stack_trace", "nn_module_stack", "mp_region", "mp_grad"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    refresh(node)
+    set_mark(node, decision)
+    return node
+
+
+def after(node: fx.Node) -> fx.Node:
+    """The first node before which a consumer of `node` may stand: inputs stay in one block."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def is_cast(node: fx.Node) -> bool:
+    """A cast of ours (captured programs may hold `aten.to` of their own)."""
+    return node.target is aten.to.dtype and is_marked(node) and mark(node).rule == "cast"
+
+
+# -- provenance and text --------------------------------------------------------------------------
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module that made the node (`"layers.0.fc1"`), or the empty string."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]",
+                  lambda m: "." + (m.group(1) or m.group(2)), path)  # fmt: skip
+    head, _, rest = path.partition(".")  # "L.self.layers.0": drop the variable Dynamo names
+    return rest.partition(".")[2] if head in ("L", "G") else path
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
+
+def source(node: fx.Node) -> str:
+    """`"model.py:12"`: the innermost user frame that made the node, or the empty string."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    return f"{frames[-1]['file'].rsplit('/', 1)[-1]}:{frames[-1]['line']}"
+
+
+def type_text(value: Any) -> str:
+    """`f16[4, 3]`; tuples in parentheses; symbolic sizes by name."""
+    if isinstance(value, torch.Tensor):
+        return (
+            f"{SHORT.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
+        )
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type_text(v) for v in value)})"
+    return type(value).__name__
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return argument.name
+    if isinstance(argument, (tuple, list)):
+        return f"[{', '.join(_argument_text(a) for a in argument)}]"
+    return (
+        SHORT.get(argument, str(argument)) if isinstance(argument, torch.dtype) else repr(argument)
+    )
+
+
+def line(node: fx.Node) -> str:
+    """One node as text: `linear: f16[4, 3] = linear(x, weight)`."""
+    arguments = [_argument_text(a) for a in node.args]
+    if node.op == "placeholder":
+        return f"{node.name}: {type_text(node.meta.get('val'))} = input"
+    if node.op == "output":
+        return f"return {', '.join(_argument_text(a) for a in node.args[0])}"  # type: ignore[union-attr]
+    arguments += [f"{k}={_argument_text(v)}" for k, v in node.kwargs.items()]
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    name = op_name(node).removeprefix("aten::")
+    return f"{node.name}: {type_text(node.meta.get('val'))} = {name}({', '.join(arguments)})"
+
+
+def render(graph: fx.Graph, *, reasons: bool = False) -> str:
+    """The whole graph as text, a line a node; with `reasons`, why each decided line is as it is."""
+    lines = []
+    for node in graph.nodes:
+        text = line(node)
+        if reasons and is_marked(node):
+            decision = mark(node)
+            where = ", ".join(filter(None, (module_path(node), source(node))))
+            text = f"{text:<72}  # {decision.precision.value}: {decision.reason}"
+            text += f" [{decision.rule}]" + (f" ({where})" if where else "")
+        lines.append(text)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,57 @@
+"""Library operators that carry loss scaling through a graph.
+
+Registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache accepts
+them (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd over an
+autograd.Function, so AOTAutograd traces into them and the compiled graph holds plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("mpcompile", "DEF")
+_LIBRARY.define("scale_grad(Tensor(a) x, Tensor scale) -> Tensor(a)")
+_LIBRARY.define("unscale_grad(Tensor(a) x, Tensor scale, Tensor found) -> Tensor(a)")
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grads[0] * scale, None
+
+
+class _UnscaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        (scale,) = ctx.saved_tensors
+        grad = grads[0]
+        overflow = grad.isfinite().logical_not().any().to(torch.float32)
+        # Scales are powers of two by default, so the product with the inverse is exact.
+        return grad * scale.reciprocal(), None, overflow
+
+
+def _scale_grad(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _ScaleGrad.apply(x, scale)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _unscale_grad(x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return _UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
+
+
+_LIBRARY.impl("scale_grad", _scale_grad, "CompositeImplicitAutograd")
+_LIBRARY.impl("unscale_grad", _unscale_grad, "CompositeImplicitAutograd")

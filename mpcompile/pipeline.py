@@ -1,0 +1,87 @@
+"""The pipeline, top to bottom: each pass by name, in the order it runs.
+
+The runner knows no pass's business. It runs them, verifies what each promised, times them, and
+records the graph for the dump.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import fx
+
+from .inspect.dump import Dump
+from .inspect.plan import Plan, plan_of
+from .passes.classify import classify
+from .passes.clean import clean
+from .passes.drop_noop_casts import drop_noop_casts
+from .passes.functionalize import functionalize
+from .passes.guard_constants import guard_constants
+from .passes.outline import outline
+from .passes.place_casts import place_casts
+from .passes.plan import plan
+from .passes.scale_gradients import scale_gradients
+from .policy import Config
+from .spec import verify
+
+Pass = Callable[[fx.GraphModule, Config], bool]
+
+PASSES: tuple[Pass, ...] = (
+    drop_noop_casts,  # casts baked by the FP32 capture would end every low chain
+    functionalize,  # before anything is decided: what stays in place keeps its dtype
+    classify,  # LOW | FULL | FOLLOW | KEEP for every node
+    guard_constants,  # after classify: it may only widen what classify decided
+    plan,  # FOLLOW becomes LOW or FULL
+    place_casts,  # marks are final from here on
+    scale_gradients,  # on the FP32 side of the casts at the graph's edges
+    clean,  # after the last pass that inserts nodes
+    outline,  # last: it hides nodes in bodies, where no pass looks
+)
+
+
+def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | None) -> Plan:
+    """Run every pass over a captured graph, in place.
+
+    Args:
+        gm: from `capture`.
+        config: the compilation's settings.
+        captured_in: seconds capture took, for the record.
+        dump: directory for the dump of this graph, or None.
+
+    Returns:
+        The plan: what was decided for each node and why.
+
+    Raises:
+        CannotRewrite: a pass found the graph unsafe to rewrite.
+        SpecError: a pass broke its contract.
+    """
+    seconds = {"capture": captured_in}
+    changed: list[str] = []
+    record = Dump(dump) if dump is not None else None
+    if record:
+        record.stage("captured", gm, captured_in)
+    result: Plan | None = None
+    for pass_ in PASSES:
+        name = pass_.__name__
+        if pass_ is outline:  # the plan lists checkpointed nodes too
+            result = plan_of(
+                gm.graph,
+                config,
+                seconds=seconds,
+                changed=tuple(changed),
+                dump_dir=record.directory if record else None,
+            )
+        start = time.perf_counter()
+        if pass_(gm, config):
+            changed.append(name)
+        seconds[name] = time.perf_counter() - start
+        verify(gm, name)
+        if record:
+            record.stage(name, gm, seconds[name])
+    assert result is not None
+    if record:
+        record.plan(result)
+    gm.recompile()
+    return result

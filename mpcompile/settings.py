@@ -1,0 +1,187 @@
+"""What `mpcompile()` and `torch.compile(backend="mpcompile", options=...)` accept, checked once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import ops
+from .errors import MPCompileError, did_you_mean
+from .loss_scale import LossScale
+from .policy import Level, Policy, op_exists, parse_dtype, parse_level
+
+EMITS = ("inductor", "aot_eager", "eager")
+PADS = ("auto", "never")
+DEVICES = ("cpu", "cuda")
+OLDEST, NEWEST = (2, 11), (2, 14)
+
+_KEYS = (
+    "dtype",
+    "level",
+    "policy",
+    "loss_scale",
+    "pad",
+    "emit",
+    "dump",
+    "strict",
+    "mode",
+    "options",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked request.
+
+    Attributes:
+        level: O0..O3.
+        dtype: torch.float16, torch.bfloat16, or None for "auto" (the device decides).
+        policy: the user's precision overrides.
+        loss_scale: the model's own scale, or None: the backend finds or makes one.
+        scale_any_dtype: the user handed over a LossScale, so BF16 is scaled too.
+        emit: "inductor", "aot_eager" or "eager".
+        dump: directory for dumps, or None.
+        strict: raise where a graph can't be rewritten, instead of compiling it unchanged.
+        mode, inductor: handed to Inductor.
+    """
+
+    level: Level = Level.O1
+    dtype: torch.dtype | None = None
+    policy: Policy = Policy()
+    loss_scale: LossScale | None = None
+    scale_any_dtype: bool = False
+    emit: str = "inductor"
+    dump: Path | None = None
+    strict: bool = False
+    mode: str | None = None
+    inductor: Mapping[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, request: Mapping[str, Any]) -> Settings:
+        """Check a request; absent keys take their defaults.
+
+        Raises:
+            MPCompileError: an unknown key, level, dtype, operator or choice; a torch version
+                outside the supported range.
+        """
+        check_torch_version(torch.__version__)
+        for key in request:
+            if key not in _KEYS:
+                raise MPCompileError(
+                    f"unknown option {key!r}{did_you_mean(key, _KEYS)}; known: {', '.join(_KEYS)}"
+                )
+        policy = request.get("policy") or Policy()
+        if not isinstance(policy, Policy):
+            raise MPCompileError(f"policy={policy!r}: give an mpcompile.Policy(...)")
+        _check_policy(policy)
+        scale = request.get("loss_scale", "dynamic")
+        dump = request.get("dump") or os.environ.get("MPCOMPILE_DUMP")
+        emit = _choice("emit", request.get("emit", "inductor"), EMITS)
+        pad = request.get("pad", "auto")
+        if pad == "always":
+            raise MPCompileError("pad='always' is not built yet; use 'auto' or 'never'")
+        _choice("pad", pad, PADS)
+        mode = request.get("mode")
+        if mode is not None and emit != "inductor":
+            raise MPCompileError(f"mode={mode!r} is Inductor's; it means nothing to emit={emit!r}")
+        return cls(
+            level=parse_level(request.get("level", Level.O1)),
+            dtype=parse_dtype(request.get("dtype", "auto")),
+            policy=policy,
+            loss_scale=parse_loss_scale(scale),
+            scale_any_dtype=isinstance(scale, LossScale) and not scale.fp16_only,
+            emit=emit,
+            dump=Path(dump) if dump else None,
+            strict=bool(request.get("strict", False)),
+            mode=mode,
+            inductor=request.get("options"),
+        )
+
+
+def parse_loss_scale(scale: LossScale | str | float | None) -> LossScale | None:
+    """`"dynamic"` -> None (one is made per model), `"none"` or None -> off, a number -> static."""
+    if isinstance(scale, LossScale):
+        return scale
+    if scale is None or scale == "none":
+        return LossScale.none()
+    if scale == "dynamic":
+        return None
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return LossScale.static(float(scale))
+    raise MPCompileError(
+        f"loss_scale={scale!r}: use 'dynamic', 'none', a number, or a LossScale"
+        f"{did_you_mean(str(scale), ('dynamic', 'none'))}"
+    )
+
+
+def _choice(name: str, value: Any, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise MPCompileError(
+            f"{name}={value!r}: use one of {', '.join(known)}{did_you_mean(str(value), known)}"
+        )
+    return str(value)
+
+
+def _check_policy(policy: Policy) -> None:
+    for key in policy.low | policy.full | policy.keep:
+        if not op_exists(key):
+            known = [name.removeprefix("aten::") for name in ops.known_ops()]
+            hint = did_you_mean(key.removeprefix("aten::"), known)
+            raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+
+
+def check_torch_version(version: str) -> None:
+    """Raise `MPCompileError` outside the supported range, torch>=2.11,<2.14."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not OLDEST <= found < NEWEST:
+        raise MPCompileError(
+            f"mpcompile supports torch>=2.11,<2.14; this is torch {version}: "
+            "install a supported torch, or an mpcompile made for this one"
+        )
+
+
+def check_module(module: torch.nn.Module, settings: Settings) -> None:
+    """Refuse at the call what could only go wrong later.
+
+    Raises:
+        MPCompileError: no FP32 parameters where there are some, half parameters at O1/O2, an
+            unsupported device, a module regex that matches nothing.
+    """
+    where = type(module).__name__
+    parameters = dict(module.named_parameters())
+    dtypes = {p.dtype for p in parameters.values()}
+    if parameters and not any(d.is_floating_point for d in dtypes):
+        raise MPCompileError(f"{where} has no floating-point parameters: nothing to do in FP16")
+    half = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
+    if half and settings.level in (Level.O1, Level.O2):
+        raise MPCompileError(
+            f"{where} is already in half precision ({half[0]} is "
+            f"{str(parameters[half[0]].dtype).removeprefix('torch.')}): {settings.level.value} keeps "
+            "FP32 master weights and makes the low-precision copies itself. Call model.float() "
+            "first and load FP32 weights; or use level='O3'"
+        )
+    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(_HALF):
+        raise MPCompileError(
+            f"{where} has no FP32 parameters (found {', '.join(sorted(map(str, dtypes)))}): "
+            "mixed precision starts from FP32; call model.float() first"
+        )
+    for name, parameter in parameters.items():
+        if parameter.device.type not in DEVICES:
+            raise MPCompileError(
+                f"{where}: {name} is on {parameter.device}; supported devices: {', '.join(DEVICES)}"
+            )
+    paths = [name for name, _ in module.named_modules() if name]
+    for pattern in settings.policy.modules:
+        if not any(re.search(pattern, path) for path in paths):
+            hint = did_you_mean(pattern, paths)
+            raise MPCompileError(f"Policy(modules=...): {pattern!r} matches no module{hint}")
+
+
+_HALF = (torch.float16, torch.bfloat16)

@@ -1,0 +1,92 @@
+"""What is legal after each stage of the pipeline. `verify` raises where a pass broke its promise.
+
+These are internal invariants: a failure is a bug of ours, never the user's. The backend then compiles
+the graph unchanged and says so, rather than run what might be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from . import ir, ops
+from .policy import Precision
+
+Check = Callable[[fx.GraphModule], Iterator[str]]
+
+
+class SpecError(AssertionError):
+    """A pass left the graph in a state its successors do not accept."""
+
+
+def _everything_marked(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method") and not ir.is_marked(node):
+            yield f"{node.name} has no precision class"
+
+
+def _nothing_undecided(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if ir.precision(node) is Precision.FOLLOW:
+            yield f"{node.name} is still FOLLOW"
+
+
+def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale"):
+            continue
+        low = ir.precision(node) is Precision.LOW
+        for position, operand in ir.float_args(node):
+            value = ir.tensor(operand)
+            if value is None or (low and _may_stay_wide(node, position, operand)):
+                continue
+            wanted = ir.mark(node).low if low else torch.float32
+            if value.dtype is not wanted:
+                yield f"{node.name} reads {operand.name} as {value.dtype}, planned {wanted}"
+
+
+def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
+    if not ops.castable(node.target, position):
+        return True
+    value = ir.captured(operand)
+    return ir.op_name(node) in ops.PROMOTES and value is not None and value.ndim == 0
+
+
+def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    wanted = gm.meta.get("mp_output_dtypes", [])
+    results = gm.graph.output_node().args[0]
+    for i, result in enumerate(results):  # type: ignore[arg-type]
+        value = ir.tensor(result) if isinstance(result, fx.Node) else None
+        if value is not None and i < len(wanted) and wanted[i] not in (None, value.dtype):
+            yield f"output {i} is {value.dtype}, the program returns {wanted[i]}"
+
+
+def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if ir.regions(node):
+            yield f"{node.name} still stands in an inlined checkpoint"
+
+
+# Checks hold from the named pass on.
+AFTER: dict[str, tuple[Check, ...]] = {
+    "classify": (_everything_marked,),
+    "plan": (_everything_marked, _nothing_undecided),
+    "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
+    "scale_gradients": (_operands_as_planned, _outputs_as_captured),
+    "clean": (_operands_as_planned, _outputs_as_captured),
+    "outline": (_outputs_as_captured, _regions_folded),
+}
+
+
+def verify(gm: fx.GraphModule, stage: str) -> None:
+    """Raise `SpecError`, naming the pass and the first offending nodes, if the graph is illegal."""
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise SpecError(f"after {stage}: {error}") from error
+    complaints = [c for check in AFTER.get(stage, ()) for c in check(gm)]
+    if complaints:
+        more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
+        raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")

@@ -1,0 +1,7 @@
+"""The compiler passes: one file, one public function, one job each.
+
+Contract: `pass_(gm: fx.GraphModule, config: Config) -> bool` edits the graph in place and says
+honestly whether it changed it. A deciding pass (classify, guard_constants, plan) writes marks and
+changes no node; a rewriting pass reads marks and decides nothing. No pass imports another; the order
+stands in `mpcompile/pipeline.py`.
+"""

@@ -1,0 +1,77 @@
+"""Fold the bodies of activation checkpoints back. A rewriting pass, the last one.
+
+Capture inlined each checkpoint's body and tagged its nodes, so that the other passes saw one flat
+graph. AOTAutograd wants the higher-order operator, whose body it recomputes in the backward:
+
+    h = linear(x, w)         # in region 0            checkpoint = tag_activation_checkpoint(
+    y = relu(h)              # in region 0     ->         body_0, x, w)
+    return y                                          y = checkpoint[0]
+
+Innermost regions are folded first. A cast of a value from outside stands outside.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.policy import Config
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def outline(gm: fx.GraphModule, config: Config) -> bool:
+    paths = dict.fromkeys(path for n in gm.graph.nodes if (path := ir.regions(n)))
+    prefixes = dict.fromkeys(path[: i + 1] for path in paths for i in range(len(path)))
+    for path in sorted(prefixes, key=len, reverse=True):
+        _fold(gm, path)
+    return bool(prefixes)
+
+
+def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...]) -> None:
+    nodes = [n for n in gm.graph.nodes if ir.regions(n) == path]
+    members = set(nodes)
+    body = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    operands = list(dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in members))
+    for operand in operands:
+        if operand.op != "get_attr":
+            env[operand] = body.placeholder(operand.name)
+            env[operand].meta = dict(operand.meta)
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand not in env:  # a constant or a body: named inside, never passed in
+                env[operand] = body.node_copy(operand, env.__getitem__)
+        env[node] = body.node_copy(node, env.__getitem__)
+    operands = [n for n in operands if n.op != "get_attr"]
+    results = [n for n in nodes if any(u not in members for u in n.users)]
+    body.output(tuple(env[n] for n in results))
+
+    last = nodes[-1]
+    inside = list(gm.graph.nodes)
+    first, final = inside.index(nodes[0]), inside.index(last)
+    strangers = [n for n in inside[first : final + 1] if n not in members]
+    if any(m in n.all_input_nodes for n in strangers for m in members):
+        raise CannotRewrite("a checkpointed region is interleaved with code outside it")
+
+    module = fx.GraphModule(gm, body)
+    module.meta.update(path[-1].body_meta)
+    name = f"checkpoint_body_{path[-1].id}"
+    gm.add_submodule(name, module)
+    with gm.graph.inserting_before(last.next):
+        attribute = gm.graph.get_attr(name)
+        call = gm.graph.call_function(CHECKPOINT, (attribute, *operands), dict(path[-1].kwargs))
+        ir.set_regions((attribute, call), path[:-1])
+        call.meta["val"] = tuple(n.meta["val"] for n in results)
+        call.meta["mp_captured"] = tuple(n.meta.get("mp_captured") for n in results)
+        for i, result in enumerate(results):
+            part = gm.graph.call_function(operator.getitem, (call, i))
+            part.meta = {**result.meta}
+            ir.set_regions((part,), path[:-1])
+            result.replace_all_uses_with(part, lambda user: user not in members)
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)

@@ -1,0 +1,134 @@
+"""Put loss scaling inside the graph. A rewriting pass.
+
+    out                          scale_grad(out, scale)              identity; gradient times scale
+    x (needs a gradient)   ->    unscale_grad(x, scale, found)       identity; gradient over scale
+
+The multiplication stands on the FP32 side of every edge of the graph, so a gradient is scaled only
+while it travels through low-precision nodes; `p.grad` arrives in FP32 and true to size, and the
+training loop has no scaler. The scale is an input (a 0-d FP32 tensor): a new value never recompiles.
+`found` is a second 0-d input that takes part in autograd: the "gradient" it receives is the number
+of inputs whose gradient was not finite, so the overflow flag rides in the backward graph itself,
+adds up over graphs and backward calls, and needs no host synchronisation.
+
+An autograd.Function or a custom operator may treat a gradient in ways that are not linear (clip it,
+ignore it). Around such a node the scaling is undone and redone, so that its backward sees the size it
+was written for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.ir import Mark
+from mpcompile.policy import Config, Precision
+
+SCALE, FOUND = "mp_scale", "mp_found"
+
+
+def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
+    if not config.scaled:
+        return False
+    graph = gm.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    trained = [n for n in inputs if ir.requires_grad(n)]
+    if not trained:
+        return False
+    for node in trained:
+        if ir.is_mutable(node):
+            raise CannotRewrite(f"input {node.name} needs a gradient and is written in place")
+    scaler = _Scaler(graph, _add_input(graph, SCALE, config), _add_input(graph, FOUND, config))
+    for node in [n for n in graph.nodes if _is_nonlinear(n)]:
+        scaler.isolate(node)
+    for node in reversed(trained):  # each goes before the one placed last
+        scaler.unscale(node)
+    scaler.scale_outputs()
+    return True
+
+
+def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    fake_mode = last.meta["val"].fake_mode if ir.tensor(last) is not None else None
+    if fake_mode is None:
+        fake_mode = next(t.fake_mode for n in graph.nodes if (t := ir.tensor(n)) is not None)  # type: ignore[attr-defined]
+    with fake_mode:
+        node.meta["val"] = torch.zeros((), device=config.device)
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    return node
+
+
+def _is_nonlinear(node: fx.Node) -> bool:
+    """Whether the node's backward is code that nobody here knows."""
+    if not ir.is_op(node):
+        return False
+    namespace, name = ir.op_name(node).split("::")
+    if namespace == "higher_order":
+        return name == "autograd_function_apply"
+    return namespace not in ("aten", "prims", "prim", "mpcompile")
+
+
+class _Scaler:
+    def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node) -> None:
+        self.graph, self.scale, self.found = graph, scale, found
+
+    def isolate(self, node: fx.Node) -> None:
+        """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
+        for operand in node.all_input_nodes:
+            if _differentiable(operand):
+                with self.graph.inserting_before(node):
+                    node.replace_input_with(operand, self._scale(operand))
+        results = [u for u in node.users if ir.is_getitem(u)] or [node]
+        for result in results:
+            if _differentiable(result):
+                self.unscale(result)
+
+    def unscale(self, node: fx.Node) -> None:
+        users = list(node.users)
+        decision = Mark(Precision.KEEP, "scale", "the gradient leaves true to size", torch.float32)
+        with self.graph.inserting_before(ir.after(node)):
+            target = torch.ops.mpcompile.unscale_grad.default
+            args = (node, self.scale, self.found)
+            name = f"{node.name}_unscale"
+            new = ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+        new.meta["mp_captured"] = node.meta["mp_captured"]
+        for user in users:
+            user.replace_input_with(node, new)
+
+    def scale_outputs(self) -> None:
+        output = self.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        done: dict[fx.Node, fx.Node] = {}
+        for i, result in enumerate(results):
+            if isinstance(result, fx.Node) and _differentiable(result):
+                if result not in done:
+                    with self.graph.inserting_before(output):
+                        done[result] = self._scale(result)
+                results[i] = done[result]
+        output.args = (tuple(results),)
+
+    def _scale(self, node: fx.Node) -> fx.Node:
+        decision = Mark(Precision.KEEP, "scale", "the gradient enters scaled", torch.float32)
+        target = torch.ops.mpcompile.scale_grad.default
+        new = ir.insert(
+            self.graph,
+            target,
+            (node, self.scale),
+            name=f"{node.name}_scale",
+            like=node,
+            decision=decision,
+        )
+        new.meta["mp_captured"] = node.meta.get("mp_captured")
+        return new
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = ir.tensor(node)
+    if value is None or not ir.is_floating(value.dtype):
+        return False
+    if ir.is_cast(node):  # casts are ours: what they cast was captured
+        return _differentiable(node.args[0])  # type: ignore[arg-type]
+    return ir.requires_grad(node) or node.target is torch.ops.mpcompile.unscale_grad.default
