@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -101,10 +101,9 @@ def mpcompile(
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
-        model.compile(**compile_kwargs)
-        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets and pickling
-        # drops: a wrapper here leaves no trace in the module's own state.
-        model._compiled_call_impl = _entry(model._compiled_call_impl, model)  # type: ignore[assignment]
+        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what calling
+        # the module runs, and what pickling and deepcopy drop: no trace in the module's own state.
+        model._compiled_call_impl = _entry(model, compile_kwargs)
         _records[model] = record
         return model
     compiled = torch.compile(model, **compile_kwargs)
@@ -112,23 +111,33 @@ def mpcompile(
     return compiled
 
 
-def _entry(compiled: Any, module: nn.Module) -> Callable[..., Any]:
-    """What calling the module runs: the compiled call, with the two things Dynamo needs help with.
+_entries = itertools.count()
 
-    Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing). Half
-    inputs to FP32 layers fail inside Dynamo, before a backend sees them: they are widened, which is
-    exact; the first LOW op narrows them again.
+
+def _entry(module: nn.Module, compile_kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """What calling the module runs: the compiled call, with the three things Dynamo needs help with.
+
+    * It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and
+      it counts recompiles per code object, which all instances of a class share: each module gets an
+      entry function, in this file, with a code object of its own.
+    * Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing).
+    * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
+      the first LOW op narrows them again.
     """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    name = f"{type(module).__name__}_{next(_entries)}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    compiled: Any = torch.compile(forward, **compile_kwargs)
     if any(isinstance(m, nn.RNNBase) for m in module.modules()):
         compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
     widens = not any(p.dtype in _HALF for p in module.parameters())
 
-    @functools.wraps(module.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
-            args, kwargs = pytree.tree_map(
-                lambda x: x.float() if _is_half(x) else x, (args, kwargs)
-            )
+            args, kwargs = pytree.tree_map(lambda x: x.float() if _is_half(x) else x, (args, kwargs))
         return compiled(*args, **kwargs)
 
     return call

@@ -43,9 +43,8 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
-    emit_args = {"mode": settings.mode, "options": settings.inductor}
     if settings.level is Level.O0:
-        return emit(gm, example_inputs, settings.emit, **emit_args)
+        return _emit(gm, example_inputs, settings)
     try:
         compiled, plan = _compile(gm, example_inputs, settings)
     except MPCompileError:
@@ -63,7 +62,7 @@ def mpcompile_backend(
             MPCompileWarning,
             stacklevel=2,
         )
-        return emit(gm, example_inputs, settings.emit, **emit_args)
+        return _emit(gm, example_inputs, settings)
     if listener is not None:
         listener(plan)
     return compiled
@@ -96,14 +95,17 @@ def _compile(
     plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
         _accumulate_in_fp32()
-    emit_args = {"mode": settings.mode, "options": settings.inductor}
     if not plan.scaled:
-        return emit(captured, example_inputs, settings.emit, **emit_args), plan
+        return _emit(captured, example_inputs, settings), plan
     assert scale is not None
     inputs = [*example_inputs, *scale.inputs(device)]
-    compiled = emit(captured, inputs, settings.emit, **emit_args)
+    compiled = _emit(captured, inputs, settings)
     leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
     return _with_scale(compiled, scale, device, leaves, example_inputs), plan
+
+
+def _emit(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+    return emit(gm, inputs, settings.emit, mode=settings.mode, options=settings.inductor)
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

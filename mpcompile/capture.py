@@ -96,7 +96,7 @@ def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> A
     return fake_mode.from_tensor(
         value,
         symbolic_context=symbolic,
-        source=symbolic.tensor_source,  # type: ignore[attr-defined]
+        source=symbolic.tensor_source,
         trace=False,
     )
 

@@ -83,7 +83,7 @@ def _salted(
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
-    return torch._TorchCompileInductorWrapper(  # type: ignore[no-untyped-call]
+    return torch._TorchCompileInductorWrapper(
         mode, dict(options) if options else None, None
     )
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from . import ops
-from .policy import Precision
+from .policy import Precision, op_key
 
 aten = torch.ops.aten
 
@@ -129,7 +130,7 @@ def is_getitem(node: fx.Node) -> bool:
 def is_float_call(node: fx.Node) -> bool:
     """Whether the user wrote `.float()` here (Dynamo names the method in the node's provenance)."""
     stack = node.meta.get("source_fn_stack")
-    return bool(stack) and stack[-1][1] == "float"
+    return stack is not None and len(stack) > 0 and stack[-1][1] == "float"
 
 
 def grad_enabled(node: fx.Node) -> bool:
@@ -146,7 +147,7 @@ def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
 def op_name(node: fx.Node) -> str:
     """`"aten::linear"`, or for what is no operator its Python name."""
     if is_op(node):
-        return ops.op_key(node.target)
+        return op_key(node.target)
     return getattr(node.target, "__name__", str(node.target))
 
 
@@ -156,10 +157,23 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of the tensor the node produces now."""
+    value = tensor(node)
+    assert value is not None
+    return value.dtype
+
+
 def captured(node: fx.Node) -> torch.Tensor | None:
     """The FakeTensor it produced in the FP32 program."""
     value = node.meta.get("mp_captured")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that every value in the graph belongs to."""
+    values = (tensor(node) for node in graph.nodes)
+    return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -215,7 +229,9 @@ def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """
     found: list[tuple[int, fx.Node]] = []
     for position, argument in positions(node):
-        map_arg(argument, lambda n, p=position: found.append((p, n)) if was_f32(n) else None)
+        nodes: list[fx.Node] = []
+        map_arg(argument, nodes.append)
+        found += [(position, n) for n in nodes if was_f32(n)]
     return found
 
 

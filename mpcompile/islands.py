@@ -205,7 +205,7 @@ def _outline(gm: fx.GraphModule, step: _Step, base: bool) -> fx.GraphModule:
         placeholder = new[node] = graph.placeholder(node.name)
         placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
         source = node._dynamo_source if node.op == "placeholder" else None  # type: ignore[attr-defined]
-        placeholder._dynamo_source = source  # type: ignore[attr-defined]
+        placeholder._dynamo_source = source
     grad = step.grad
     if not step.island and grad is not base:
         graph.call_function(torch._C._set_grad_enabled, (grad,))

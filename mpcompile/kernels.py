@@ -38,29 +38,17 @@ def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
 
 
 def _runs(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
-    def sample(argument: Any, lowered: bool) -> Any:
-        if isinstance(argument, fx.Node):
-            argument = argument.meta["mp_captured"]
-        if isinstance(argument, torch.SymInt):
-            return 2
-        return (
-            _sample(argument, low, device, lowered)
-            if isinstance(argument, torch.Tensor)
-            else argument
-        )
-
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
+
+    def sample(argument: Any, lowered: bool) -> Any:
+        return map_aggregate(argument, lambda x: _sample(x, low if lowered else None, device))
+
     cpu_state = torch.get_rng_state()  # a dropout probe must not move the user's random numbers
     try:
         with torch.random.fork_rng(enabled=device.type == "cuda"), torch.enable_grad():
-            args = [
-                map_aggregate(a, lambda x, i=i: sample(x, ops.castable(target, i)))
-                for i, a in enumerate(node.args)
-            ]
-            kwargs = {
-                k: map_aggregate(a, lambda x: sample(x, True)) for k, a in node.kwargs.items()
-            }
+            args = [sample(a, ops.castable(target, i)) for i, a in enumerate(node.args)]
+            kwargs = {name: sample(a, True) for name, a in node.kwargs.items()}
             results = pytree.tree_leaves(target(*args, **kwargs))
             tracked = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
             if tracked:
@@ -72,10 +60,18 @@ def _runs(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _sample(value: torch.Tensor, low: torch.dtype, device: torch.device, lowered: bool) -> Any:
-    """A tiny tensor of the value's rank: equal sizes stay equal, ones stay ones."""
-    shape = [min(s, _CAP) if isinstance(s, int) else 2 for s in value.shape]
-    if value.dtype is torch.float32:
-        made = torch.rand(shape, device=device, dtype=low if lowered else torch.float32)
+def _sample(argument: Any, low: torch.dtype | None, device: torch.device) -> Any:
+    """A tiny tensor of an operand's rank: equal sizes stay equal, ones stay ones. FP32 operands
+    come in `low`, if it is given."""
+    if isinstance(argument, fx.Node):
+        argument = argument.meta["mp_captured"]
+    if isinstance(argument, torch.SymInt):
+        return 2
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    sizes: list[int | torch.SymInt] = list(argument.shape)
+    shape = [min(s, _CAP) if isinstance(s, int) else 2 for s in sizes]
+    if argument.dtype is torch.float32:
+        made = torch.rand(shape, device=device, dtype=low or torch.float32)
         return made.requires_grad_()
-    return torch.zeros(shape, device=device, dtype=value.dtype)
+    return torch.zeros(shape, device=device, dtype=argument.dtype)

@@ -262,14 +262,10 @@ _scales_of = WeakIdKeyDictionary()
 _hidden: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-_hooks: list[Any] = []
 
 
 def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
     """Let optimizers that hold these parameters know whose scale their gradients depend on."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
     for parameter in parameters:
         scales = _scales_of.setdefault(parameter, [])
         if not any(known is scale for known in scales):
@@ -285,25 +281,23 @@ def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
     return next((s for p in parameters for s in _scales_of.get(p, ())), None)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not any(p in _scales_of for p in _parameters(optimizer)):
-        return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if closure is None:
         _skip_if_overflowed(optimizer)
         return None
-    # The gradients are made inside the step: look at them right after the closure has run.
+    # The gradients are made inside the step: look at them right after the closure has run. (It may
+    # even be what compiles the model, so there is nothing to know about the parameters before.)
     checked = _checked_closure(optimizer, closure)
     return (args[0], *args[2:]), {**kwargs, "closure": checked}
 
 
 def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
-        with torch.enable_grad():
-            loss = closure()
+        loss = closure()
         _skip_if_overflowed(optimizer)
         return loss
 
@@ -311,6 +305,8 @@ def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callab
 
 
 def _skip_if_overflowed(optimizer: Optimizer) -> None:
+    if len(_scales_of) == 0:
+        return  # nothing in this process is scaled
     with_gradient = [p for p in _parameters(optimizer) if p.grad is not None]
     if not with_gradient:
         return
@@ -337,8 +333,13 @@ def _any_nonfinite(gradients: list[torch.Tensor]) -> bool:
     return not bool(norm.isfinite())
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for parameter, gradient in _hidden.pop(optimizer, ()):
         if parameter.grad is None:
             parameter.grad = gradient
+
+
+# torch's public hooks for every optimizer. They cost one length check while nothing is scaled.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

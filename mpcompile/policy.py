@@ -68,7 +68,7 @@ def parse_level(level: Level | str) -> Level:
     if isinstance(level, Level):
         return level
     names = [member.value for member in Level]
-    if not isinstance(level, str) or level.upper() not in names:
+    if str(level).upper() not in names:
         raise MPCompileError(
             f"unknown level {level!r}: use one of {', '.join(names)} (the letter O, then a digit)"
         )

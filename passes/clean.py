@@ -19,10 +19,10 @@ def clean(gm: fx.GraphModule, config: Config) -> bool:
     for node in gm.graph.nodes:
         if not ir.is_cast(node) or not ir.is_cast(node.args[0]):
             continue
-        origin = node.args[0].args[0]
-        dtypes = ir.tensor(origin).dtype, ir.tensor(node.args[0]).dtype, ir.tensor(node).dtype
-        if dtypes[0] == dtypes[2] and dtypes[1].itemsize > dtypes[0].itemsize:
-            node.replace_all_uses_with(origin)
+        through = node.args[0]
+        before, between, now = (ir.dtype(n) for n in (through.args[0], through, node))
+        if before is now and between.itemsize > now.itemsize:
+            node.replace_all_uses_with(through.args[0])
             changed = True
     for node in reversed(gm.graph.nodes):
         if ir.is_cast(node) and not node.users:

@@ -52,12 +52,9 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
-    fake_mode = last.meta["val"].fake_mode if ir.tensor(last) is not None else None
-    if fake_mode is None:
-        fake_mode = next(t.fake_mode for n in graph.nodes if (t := ir.tensor(n)) is not None)  # type: ignore[attr-defined]
-    with fake_mode:
+    with ir.fake_mode(graph):
         node.meta["val"] = torch.zeros((), device=config.device)
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     return node
 
 

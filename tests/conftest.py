@@ -1,0 +1,33 @@
+"""Fixtures for every test, and the warnings of torch's own that are none of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
+FROM_TORCH = (
+    # Dynamo, on any autograd.Function
+    "ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning",
+    # Dynamo, on an input that is no leaf: it asks for `.grad` and mutes its logger, not the warning
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    # Inductor, when it is first imported
+    "ignore:.torch.jit.script:DeprecationWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in FROM_TORCH:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def from_nothing() -> Iterator[None]:
+    """Each test compiles from nothing and draws the same random numbers, in whatever order."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
