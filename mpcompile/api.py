@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +41,10 @@ _records = WeakIdKeyDictionary()
 def mpcompile(model: M, **kwargs: Any) -> M: ...
 @overload
 def mpcompile(model: F, **kwargs: Any) -> F: ...
+@overload
+def mpcompile(model: None = None, **kwargs: Any) -> Callable[[F], F]: ...
 def mpcompile(
-    model: Any,
+    model: Any = None,
     *,
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
@@ -62,7 +65,8 @@ def mpcompile(
 
     Args:
         model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
-            returned: its `state_dict()`, attributes and pickles stay as they were.
+            returned: its `state_dict()`, attributes and pickles stay as they were. Left out, a
+            decorator comes back, as from `torch.compile`.
         dtype: torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).
         level: "O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.
         policy: your overrides, by operator, module or node.
@@ -89,6 +93,8 @@ def mpcompile(
     settings = Settings.parse(request)
     if "backend" in torch_compile_kwargs:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
+    if model is None:
+        return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.

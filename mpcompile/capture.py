@@ -9,6 +9,7 @@ What replaying would lose is kept by hand:
 
 * A higher-order operator (autograd.Function, cond, flex_attention) stays one opaque node. Traced
   through, `autograd.Function` would silently lose its backward.
+* So does a function that runs one unseen by Dynamo (`torch._dynamo.allow_in_graph`).
 * A functorch transform (`torch.vmap`, `torch.func.grad`) keeps the nodes between its entry and its
   exit as Dynamo wrote them.
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
@@ -22,6 +23,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +116,7 @@ class _Replay(fx.Interpreter):
         self.current = n
         if n.op in ("call_function", "call_method") and self._in_functorch(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return self._opaque(n.op, n.target, args, kwargs)
+            return self._opaque(n.op, n.target, args, kwargs, "functorch")
         return super().run_node(n)
 
     def _in_functorch(self, n: fx.Node) -> bool:
@@ -137,7 +139,14 @@ class _Replay(fx.Interpreter):
             return _Replay(body, self.regions).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._opaque("call_function", target, args, kwargs)
-        return super().call_function(target, args, kwargs)
+        graph = _tracer().graph
+        before, known = len(graph.nodes), _grad_fns((args, kwargs))
+        result = super().call_function(target, args, kwargs)
+        if _has_custom_backward(result, known):  # a function that the user put in the graph whole
+            for node in reversed(list(itertools.islice(graph.nodes, before, None))):
+                graph.erase_node(node)
+            return self._opaque("call_function", target, args, kwargs)
+        return result
 
     def _inline_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body, *operands = args
@@ -151,7 +160,14 @@ class _Replay(fx.Interpreter):
             node.meta.setdefault("mp_region", (*self.regions, region))
         return out
 
-    def _opaque(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _opaque(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        what: str = "call",
+    ) -> Any:
         """One node that calls the operator as Dynamo did; its result's shape is Dynamo's word."""
         assert self.current is not None
         tracer = _tracer()
@@ -163,7 +179,7 @@ class _Replay(fx.Interpreter):
             result = pytree.tree_map(_fresh, example)
         proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
         proxy = tracer.create_proxy(op, target, proxy_args, proxy_kwargs)
-        proxy.node.meta["mp_opaque"] = True
+        proxy.node.meta["mp_opaque"] = what
         return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
 
@@ -171,6 +187,31 @@ def _tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+def _grad_fns(values: Any) -> set[Any]:
+    """Where the tensors among the values stand in autograd's graph."""
+    tensors = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
+    return {t.grad_fn for t in tensors if t.grad_fn is not None}
+
+
+def _has_custom_backward(result: Any, known: set[Any]) -> bool:
+    """Whether autograd runs an autograd.Function of somebody's between `known` and the result.
+
+    Its nodes in our graph would be its forward alone. (A custom operator's function is torch's own,
+    and the operator itself stands in our graph.)
+    """
+    seen, queue = set(known), list(_grad_fns(result))
+    while queue:
+        grad_fn = queue.pop()
+        if grad_fn is None or grad_fn in seen:
+            continue
+        seen.add(grad_fn)
+        custom = isinstance(grad_fn, torch.autograd.function.BackwardCFunction)
+        if custom and not grad_fn.name().startswith("GeneratedBackwardFor_"):
+            return True
+        queue += [parent for parent, _ in grad_fn.next_functions]
+    return False
 
 
 def _fresh(value: Any) -> Any:
@@ -196,7 +237,8 @@ def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     ours = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(theirs, ours, strict=True):
         new._dynamo_source = getattr(old, "_dynamo_source", None)
-        new.target = new.name = old.name
+        new._rename(_readable(getattr(new._dynamo_source, "name", ""), old.name))
+        new.target = new.name
         for key in ("tensor_dict", "stack_trace", "nn_module_stack"):
             if key in old.meta:
                 new.meta[key] = old.meta[key]
@@ -206,6 +248,15 @@ def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     traced._param_name_to_source = {  # type: ignore[assignment]
         name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names
     }
+
+
+def _readable(source: object, fallback: str) -> str:
+    """`L['self']._modules['fc']._parameters['weight']` -> `fc_weight`; `L['args'][0]` -> `args_0`."""
+    text = source() if callable(source) else source  # a method in 2.11, a property in 2.13
+    words = re.findall(r"[A-Za-z0-9_]+", str(text))
+    words = [w for w in words if w not in ("_modules", "_parameters", "_buffers")]
+    name = "_".join(words[2:] if "_parameters" in str(text) or "_buffers" in str(text) else words[1:])
+    return name if name.isidentifier() else fallback
 
 
 def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:

@@ -123,6 +123,11 @@ def is_opaque(node: fx.Node) -> bool:
     return "mp_opaque" in node.meta
 
 
+def in_functorch(node: fx.Node) -> bool:
+    """Whether the node stands between the entry and the exit of a functorch transform."""
+    return node.meta.get("mp_opaque") == "functorch"
+
+
 def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 

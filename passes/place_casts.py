@@ -63,6 +63,8 @@ class _Placer:
             self._refresh(node)
 
     def _refresh(self, node: fx.Node) -> None:
+        if ir.is_opaque(node):
+            return  # reads what it was captured with, so gives what it gave
         ir.refresh(node)
         now, then = ir.tensor(node), ir.captured(node)
         if now is None or then is None or now.dtype != then.dtype:
@@ -96,16 +98,19 @@ class _Placer:
         if current.dtype == dtype:
             return value
         if ir.is_mutable(value):
-            return self._insert(value, dtype, user, like=user, masked=masked)
+            return self._insert(value, dtype, user, before=user, masked=masked)
         key = (value, dtype, masked)
         if key not in self.casts:
-            self.casts[key] = self._insert(value, dtype, ir.after(value), like=value, masked=masked)
+            before = ir.after(value)
+            self.casts[key] = self._insert(value, dtype, user, before=before, masked=masked)
         return self.casts[key]
 
     def _insert(
-        self, value: fx.Node, dtype: torch.dtype, before: fx.Node, *, like: fx.Node, masked: bool
+        self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, before: fx.Node, masked: bool
     ) -> fx.Node:
-        reason = f"{value.name} as {ir.SHORT[dtype]}"
+        like = user if before is user else value
+        reader = "the caller" if user.op == "output" else user.name
+        reason = f"{reader} reads {ir.SHORT[dtype]}"
         decision = Mark(Precision.KEEP, "cast", reason, self.config.low)
         with self.graph.inserting_before(before):
             if masked:

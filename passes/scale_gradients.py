@@ -17,6 +17,8 @@ was written for.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 
@@ -61,10 +63,8 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
 def _is_nonlinear(node: fx.Node) -> bool:
     """Whether the node's backward is code that nobody here knows."""
     if not ir.is_op(node):
-        return False
-    namespace, name = ir.op_name(node).split("::")
-    if namespace == "higher_order":
-        return name == "autograd_function_apply"
+        return ir.is_opaque(node) and not ir.in_functorch(node)
+    namespace = ir.op_name(node).split("::")[0]
     return namespace not in ("aten", "prims", "prim", "mpcompile")
 
 
@@ -74,14 +74,32 @@ class _Scaler:
 
     def isolate(self, node: fx.Node) -> None:
         """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
+        if ir.in_functorch(node):
+            raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
             if _differentiable(operand):
                 with self.graph.inserting_before(node):
-                    node.replace_input_with(operand, self._scale(operand))
+                    new = self._scale(operand)
+                    if ir.is_mutable(operand):
+                        new = self._own_copy(operand, new, node)
+                node.replace_input_with(operand, new)
         results = [u for u in node.users if ir.is_getitem(u)] or [node]
         for result in results:
             if _differentiable(result):
                 self.unscale(result)
+
+    def _own_copy(self, written: fx.Node, scaled: fx.Node, node: fx.Node) -> fx.Node:
+        """Memory that `node` may write: autograd allows no writing through `scaled`, a view."""
+        memory = ir.storage(written)
+        aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
+        following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
+        if any(n.op != "call_function" or following & n.users.keys() for n in aliases):
+            raise CannotRewrite(
+                f"{ir.op_name(node)} writes into {written.name}, which is used elsewhere too"
+            )
+        name, decision = f"{written.name}_own", ir.mark(scaled)
+        target = torch.ops.aten.clone.default
+        return ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
 
     def unscale(self, node: fx.Node) -> None:
         users = list(node.users)

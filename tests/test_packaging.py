@@ -1,0 +1,214 @@
+"""The shape of the repository: layers, the link to the passes, the wheel, the entry points."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpcompile
+from mpcompile import settings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mpcompile"
+PASSES = ROOT / "passes"
+
+# Bottom first. A module or package imports only from layers before its own; those of one layer
+# do not know each other. The package root, at the very top, only gathers what users import.
+LAYERS = (
+    {"_version", "errors"},
+    {"policy", "device", "library"},
+    {"ops"},
+    {"ir", "kernels"},
+    {"passes"},
+    {"spec", "inspect", "loss_scale", "islands"},
+    {"settings", "capture", "pipeline", "emit"},
+    {"backend"},
+    {"api"},
+    {"demo"},
+    {"cli"},
+)
+PASSES_MAY_IMPORT = {"policy", "ops", "ir", "errors"}
+
+
+def height(unit: str) -> int:
+    for index, layer in enumerate(LAYERS):
+        if unit in layer:
+            return index
+    raise AssertionError(f"mpcompile.{unit} stands in no layer: place it in LAYERS")
+
+
+def unit_of(path: Path) -> str:
+    """`mpcompile/inspect/plan.py` -> `"inspect"`, `passes/clean.py` -> `"passes"`."""
+    if path.is_relative_to(PASSES):
+        return "passes"
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted paths below the package that a file imports anywhere: `{"ir", "inspect.plan"}`.
+
+    A name taken from the package root that is no submodule comes back as `"<root>"`.
+    """
+    if path.is_relative_to(PASSES):
+        package = ["mpcompile", "passes"]
+    else:
+        package = ["mpcompile", *path.relative_to(PACKAGE).parts[:-1]]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            if parts[0] != "mpcompile":
+                continue
+            below = parts[1:]
+            known = below and ((PACKAGE / below[0]).is_dir() or is_file(below[0]))
+            found.add(".".join(below) if known else "<root>")
+    return found
+
+
+def is_file(module: str) -> bool:
+    return (PACKAGE / f"{module}.py").is_file()
+
+
+def sources() -> list[Path]:
+    ours = [p for p in PACKAGE.rglob("*.py") if not p.is_relative_to(PACKAGE / "passes")]
+    return sorted([*ours, *PASSES.glob("*.py")])
+
+
+@functools.cache
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return
+    unit = unit_of(path)
+    for target in imported(path):
+        assert target != "<root>", f"{path} imports names of the package root, the top of all"
+        other = target.split(".")[0]
+        if other != unit:
+            assert height(other) < height(unit), f"{path}: {unit} must not import {other}"
+
+
+def test_every_layer_exists() -> None:
+    for unit in set().union(*LAYERS):
+        assert is_file(unit) or (PACKAGE / unit).is_dir(), f"{unit} is gone: take it out of LAYERS"
+
+
+@pytest.mark.parametrize("path", sorted(PASSES.glob("*.py")), ids=lambda p: p.stem)
+def test_a_pass_imports_only_the_vocabulary(path: Path) -> None:
+    units = {target.split(".")[0] for target in imported(path)}
+    assert units <= PASSES_MAY_IMPORT
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(PASSES.glob("*.py")) if p.stem != "__init__"], ids=lambda p: p.stem
+)
+def test_a_pass_file_is_one_public_function(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    assert [name for name in functions if not name.startswith("_")] == [path.stem]
+    assert ast.get_docstring(tree), "the contract of a pass stands in its module docstring"
+
+
+# -- the link and the wheel ------------------------------------------------------------------------
+
+
+def test_the_link_to_the_passes_is_relative() -> None:
+    link = PACKAGE / "passes"
+    assert link.is_symlink()
+    assert os.readlink(link) == os.path.join("..", "passes")
+    module = importlib.import_module("mpcompile.passes.clean")
+    assert Path(str(module.__file__)).resolve() == PASSES / "clean.py"
+
+
+def test_a_wheel_holds_the_passes_as_files(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    tree, wheels = tmp_path / "tree", tmp_path / "wheels"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(PASSES, tree / "passes", ignore=ignore)
+    shutil.copytree(PACKAGE, tree / "mpcompile", symlinks=True, ignore=ignore)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*build, "--wheel-dir", str(wheels), str(tree)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = wheels.glob("mpcompile-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if ".dist-info/" not in n}
+        for path in PASSES.glob("*.py"):
+            assert archive.read(f"mpcompile/passes/{path.name}") == path.read_bytes()
+    expected = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py")}
+    expected |= {f"mpcompile/passes/{p.name}" for p in PASSES.glob("*.py")}
+    assert names == expected | {"mpcompile/py.typed"}
+    assert wheel.name.startswith(f"mpcompile-{mpcompile.__version__}-")
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def test_entry_points_name_what_exists() -> None:
+    metadata = project()["project"]
+    backends = metadata["entry-points"]["torch_dynamo_backends"]
+    assert set(backends) == {"mpcompile"}
+    assert set(metadata["scripts"]) == {"mpcompile"}
+    for target in (*backends.values(), *metadata["scripts"].values()):
+        module, name = target.split(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_version_stands_in_one_place() -> None:
+    version = mpcompile.__version__
+    assert "version" in project()["project"]["dynamic"]
+    assert version not in (ROOT / "pyproject.toml").read_text()
+    holders = [p for p in sources() if f'"{version}"' in p.read_text()]
+    assert holders == [PACKAGE / "_version.py"]
+    assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_the_installed_metadata_agrees() -> None:
+    try:
+        installed = importlib.metadata.distribution("mpcompile")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mpcompile runs from the source tree, not installed")
+    assert installed.version == mpcompile.__version__
+    groups = {entry.group for entry in installed.entry_points if entry.name == "mpcompile"}
+    assert groups == {"console_scripts", "torch_dynamo_backends"}
+
+
+def test_the_torch_range_is_the_one_checked_at_run_time() -> None:
+    oldest, newest = (f"{major}.{minor}" for major, minor in (settings.OLDEST, settings.NEWEST))
+    assert f"torch>={oldest},<{newest}" in project()["project"]["dependencies"]
