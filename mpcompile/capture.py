@@ -82,7 +82,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
     _record_modes(traced.graph)
-    traced.graph.eliminate_dead_code(_is_impure)
+    # Not eliminate_dead_code(): it goes through bodies too, where it misses `x.add_(y)`.
+    for node in reversed(traced.graph.nodes):
+        if not node.users and not _is_impure(node):
+            traced.graph.erase_node(node)
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = node.meta.get("val")
     return traced

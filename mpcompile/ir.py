@@ -265,7 +265,8 @@ def kind(node: fx.Node) -> ops.Kind:
 def refresh(node: fx.Node) -> None:
     """Recompute `meta["val"]` from the inputs' values; call it when an input changed dtype."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with enable_python_dispatcher():
+    # The mode is on, so that what a decomposition creates (SDPA makes a mask) is fake too.
+    with fake_mode(node.graph), enable_python_dispatcher():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -3,6 +3,9 @@
 Registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache accepts
 them (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd over an
 autograd.Function, so AOTAutograd traces into them and the compiled graph holds plain arithmetic.
+
+The result shares its input's memory, but by `detach()`: autograd forbids writing in place to a view
+that an autograd.Function returns, and a program may well write to what our graph hands out.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ class _ScaleGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -34,7 +37,7 @@ class _UnscaleGrad(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(scale)
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:

@@ -78,28 +78,24 @@ class _Scaler:
             raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
             if _differentiable(operand):
+                if ir.is_mutable(operand):
+                    self._check_unread(operand, node)
                 with self.graph.inserting_before(node):
-                    new = self._scale(operand)
-                    if ir.is_mutable(operand):
-                        new = self._own_copy(operand, new, node)
-                node.replace_input_with(operand, new)
+                    node.replace_input_with(operand, self._scale(operand))
         results = [u for u in node.users if ir.is_getitem(u)] or [node]
         for result in results:
             if _differentiable(result):
                 self.unscale(result)
 
-    def _own_copy(self, written: fx.Node, scaled: fx.Node, node: fx.Node) -> fx.Node:
-        """Memory that `node` may write: autograd allows no writing through `scaled`, a view."""
+    def _check_unread(self, written: fx.Node, node: fx.Node) -> None:
+        """What `node` writes will have no history of it but through its results."""
         memory = ir.storage(written)
         aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
         following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
-        if any(n.op != "call_function" or following & n.users.keys() for n in aliases):
+        if any(following & n.users.keys() for n in aliases):
             raise CannotRewrite(
-                f"{ir.op_name(node)} writes into {written.name}, which is used elsewhere too"
+                f"{ir.op_name(node)} writes into {written.name}, which is read again after it"
             )
-        name, decision = f"{written.name}_own", ir.mark(scaled)
-        target = torch.ops.aten.clone.default
-        return ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
 
     def unscale(self, node: fx.Node) -> None:
         users = list(node.users)

@@ -242,17 +242,18 @@ def test_unknown_mode_or_option(wrong: dict[str, Any]) -> None:
 
 # -- RNNs -------------------------------------------------------------------------------------------
 
-KINDS = [
-    pytest.param(nn.LSTM, {}, id="lstm"),
-    pytest.param(nn.LSTM, {"num_layers": 2, "batch_first": True}, id="lstm-2-batch-first"),
-    pytest.param(nn.LSTM, {"bidirectional": True, "bias": False}, id="lstm-both-ways"),
-    pytest.param(nn.LSTM, {"proj_size": 3}, id="lstm-projection"),
-    pytest.param(nn.GRU, {"num_layers": 2, "bidirectional": True}, id="gru"),
-    pytest.param(nn.RNN, {"nonlinearity": "tanh", "batch_first": True}, id="tanh"),
-    pytest.param(nn.RNN, {"nonlinearity": "relu"}, id="relu"),
-]
-# Inductor sees no difference but in layouts, so the costly half is a sample
-BY_KIND = [("aot_eager", kind) for kind in KINDS] + [("inductor", kind) for kind in KINDS[1:3]]
+KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {}),
+    "lstm 2 batch first": (nn.LSTM, {"num_layers": 2, "batch_first": True}),
+    "lstm both ways": (nn.LSTM, {"bidirectional": True, "bias": False}),
+    "lstm projection": (nn.LSTM, {"proj_size": 3}),
+    "gru 2 both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    "tanh batch first": (nn.RNN, {"nonlinearity": "tanh", "batch_first": True}),
+    "relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+# Inductor sees no other difference than layouts, so its costly half is a sample.
+KINDS_BY_HOW = [("aot_eager", kind) for kind in KINDS]
+KINDS_BY_HOW += [("inductor", "lstm 2 batch first"), ("inductor", "gru 2 both ways")]
 
 
 class Recurrent(nn.Module):
@@ -275,19 +276,25 @@ def parameters_of(*modules: nn.Module) -> list[torch.Tensor]:
     return [p for module in modules for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_rnn(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    net = Recurrent(kind, options)
-    fast = compiled(net, "inductor")
+@pytest.mark.parametrize(("how", "kind"), KINDS_BY_HOW)
+def test_rnn(how: str, kind: str) -> None:
+    net = Recurrent(*KINDS[kind])
+    fast = compiled(net, how)
     assert_same(net, fast, leaf(7, 3, 4), parameters=parameters_of(net))
     assert pieces_compiled() == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    ("how", "kind", "dtype"),
+    [
+        ("aot_eager", nn.LSTM, torch.float16),
+        ("aot_eager", nn.GRU, torch.bfloat16),
+        ("inductor", nn.LSTM, torch.bfloat16),
+        ("inductor", nn.GRU, torch.float16),
+    ],
+)
 def test_rnn_in_a_low_dtype(how: str, kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
-    """As the rewritten graph says, bit for bit in the kernel, so equal to running it op by op."""
+    """Near FP32, and nearer still to the rewritten graph run op by op."""
     net = Recurrent(kind, {"num_layers": 2, "batch_first": True})
     rewritten = compiled(net, "eager", rnns_in(dtype))
     fast = compiled(net, how, rnns_in(dtype))
@@ -351,8 +358,9 @@ class Stack(nn.Module):
         return d * skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)]
+)
 def test_stacked_rnns(how: str, dtype: torch.dtype) -> None:
     net = Stack()
     reference = compiled(net, "eager", rnns_in(dtype))
@@ -373,8 +381,11 @@ def test_dynamic_sizes() -> None:
     assert pieces_compiled() == 2
 
 
-@pytest.mark.parametrize("frozen", ["before", "rnn", "after", "all", "across"])
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    ("how", "frozen"),
+    [("aot_eager", f) for f in ("before", "rnn", "after", "all", "across")]
+    + [("inductor", "across")],
+)
 def test_grad_mode_keeps_its_meaning_across_cuts(how: str, frozen: str) -> None:
     net, gate = Recurrent(nn.LSTM, {}), nn.Linear(4, 4)
 
@@ -459,7 +470,9 @@ def test_views_and_constants_around_an_rnn() -> None:
         return r.transpose(1, 2), column * 2, h.sum(0), net.after.weight.t() @ r.mean((0, 1))[:2]
 
     net.after = nn.Linear(3, 2)
-    assert_same(function, compiled(function, "inductor"), leaf(3, 7, 4), parameters=parameters_of(net))
+    assert_same(
+        function, compiled(function, "inductor"), leaf(3, 7, 4), parameters=parameters_of(net)
+    )
 
 
 def test_rnn_first_and_last() -> None:
@@ -592,9 +605,10 @@ def test_caches_hit_in_a_second_process(tmp_path: Path, monkeypatch: pytest.Monk
         first, second = cold[case], warm[case]
         assert "autograd_cache_bypass" not in {**first["aot_autograd"], **second["aot_autograd"]}
         assert "fxgraph_cache_bypass" not in {**first["inductor"], **second["inductor"]}
-        # (dynamic: Dynamo starts over once it knows which floats are constants)
-        assert first["aot_autograd"]["autograd_cache_miss"] >= graphs
-        assert second["aot_autograd"]["autograd_cache_hit"] >= graphs
-        assert "autograd_cache_miss" not in second["aot_autograd"]
+        # dynamic: Dynamo starts over once it has learnt which floats are constants
+        restarts = first["aot_autograd"]["autograd_cache_miss"] - graphs
+        assert restarts <= (case.endswith("dynamic"))
+        assert second["aot_autograd"]["autograd_cache_hit"] == graphs
+        assert second["aot_autograd"].get("autograd_cache_miss", 0) == restarts
         assert "fxgraph_cache_miss" not in second["inductor"]
         assert first["sum"] == second["sum"]

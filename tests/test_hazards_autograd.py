@@ -64,7 +64,8 @@ class AddInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(x)
-        return x.add_(y)
+        x.add_(y)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

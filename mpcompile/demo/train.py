@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -44,13 +45,11 @@ class Trainee:
 
     @classmethod
     def create(cls, name: str, model: GPT, *, steps: int, lr: float) -> Trainee:
-        """Attach AdamW and a one-cycle learning rate over ``steps`` steps that peaks at ``lr``."""
+        """Attach AdamW, its learning rate rising to ``lr`` and falling again over ``steps``."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=lr, total_steps=steps + 1, pct_start=0.1, cycle_momentum=False
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         return cls(name, model, optimizer, schedule)
 
     @property
@@ -108,6 +107,14 @@ class Trainee:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Learning rate as a part of its peak: a tenth of the steps up, then half a cosine down."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
 @contextlib.contextmanager

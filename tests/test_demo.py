@@ -1,0 +1,267 @@
+"""The demo's text, its model, its measurements, and short runs of the whole."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from mpcompile import cli
+from mpcompile.demo import (
+    GPT,
+    GPTConfig,
+    corpus,
+    generate,
+    held_out_batches,
+    text_batches,
+)
+from mpcompile.demo import run as demo_run
+from mpcompile.demo.run import DemoSettings, run
+from mpcompile.demo.train import Trainee, bytes_saved_for_backward, held_out_loss
+
+TINY = GPTConfig(context=16, width=32, layers=1, heads=2)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(TINY.vocab, shape)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_english_and_cut_in_two() -> None:
+    text = corpus()
+    train = bytes(text.train.tolist()).decode()
+    assert len(text.train) > 300_000
+    assert len(text.train) / 9 == pytest.approx(len(text.held_out), rel=0.01)
+    assert train.count(" the ") > 1000
+    assert bytes(text.held_out[:400].tolist()).decode() not in train
+
+
+def test_batches_are_windows_and_their_next_bytes() -> None:
+    stream = torch.arange(100)
+    for idx, targets in itertools.islice(text_batches(stream, batch=4, context=8, seed=0), 50):
+        assert idx.shape == targets.shape == (4, 8)
+        torch.testing.assert_close(targets, idx + 1)
+        torch.testing.assert_close(idx - idx[:, :1], torch.arange(8).expand(4, 8))
+        assert idx.is_contiguous()
+
+
+def test_every_place_of_the_text_can_come() -> None:
+    seen = torch.zeros(12, dtype=torch.bool)
+    for idx, targets in itertools.islice(
+        text_batches(torch.arange(12), batch=4, context=3, seed=0), 50
+    ):
+        seen[idx] = True
+        seen[targets] = True
+    assert seen.all()
+
+
+def test_the_seed_decides_the_batches() -> None:
+    def first(seed: int) -> list[tuple[Tensor, Tensor]]:
+        return list(itertools.islice(text_batches(tokens(500), batch=2, context=8, seed=seed), 3))
+
+    torch.manual_seed(1)
+    one = first(seed=5)
+    torch.manual_seed(1)
+    torch.testing.assert_close(one, first(seed=5), atol=0, rtol=0)
+    torch.manual_seed(1)
+    assert not torch.equal(one[0][0], first(seed=6)[0][0])
+
+
+def test_held_out_batches_cover_the_text_once() -> None:
+    stream = torch.arange(101)
+    batches = held_out_batches(stream, batch=2, context=10, limit=99)
+    torch.testing.assert_close(torch.cat([idx.flatten() for idx, _ in batches]), stream[:100])
+    torch.testing.assert_close(torch.cat([t.flatten() for _, t in batches]), stream[1:])
+    assert len(held_out_batches(stream, batch=2, context=10, limit=3)) == 3
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(ValueError, match="8 tokens are too few for a context of 8"):
+        next(text_batches(torch.arange(8), batch=1, context=8, seed=0))
+    with pytest.raises(ValueError, match="8 tokens are too few for 1 sequences of 8"):
+        held_out_batches(torch.arange(8), batch=1, context=8, limit=1)
+
+
+# -- model -----------------------------------------------------------------------------------------
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    model = GPT(TINY)
+    idx = tokens(4, TINY.context)
+    assert model.logits(idx).shape == (4, TINY.context, TINY.vocab)
+    loss = model(idx, tokens(4, TINY.context))
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(math.log(TINY.vocab), abs=0.1)
+
+
+def test_no_byte_sees_a_later_one() -> None:
+    model = GPT(TINY)
+    idx = tokens(1, TINY.context)
+    changed = idx.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % TINY.vocab
+    torch.testing.assert_close(model.logits(idx)[0, :10], model.logits(changed)[0, :10])
+    assert not torch.allclose(model.logits(idx)[0, 10:], model.logits(changed)[0, 10:])
+
+
+def test_positions_matter() -> None:
+    model = GPT(TINY)
+    with torch.no_grad():  # larger weights, so that attention is far from uniform
+        for weight in model.parameters():
+            weight.mul_(4 if weight.dim() == 2 else 1)
+    idx = torch.tensor([[1, 2, 3]])
+    assert not torch.allclose(model.logits(idx)[0, -1], model.logits(idx[:, [1, 0, 2]])[0, -1])
+
+
+def test_the_head_is_tied_and_the_angles_are_not_saved() -> None:
+    model = GPT(TINY)
+    assert model.head.weight is model.tokens.weight
+    assert not any("rotary" in name for name in model.state_dict())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == 256 * 32 + (4 + 8) * 32 * 32 + 3 * 2 * 32
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="width 32 does not divide into 3 heads"):
+        GPTConfig(width=32, heads=3)
+
+
+def test_generated_text_continues_the_prompt_and_follows_the_seed() -> None:
+    model = GPT(TINY)
+    prompt = tokens(5)
+    new = generate(model, prompt, TINY.context + 3, seed=1)  # longer than the context
+    assert new.shape == (TINY.context + 3,)
+    torch.testing.assert_close(new, generate(model, prompt, TINY.context + 3, seed=1))
+    assert not torch.equal(new, generate(model, prompt, TINY.context + 3, seed=2))
+
+
+# -- measurements ----------------------------------------------------------------------------------
+
+
+def test_bytes_saved_for_backward_counts_each_storage_once_and_no_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+    x = torch.randn(2, 8)
+    with bytes_saved_for_backward(model) as saved:
+        model(x).sum()
+    # The input of the first linear; the ReLU's result, saved by the ReLU and the second linear.
+    assert sum(saved.values()) == 4 * (2 * 8 + 2 * 16)
+
+
+def test_the_median_leaves_the_warm_up_out() -> None:
+    trainee = Trainee.create("x", GPT(TINY), steps=9, lr=1e-3)
+    trainee.seconds = [9.0, 5.0, 5.0, 5.0, 5.0, 1.0, 2.0, 3.0, 4.0]
+    assert (trainee.first_step, trainee.median) == (9.0, 2.5)
+    trainee.seconds = [9.0, 5.0, 1.0]
+    assert trainee.median == 3.0
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    trainee = Trainee.create("x", GPT(TINY), steps=20, lr=1.0)
+    rates = []
+    for _ in range(20):
+        rates.append(trainee.optimizer.param_groups[0]["lr"])
+        trainee.optimizer.step()
+        trainee.schedule.step()
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+
+
+def test_training_learns_and_the_clock_runs() -> None:
+    trainee = Trainee.create("x", GPT(TINY), steps=30, lr=1e-2)
+    idx, targets = tokens(4, 16), tokens(4, 16)
+    trainee.step_and_measure_memory(idx, targets)
+    for _ in range(29):
+        trainee.step(idx, targets)
+    assert trainee.losses[-1] < trainee.losses[0] - 1
+    assert len(trainee.seconds) == 30
+    assert min(trainee.seconds) > 0
+    assert trainee.memory is not None
+    assert trainee.memory > 4 * (4 * 16 * 32)  # more than one residual stream
+
+
+def test_held_out_loss_is_the_mean_and_compiles_nothing() -> None:
+    model = GPT(TINY)
+    batches = [(tokens(2, 16), tokens(2, 16)) for _ in range(3)]
+    expected = sum(model(idx, targets).item() for idx, targets in batches) / 3
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+        raise AssertionError("held_out_loss called the compiler")
+
+    model.compile(backend=backend)
+    assert held_out_loss(model, batches) == pytest.approx(expected)
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge and sample little: the tests look at the run, not at how well it learned."""
+    monkeypatch.setattr(demo_run, "HELD_OUT_BATCHES", 2)
+    monkeypatch.setattr(demo_run, "SAMPLE", 4)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("dtype", "level"), [("bfloat16", "O1"), ("float16", "O1"), ("float16", "O2")]
+)
+def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
+    out = io.StringIO()
+    settings = DemoSettings(
+        steps=3, dtype=dtype, level=level, emit="eager", device="cpu", dump=tmp_path, model=TINY
+    )
+    result = run(settings, Console(file=out, width=140))
+    assert result.mixed.held_out_loss == pytest.approx(result.full.held_out_loss, abs=0.02)
+    assert result.mixed.casts is not None
+    assert result.mixed.casts > 0
+    assert (result.mixed.loss_scale is None) is (dtype == "bfloat16")
+    assert (result.full.loss_scale, result.full.casts) == (None, None)
+    assert result.memory_kind == "saved for backward"
+    assert result.mixed.memory < result.full.memory
+    assert len(result.dumps) == result.mixed.graphs == 1
+    assert (result.dumps[0] / "plan.json").is_file()
+    assert result.dumps[0].is_relative_to(tmp_path)
+    text = out.getvalue()
+    for row in (
+        "held-out loss",
+        "ms per step",
+        "memory, MiB",
+        "loss scale",
+        "casts placed",
+        "dump",
+    ):
+        assert row in text
+    assert "text by the" in text
+
+
+@pytest.mark.usefixtures("short")
+def test_the_same_seed_gives_the_same_fp32_run(tmp_path: Path) -> None:
+    def loss(seed: int) -> float:
+        settings = DemoSettings(
+            steps=2, emit="eager", device="cpu", seed=seed, dump=tmp_path, model=TINY
+        )
+        return run(settings, Console(file=io.StringIO())).full.held_out_loss
+
+    first = loss(0)
+    assert first == loss(0)
+    assert first != loss(1)
+
+
+@pytest.mark.slow
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["demo", "--steps", "8", "--device", "cpu", "--dump", str(tmp_path)]) == 0
+    assert "BF16 O1" in capsys.readouterr().out
+    assert list(tmp_path.glob("*/plan.json"))
+
+
+def test_too_few_steps() -> None:
+    with pytest.raises(ValueError, match="at least 2 steps"):
+        DemoSettings(steps=1)
