@@ -143,7 +143,9 @@ def _entry(module: nn.Module, compile_kwargs: dict[str, Any]) -> Callable[..., A
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
-            args, kwargs = pytree.tree_map(lambda x: x.float() if _is_half(x) else x, (args, kwargs))
+            args, kwargs = pytree.tree_map(
+                lambda x: x.float() if _is_half(x) else x, (args, kwargs)
+            )
         return compiled(*args, **kwargs)
 
     return call

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from . import library  # noqa: F401  (registers the operators that scale gradients)
 from . import kernels, loss_scale, pipeline
@@ -47,7 +48,7 @@ def mpcompile_backend(
         return _emit(gm, example_inputs, settings)
     try:
         compiled, plan = _compile(gm, example_inputs, settings)
-    except MPCompileError:
+    except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, CannotRewrite) else _describe(error)

@@ -258,7 +258,9 @@ def _readable(source: object, fallback: str) -> str:
     text = source() if callable(source) else source  # a method in 2.11, a property in 2.13
     words = re.findall(r"[A-Za-z0-9_]+", str(text))
     words = [w for w in words if w not in ("_modules", "_parameters", "_buffers")]
-    name = "_".join(words[2:] if "_parameters" in str(text) or "_buffers" in str(text) else words[1:])
+    name = "_".join(
+        words[2:] if "_parameters" in str(text) or "_buffers" in str(text) else words[1:]
+    )
     return name if name.isidentifier() else fallback
 
 

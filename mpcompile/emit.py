@@ -23,9 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+from torch.utils.checkpoint import checkpoint
 
 from ._version import __version__
 from .islands import Compiler, compile_around_rnns, has_rnn
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def emit(
@@ -53,6 +56,7 @@ def emit(
     autocast = torch._C._is_any_autocast_enabled()
     with torch._C._DisableAutocast():
         if how == "eager":
+            _keep_random_state(gm)
             gm.recompile()
             run: Callable[..., Any] = gm.forward
         else:
@@ -61,6 +65,25 @@ def emit(
             run = around(gm, example_inputs, functools.partial(_salted, compile_graph))
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
     return _without_autocast(run) if autocast else run
+
+
+def _keep_random_state(gm: fx.GraphModule) -> None:
+    """Let a recomputed dropout drop the same elements.
+
+    The operator leaves that to AOTAutograd's treatment of random numbers; run as it is, it draws
+    anew (stock torch.compile(backend="eager") does too).
+    """
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
+                node.target = _checkpoint
+            module.recompile()
+
+
+def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    if "_checkpoint_context_fn" in body.meta:
+        kwargs["context_fn"] = body.meta["_checkpoint_context_fn"]
+    return checkpoint(body, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
 
 
 def _whole(
@@ -83,9 +106,7 @@ def _salted(
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
-    return torch._TorchCompileInductorWrapper(
-        mode, dict(options) if options else None, None
-    )
+    return torch._TorchCompileInductorWrapper(mode, dict(options) if options else None, None)
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

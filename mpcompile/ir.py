@@ -128,6 +128,13 @@ def in_functorch(node: fx.Node) -> bool:
     return node.meta.get("mp_opaque") == "functorch"
 
 
+def is_constant(node: fx.Node) -> bool:
+    """A tensor that depends on no input: baked into the graph, or made of one number."""
+    if is_op(node) and op_name(node) in ops.COPIES_A_CONSTANT:
+        return all(is_constant(n) for n in node.all_input_nodes)
+    return node.op == "get_attr" or (is_op(node) and op_name(node) in ops.CREATES)
+
+
 def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 

@@ -23,12 +23,13 @@ class _ScaleGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
+        ctx.set_materialize_grads(False)  # no gradient stays no gradient, as in the FP32 program
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (scale,) = ctx.saved_tensors
-        return grads[0] * scale, None
+        return None if grads[0] is None else grads[0] * scale, None
 
 
 class _UnscaleGrad(torch.autograd.Function):
@@ -37,12 +38,17 @@ class _UnscaleGrad(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(scale)
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         (scale,) = ctx.saved_tensors
         grad = grads[0]
+        if grad is None:
+            return None, None, None
         overflow = grad.isfinite().logical_not().any().to(torch.float32)
         # Scales are powers of two by default, so the product with the inverse is exact.
         return grad * scale.reciprocal(), None, overflow

@@ -189,7 +189,13 @@ PROMOTES = frozenset(
     op_key(n) for n in "add sub rsub mul div where minimum maximum true_divide".split()
 )
 
-RNN_OPS = frozenset(op_key(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+# Operators that make a tensor out of sizes and at most one number, whatever they take those from.
+CREATES = frozenset(
+    op_key(name)
+    for name in """zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones
+    new_full new_empty scalar_tensor eye""".split()
+)
+COPIES_A_CONSTANT = frozenset(op_key(n) for n in "lift_fresh_copy lift_fresh detach_ clone".split())
 
 
 def rule_for(op: object) -> Rule | None:

@@ -78,10 +78,7 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
     if node.op == "get_attr":
         constant = ir.attribute(gm, node)
         if isinstance(constant, torch.Tensor) and constant.is_floating_point():
-            numbers = constant.detach().flatten().tolist() if constant.numel() < 1 << 20 else []
-            bad = next((x for x in numbers if not fits(x, config.low)), None)
-            if bad is not None or not numbers:
-                return Wide(f"constant {bad:g}" if bad is not None else "a large constant")
+            return _constant(constant, config.low)
         return None
     if not ir.is_op(node):
         return None
@@ -104,6 +101,14 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
     if rule is not None and rule.grows:
         return Wide(f"{name.removeprefix('aten::')} can leave the low dtype's range")
     return None
+
+
+def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
+    if value.numel() >= 1 << 20:
+        return Wide("a constant too large to look through")
+    numbers = value.detach().flatten().tolist()
+    bad = next((x for x in numbers if not fits(x, low)), None)
+    return None if bad is None else Wide(f"constant {bad:g}")
 
 
 def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide | None:

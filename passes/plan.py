@@ -65,8 +65,10 @@ def _decide(node: fx.Node, level: Level, connected: bool) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The FP32 operands that count: castable ones; no number beside a tensor where both promote."""
+    """The FP32 operands that count: castable ones, no constant, no number that would promote."""
     found = [n for i, n in ir.float_args(node) if ops.castable(node.target, i)]
+    # A constant takes the dtype of its company; guard_constants has seen that it survives that.
+    found = [n for n in found if not ir.is_constant(n)] or found
     if ir.op_name(node) in ops.PROMOTES:
         return [n for n in found if ir.captured(n).ndim] or found  # type: ignore[union-attr]
     return found

@@ -81,7 +81,7 @@ class _Scaler:
                 if ir.is_mutable(operand):
                     self._check_unread(operand, node)
                 with self.graph.inserting_before(node):
-                    node.replace_input_with(operand, self._scale(operand))
+                    node.replace_input_with(operand, self._scale(operand, node))
         results = [u for u in node.users if ir.is_getitem(u)] or [node]
         for result in results:
             if _differentiable(result):
@@ -117,11 +117,11 @@ class _Scaler:
             if isinstance(result, fx.Node) and _differentiable(result):
                 if result not in done:
                     with self.graph.inserting_before(output):
-                        done[result] = self._scale(result)
+                        done[result] = self._scale(result, output)
                 results[i] = done[result]
         output.args = (tuple(results),)
 
-    def _scale(self, node: fx.Node) -> fx.Node:
+    def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         decision = Mark(Precision.KEEP, "scale", "the gradient enters scaled", torch.float32)
         target = torch.ops.mpcompile.scale_grad.default
         new = ir.insert(
@@ -133,6 +133,7 @@ class _Scaler:
             decision=decision,
         )
         new.meta["mp_captured"] = node.meta.get("mp_captured")
+        ir.set_regions((new,), ir.regions(reader))
         return new
 
 

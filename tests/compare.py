@@ -92,7 +92,9 @@ def check(
 def _run(program: Any, inputs: Sequence[Any], steps: int, is_module: bool) -> dict[str, Any]:
     """Everything that comes out, by name."""
     torch.manual_seed(1)
-    own = [x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in inputs]
+    own = [
+        x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in inputs
+    ]
     found: dict[str, Any] = {}
     for step in range(steps):
         output = program(*own)

@@ -156,7 +156,9 @@ def test_policy_by_op_module_and_node_beats_the_table() -> None:
     got = precisions(plan)
     assert (got["linear"], got["linear_1"]) == ("FULL", "LOW")
     assert (got["layer_norm"], got["softmax"]) == ("LOW", "LOW")
-    assert {n.rule for n in plan.nodes if n.name in ("linear", "layer_norm", "softmax")} == {"policy"}
+    assert {n.rule for n in plan.nodes if n.name in ("linear", "layer_norm", "softmax")} == {
+        "policy"
+    }
 
 
 def test_policy_precedence_is_node_then_module_then_op() -> None:
@@ -194,7 +196,10 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
     ("make", "message"),
     [
         (lambda: Policy(low=["sofmax"]), r"no operator 'aten::sofmax'; did you mean 'softmax'"),
-        (lambda: Policy(modules={"fc3": "fp32"}), r"'fc3' matches no module; did you mean 'fc[12]'"),
+        (
+            lambda: Policy(modules={"fc3": "fp32"}),
+            r"'fc3' matches no module; did you mean 'fc[12]'",
+        ),
         (lambda: Policy(modules={"fc(": "fp32"}), "bad regex"),
         (lambda: Policy(modules={"fc1": "fp23"}), "unknown precision 'fp23'"),
         (lambda: Policy(low=["mm"], full=["aten.mm"]), "in both"),

@@ -83,7 +83,9 @@ def test_the_plan_is_json_with_the_reason_of_every_node(dumped: Path) -> None:
     plan = json.loads((dumped / "plan.json").read_text())
     assert (plan["level"], plan["dtype"], plan["device"]) == ("O1", "float16", "cpu")
     assert all(node["reason"] and node["rule"] for node in plan["nodes"])
-    assert plan["casts"] == sum(n["rule"] == "cast" and n["op"] == "aten::to" for n in plan["nodes"])
+    assert plan["casts"] == sum(
+        n["rule"] == "cast" and n["op"] == "aten::to" for n in plan["nodes"]
+    )
     linear = next(n for n in plan["nodes"] if n["name"] == "linear")
     assert (linear["captured"], linear["planned"]) == ("f32[4, 8]", "f16[4, 8]")
 

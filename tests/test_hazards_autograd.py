@@ -205,11 +205,15 @@ def test_hooks_see_fp32_gradients_true_to_size(level: str) -> None:
     def prepare(model: nn.Module) -> None:
         compiled = model._compiled_call_impl is not None
         for parameter in model.parameters():
-            parameter.register_hook(lambda g: seen[compiled].append(g.clone()) or g.clamp(-0.01, 0.01))
+            parameter.register_hook(
+                lambda g: seen[compiled].append(g.clone()) or g.clamp(-0.01, 0.01)
+            )
 
     check(MLP(), torch.randn(8, 16), level=level, prepare=prepare)
     order = sorted(seen[False], key=lambda g: (g.shape, g.norm().item()))
-    for a, e in zip(sorted(seen[True], key=lambda g: (g.shape, g.norm().item())), order, strict=True):
+    for a, e in zip(
+        sorted(seen[True], key=lambda g: (g.shape, g.norm().item())), order, strict=True
+    ):
         assert_near(a, e, "gradient in the hook", 1e-2)
 
 
@@ -259,7 +263,9 @@ def test_several_losses_of_one_model(level: str) -> None:
         first, second = weighted_sum(m(x)), F.mse_loss(m(y), x)
         (first + 0.5 * second).backward(retain_graph=True)
         first.backward(retain_graph=True)
-        for p, g in zip(m.parameters(), torch.autograd.grad(second, list(m.parameters())), strict=True):
+        for p, g in zip(
+            m.parameters(), torch.autograd.grad(second, list(m.parameters())), strict=True
+        ):
             p.grad += 3 * g
     for (name, e), a in zip(model.named_parameters(), fast.parameters(), strict=True):
         assert_near(a.grad, e.grad, name, 1e-2)

@@ -174,9 +174,7 @@ def test_small_gradients_survive_only_with_scaling() -> None:
     (reference(x).sum() * 1e-9).backward()
     assert reference[0].weight.grad is not None
     assert gradient("none").count_nonzero() == 0
-    torch.testing.assert_close(
-        gradient("dynamic"), reference[0].weight.grad, rtol=1e-2, atol=1e-11
-    )
+    torch.testing.assert_close(gradient("dynamic"), reference[0].weight.grad, rtol=1e-2, atol=1e-11)
 
 
 def test_accumulation_and_clipping_need_no_scaler() -> None:
