@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Worker processes of the test run; each compiles C++ of its own.
 WORKERS ?= auto
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= run
 
 VENV := .venv
 BIN := $(VENV)/bin

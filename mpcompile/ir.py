@@ -259,6 +259,26 @@ def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
             yield -1, argument
 
 
+def layout(node: fx.Node) -> tuple[Any, Any]:
+    """Sizes and strides of the captured value."""
+    value = captured(node)
+    return (value.shape, value.stride()) if value is not None else ((), ())
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The values that the node writes in place, as far as its own arguments go."""
+    if is_opaque(node):
+        name = op_name(node)
+        writes = (
+            name == "setitem" or name.endswith("_") if in_functorch(node)
+            else "dirty_idx" in node.kwargs if is_op(node)  # autograd.Function with mark_dirty
+            else True  # a function of the user's: nobody knows
+        )  # fmt: skip
+        return list(node.all_input_nodes) if writes else []
+    places = ops.written_args(node.target)
+    return [a for i, a in positions(node) if i in places and isinstance(a, fx.Node)]
+
+
 def kind(node: fx.Node) -> ops.Kind:
     if is_getitem(node):
         return ops.Kind.VIEW
@@ -275,6 +295,11 @@ def refresh(node: fx.Node) -> None:
     # The mode is on, so that what a decomposition creates (SDPA makes a mask) is fake too.
     with fake_mode(node.graph), enable_python_dispatcher():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def restore(node: fx.Node) -> None:
+    """Set `meta["val"]` back to what was captured; call it when the inputs are as captured again."""
+    node.meta["val"] = node.meta["mp_captured"]
 
 
 def insert(

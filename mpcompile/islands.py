@@ -1,10 +1,10 @@
 """Run recurrent layers on the device's own fused kernel, between separately compiled pieces.
 
-AOTAutograd and Inductor know an RNN only as a loop over time steps, unrolled into the graph: minutes
-of compiling, where cuDNN and oneDNN have a kernel ready. So the graph is cut at every RNN node. The
-pieces around it are compiled one by one; the RNN itself (an *island*) is called as it stands, on
-tensors of whatever dtype the passes gave it, and autograd links the parts as it links any two
-compiled functions.
+AOTAutograd and Inductor know an RNN only as a loop over time steps, unrolled into the graph:
+minutes of compiling, where cuDNN and oneDNN have a kernel ready. So the graph is cut at every RNN
+node. The pieces around it are compiled one by one; the RNN itself (an *island*) is called as it
+stands, on tensors of whatever dtype the passes gave it, and autograd links the parts as it links
+any two compiled functions.
 
     before                          after, three steps
     h = linear(x, w)                (h,) = compiled_0(x, w)
@@ -12,21 +12,25 @@ compiled functions.
     o = getitem(r, 0)               (y,) = compiled_2(o)
     y = relu(o)
 
-1. Walk the nodes: an RNN node with its getitems is an island, a run of nodes between two is a piece.
+1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
 2. Make each step a graph of its own: its inputs are the values it takes from outside, its outputs
-   those that a later step or the caller wants. `set_grad_enabled` can't reach across a cut, so a
-   step that starts in another grad mode than the graph enters that mode itself, and leaves it again.
+   those that a later step or the caller wants. `set_grad_enabled` can't reach across a cut: a step
+   that starts in another grad mode than the graph enters that mode itself, and leaves it again.
 3. Compile the pieces in order on FakeTensors, and run each on them to learn what the next one gets:
    sizes, strides, aliases, and which values require a gradient.
 
-NOTE [Strides at a cut] Inductor compiles for the strides it is shown and keeps the strides of what a
-graph returns (`config.keep_output_stride`), so a piece hands on what its FakeTensors said. An RNN
+NOTE [Strides at a cut] Inductor compiles for the strides it is shown, and keeps the strides of what
+a graph returns (`config.keep_output_stride`), so a piece hands on what its FakeTensors said. An RNN
 kernel promises nothing, so an island makes its results dense in the order in which oneDNN and cuDNN
 write them, time first: `contiguous()` copies nothing then. If a stride were wrong all the same,
 Inductor's check of its inputs (`config.size_asserts`) raises: never a wrong number.
 
+NOTE [Writes across a cut] A piece may write to its inputs: buffers, or what another piece made. The
+partitioner may have saved the latter for its backward, though; autograd then raises, as it does
+between any two compiled functions. The functionalize pass leaves few such writes.
+
 NOTE [Why not an opaque operator] One custom operator per RNN would keep the graph whole, but its
-backward would have to save what each device's kernel saves (cuDNN's reserve, oneDNN's workspace, and
+backward would have to save what each device's kernel saves (cuDNN's reserve, oneDNN's workspace,
 one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that already.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.

@@ -2,12 +2,18 @@
 
 `meta` and fake tensors accept what the device then refuses ("not implemented for 'Half'"), and the
 set of refusals changes with every torch release. So the operator is run once, forward and backward,
-on tiny random tensors of the low dtype: the node's own arguments with every size capped at 8. Only a
+on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8. Only a
 refusal counts; a complaint about the shrunken shapes is not one.
+
+Only torch's own operators are asked. A custom one is never run behind its author's back: whoever
+registers it as low promises the kernels.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,45 +30,65 @@ _answers: dict[Any, bool] = {}
 
 def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
     """Whether the node's operator runs in `low` on `device`, forward and backward. Cached."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return True
-    ranks = tuple(
-        value.ndim
-        for n in node.all_input_nodes
-        if isinstance(value := n.meta["mp_captured"], torch.Tensor)
-    )
-    key = (node.target, low, device.type, ranks)
+    key = (target, low, device.type, _signature(node))
     if key not in _answers:
-        _answers[key] = _runs(node, low, device)
+        _answers[key] = _runs(node, target, low, device)
     return _answers[key]
 
 
-def _runs(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+def _signature(node: fx.Node) -> str:
+    """What may decide which kernel is picked: ranks, dtypes, flags and modes, but no sizes."""
 
-    def sample(argument: Any, lowered: bool) -> Any:
-        return map_aggregate(argument, lambda x: _sample(x, low if lowered else None, device))
+    def part(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["mp_captured"]
+            is_tensor = isinstance(value, torch.Tensor)
+            return f"{value.ndim}d {value.dtype}" if is_tensor else type(value).__name__
+        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+        return type(argument).__name__ if is_number else argument
 
-    cpu_state = torch.get_rng_state()  # a dropout probe must not move the user's random numbers
+    return str(map_aggregate((node.args, node.kwargs), part))
+
+
+def _runs(
+    node: fx.Node, target: torch._ops.OpOverload, low: torch.dtype, device: torch.device
+) -> bool:
+    def sample(argument: Any, position: int) -> Any:
+        dtype = low if ops.castable(target, position) else torch.float32
+        return map_aggregate(argument, lambda x: _sample(x, dtype, device))
+
     try:
-        with torch.random.fork_rng(enabled=device.type == "cuda"), torch.enable_grad():
-            args = [sample(a, ops.castable(target, i)) for i, a in enumerate(node.args)]
-            kwargs = {name: sample(a, True) for name, a in node.kwargs.items()}
+        with _aside(device):
+            args = [sample(a, i) for i, a in enumerate(node.args)]
+            kwargs = {name: sample(a, -1) for name, a in node.kwargs.items()}
             results = pytree.tree_leaves(target(*args, **kwargs))
             tracked = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
             if tracked:
-                torch.autograd.backward([r.float().sum() for r in tracked])
+                torch.autograd.backward(tracked, [torch.ones_like(r) for r in tracked])
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return not any(word in str(error) for word in _REFUSALS)
-    finally:
-        torch.set_rng_state(cpu_state)
     return True
 
 
-def _sample(argument: Any, low: torch.dtype | None, device: torch.device) -> Any:
-    """A tiny tensor of an operand's rank: equal sizes stay equal, ones stay ones. FP32 operands
-    come in `low`, if it is given."""
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Leave no trace (random numbers, warnings), and take no notice of the modes around us."""
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._DisableAutocast(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _sample(argument: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tiny tensor of an operand's rank, in `dtype` if it is FP32: ones stay ones."""
     if isinstance(argument, fx.Node):
         argument = argument.meta["mp_captured"]
     if isinstance(argument, torch.SymInt):
@@ -72,6 +98,5 @@ def _sample(argument: Any, low: torch.dtype | None, device: torch.device) -> Any
     sizes: list[int | torch.SymInt] = list(argument.shape)
     shape = [min(s, _CAP) if isinstance(s, int) else 2 for s in sizes]
     if argument.dtype is torch.float32:
-        made = torch.rand(shape, device=device, dtype=low or torch.float32)
-        return made.requires_grad_()
+        return torch.rand(shape, device=device, dtype=dtype).requires_grad_()
     return torch.zeros(shape, device=device, dtype=argument.dtype)

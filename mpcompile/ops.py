@@ -49,6 +49,8 @@ class Rule:
         grows: the result may leave FP16's range although the inputs are inside it, so that what
             follows directly stays in FP32 too.
         bounded: the result lies within FP16's range whatever the inputs.
+        sensitive: a rounding of the input may change the result altogether (a rank, a definite
+            matrix that no longer is), so that what feeds it is computed in FP32 too.
     """
 
     precision: Precision
@@ -56,6 +58,7 @@ class Rule:
     reason: str
     grows: bool = False
     bounded: bool = False
+    sensitive: bool = False
 
 
 def _rows(
@@ -66,8 +69,9 @@ def _rows(
     *,
     grows: bool = False,
     bounded: bool = False,
+    sensitive: bool = False,
 ) -> dict[str, Rule]:
-    rule = Rule(precision, kind, reason, grows, bounded)
+    rule = Rule(precision, kind, reason, grows, bounded, sensitive)
     return {op_key(name): rule for name in names.split()}
 
 
@@ -94,13 +98,13 @@ _BUILTIN: dict[str, Rule] = {
         logaddexp logaddexp2 log_sigmoid"""),
     **_rows(FULL, "periodic in an angle that FP16 can't resolve (positions above 2048)", "sin cos"),
     **_rows(FULL, "a sum over many terms: FP16 partial sums round and overflow", """
-        sum nansum prod cumsum cumprod trace""", grows=True),
+        sum nansum sum_to_size prod cumsum cumprod trace embedding_bag""", grows=True),
     **_rows(FULL, "a mean: FP16 partial sums round and overflow", """
         mean nanmean logcumsumexp logsumexp adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
         avg_pool1d avg_pool2d avg_pool3d"""),
     **_rows(FULL, "a sum of squares: squares leave FP16's range", """
         norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm
-        norm_except_dim renorm dist pdist cdist pairwise_distance cosine_similarity
+        norm_except_dim _weight_norm renorm dist pdist cdist pairwise_distance cosine_similarity
         var std var_mean std_mean cov corrcoef""", grows=True),
     **_rows(FULL, "exponentials and a sum over the row", "softmax log_softmax _softmax "
             "_log_softmax _safe_softmax"),
@@ -119,14 +123,26 @@ _BUILTIN: dict[str, Rule] = {
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d grid_sampler_3d
         affine_grid_generator"""),
 
+    **_rows(FULL, "a factorisation: conditioning multiplies every rounding of its input", """
+        cholesky linalg_cholesky linalg_cholesky_ex cholesky_solve cholesky_inverse
+        linalg_inv linalg_inv_ex inverse linalg_pinv pinverse linalg_solve linalg_solve_ex
+        linalg_solve_triangular triangular_solve linalg_lu linalg_lu_factor linalg_lu_factor_ex
+        _lu_with_info linalg_lu_solve lu_solve linalg_ldl_factor linalg_ldl_factor_ex
+        linalg_ldl_solve linalg_qr qr geqrf ormqr orgqr linalg_householder_product
+        linalg_svd svd linalg_svdvals linalg_eig linalg_eigvals linalg_eigh linalg_eigvalsh
+        linalg_det det linalg_slogdet slogdet logdet linalg_matrix_rank linalg_cond linalg_lstsq
+        linalg_tensorinv linalg_tensorsolve linalg_matrix_power linalg_matrix_exp
+        matrix_exp""", sensitive=True),
+
     # -- FOLLOW, arithmetic: safe in FP16 where the inputs already are ----------------------------
     **_rows(FOLLOW, "statistics in FP32 inside the kernel; FP16 only at input and output",
             "batch_norm instance_norm"),
     **_rows(FOLLOW, "elementwise, keeps the magnitude of its input", """
-        add sub rsub mul div neg abs sign clone positive lerp where masked_fill clamp clamp_min
+        add sub rsub mul div neg abs sign sgn clone positive lerp where masked_fill clamp clamp_min
         clamp_max clip minimum maximum fmin fmax threshold heaviside copysign true_divide multiply
         subtract divide negative absolute addcmul addcdiv cross linalg_cross dot vdot outer ger
-        inner tensordot bilinear trapezoid hypot nan_to_num masked_scatter"""),
+        inner tensordot bilinear trapezoid hypot nan_to_num masked_scatter
+        col2im"""),
     **_rows(FOLLOW, "activation that grows no faster than its input", """
         relu hardswish leaky_relu elu selu celu gelu silu mish hardshrink softshrink glu rrelu"""),
     **_rows(FOLLOW, "bounded whatever the input", """
@@ -150,13 +166,13 @@ _BUILTIN: dict[str, Rule] = {
         view reshape _unsafe_view view_as reshape_as transpose permute t numpy_T mT movedim moveaxis
         swapaxes swapdims expand expand_as broadcast_to slice select narrow unsqueeze squeeze
         flatten unflatten ravel split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
-        unfold diagonal alias contiguous detach adjoint matrix_H unsafe_split unsafe_chunk
+        unfold diagonal linalg_diagonal alias contiguous detach adjoint matrix_H mH unsafe_split unsafe_chunk
         unsafe_split_with_sizes atleast_1d atleast_2d atleast_3d lift_fresh real
         pixel_shuffle pixel_unshuffle channel_shuffle broadcast_tensors meshgrid""", Kind.VIEW),
     **_rows(FOLLOW, "copies elements unchanged", """
         embedding index index_select gather take take_along_dim flip roll rot90 repeat
-        repeat_interleave tile masked_select triu tril diag diag_embed im2col col2im unfold_copy
-        sort topk kthvalue""", Kind.MOVE),
+        repeat_interleave tile masked_select triu tril diag diagflat diag_embed fliplr flipud
+        im2col unfold_copy sort msort topk kthvalue median nanmedian mode cummax cummin""", Kind.MOVE),
 }  # fmt: skip
 
 _REGISTERED: dict[str, Rule] = {}
@@ -196,6 +212,13 @@ CREATES = frozenset(
     new_full new_empty scalar_tensor eye""".split()
 )
 COPIES_A_CONSTANT = frozenset(op_key(n) for n in "lift_fresh_copy lift_fresh detach_ clone".split())
+
+# Operators whose backward is linear in the gradient on paper but not in floating point: the block
+# matrix that holds matrix_exp's gradient sets the degree of its series; logcumsumexp's backward takes
+# the gradient's logarithm. They are handed gradients true to size.
+NONLINEAR_BACKWARD = frozenset(
+    op_key(n) for n in "matrix_exp linalg_matrix_exp logcumsumexp".split()
+)
 
 
 def rule_for(op: object) -> Rule | None:

@@ -19,6 +19,7 @@ from .passes.clean import clean
 from .passes.drop_noop_casts import drop_noop_casts
 from .passes.functionalize import functionalize
 from .passes.guard_constants import guard_constants
+from .passes.guard_factorisations import guard_factorisations
 from .passes.outline import outline
 from .passes.place_casts import place_casts
 from .passes.plan import plan
@@ -33,6 +34,7 @@ PASSES: tuple[Pass, ...] = (
     functionalize,  # before anything is decided: what stays in place keeps its dtype
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
     guard_constants,  # after classify: it may only widen what classify decided
+    guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     plan,  # FOLLOW becomes LOW or FULL
     place_casts,  # marks are final from here on
     scale_gradients,  # on the FP32 side of the casts at the graph's edges

@@ -92,21 +92,15 @@ def _policy(node: fx.Node, config: Config) -> Mark | None:
 
 def _find_mutable(graph: fx.Graph) -> None:
     """Note each value whose memory some node writes; all its aliases share the fate."""
-    written: set[int] = set()
+    targets = [target for node in graph.nodes for target in ir.written(node)]
+    memory = {ir.storage(target) for target in targets}
+    for node in reversed(graph.nodes):
+        if ir.is_opaque(node):  # what it returns may be what it was given
+            if any(ir.storage(result) in memory for result in (node, *node.users)):
+                memory.update(map(ir.storage, node.all_input_nodes))
+    memory.discard(None)
     for node in graph.nodes:
-        for target in _written(node):
-            ir.set_mutable(target)
-            if (memory := ir.storage(target)) is not None:
-                written.add(memory)
-    for node in graph.nodes:
-        if ir.storage(node) in written:
+        if ir.storage(node) in memory:
             ir.set_mutable(node)
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    if ir.is_opaque(node):
-        # mark_dirty in an autograd.Function, or a method that writes inside a functorch transform
-        writes = node.kwargs.get("dirty_idx") or ir.op_name(node).endswith("_")
-        return list(node.all_input_nodes) if writes or ir.op_name(node) == "setitem" else []
-    positions = ops.written_args(node.target)
-    return [a for i, a in ir.positions(node) if i in positions and isinstance(a, fx.Node)]
+    for target in targets:
+        ir.set_mutable(target)

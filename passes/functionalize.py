@@ -70,7 +70,8 @@ def _is_private(
     target = node.args[0]
     assert isinstance(target, fx.Node)
     memory = ir.storage(target)
-    if memory is None or target.op != "call_function" or ir.is_opaque(target):
+    maker = target.args[0] if ir.is_getitem(target) else target
+    if memory is None or target.op != "call_function" or ir.is_opaque(maker):  # type: ignore[arg-type]
         return False
     if ir.requires_grad(target) and not ir.grad_enabled(node):
         return False

@@ -7,7 +7,8 @@ graph. AOTAutograd wants the higher-order operator, whose body it recomputes in 
     y = relu(h)              # in region 0     ->         body_0, x, w)
     return y                                          y = checkpoint[0]
 
-Innermost regions are folded first. A cast of a value from outside stands outside.
+Innermost regions are folded first. Whatever a body reads from outside is passed in, constants too:
+AOTAutograd wants to know each tensor that a graph owns, and does not look for them in bodies.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def outline(gm: fx.GraphModule, config: Config) -> bool:
+    constants = [n for n in gm.graph.find_nodes(op="get_attr") if not _is_body(gm, n)]
+    ir.set_regions(constants, ())
     paths = dict.fromkeys(path for n in gm.graph.nodes if (path := ir.regions(n)))
     prefixes = dict.fromkeys(path[: i + 1] for path in paths for i in range(len(path)))
     for path in sorted(prefixes, key=len, reverse=True):
@@ -37,17 +40,16 @@ def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...]) -> None:
     members = set(nodes)
     body = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    operands = list(dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in members))
+    outside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in members)
+    operands = [n for n in outside if not _is_body(gm, n)]
     for operand in operands:
-        if operand.op != "get_attr":
-            env[operand] = body.placeholder(operand.name)
-            env[operand].meta = dict(operand.meta)
+        env[operand] = body.placeholder(operand.name)
+        env[operand].meta = dict(operand.meta)
+    for other in outside:
+        if other not in env:  # the body of a call: named inside, never passed in
+            env[other] = body.node_copy(other)
     for node in nodes:
-        for operand in node.all_input_nodes:
-            if operand not in env:  # a constant or a body: named inside, never passed in
-                env[operand] = body.node_copy(operand, env.__getitem__)
         env[node] = body.node_copy(node, env.__getitem__)
-    operands = [n for n in operands if n.op != "get_attr"]
     results = [n for n in nodes if any(u not in members for u in n.users)]
     body.output(tuple(env[n] for n in results))
 
@@ -75,3 +77,7 @@ def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...]) -> None:
             result.replace_all_uses_with(part, lambda user: user not in members)
     for node in reversed(nodes):
         gm.graph.erase_node(node)
+
+
+def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(ir.attribute(gm, node), fx.GraphModule)

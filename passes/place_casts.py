@@ -60,7 +60,7 @@ class _Placer:
             reason = f"refuses low operands: {str(error).splitlines()[0][:120]}"
             ir.remark(node, precision=Precision.FULL, rule="kernel", reason=reason)
             self._take_operands(node, low=False)
-            self._refresh(node)
+            ir.restore(node)  # not a refresh: a shape that depends on data can't be computed twice
 
     def _refresh(self, node: fx.Node) -> None:
         if ir.is_opaque(node):

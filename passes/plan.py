@@ -30,7 +30,7 @@ LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Preci
 
 def plan(gm: fx.GraphModule, config: Config) -> bool:
     if config.level is Level.O3:
-        _unpin_table(gm.graph)
+        _unpin_table(gm.graph, config)
     undecided = [n for n in gm.graph.nodes if ir.precision(n) is FOLLOW]
     connected = _connected_to_low(undecided) if config.level is Level.O2 else set()
     for node in undecided:
@@ -113,7 +113,8 @@ def _narrow_view_before_low(node: fx.Node) -> None:
             _settle(node, LOW, "only low consumers")
 
 
-def _unpin_table(graph: fx.Graph) -> None:
+def _unpin_table(graph: fx.Graph, config: Config) -> None:
     for node in graph.nodes:
-        if ir.precision(node) is FULL and ir.mark(node).rule == "table":
+        pinned = ir.precision(node) is FULL and ir.mark(node).rule == "table"
+        if pinned and config.has_kernel(node):
             ir.remark(node, precision=LOW, rule="plan", reason="O3: everything low")

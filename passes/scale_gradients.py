@@ -11,8 +11,8 @@ of inputs whose gradient was not finite, so the overflow flag rides in the backw
 adds up over graphs and backward calls, and needs no host synchronisation.
 
 An autograd.Function or a custom operator may treat a gradient in ways that are not linear (clip it,
-ignore it). Around such a node the scaling is undone and redone, so that its backward sees the size it
-was written for.
+ignore it); so do a few of torch's own, in floating point. Around such a node the scaling is undone
+and redone, so that its backward sees the size it was written for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import itertools
 import torch
 from torch import fx
 
-from mpcompile import ir
+from mpcompile import ir, ops
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark
 from mpcompile.policy import Config, Precision
@@ -38,14 +38,14 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     trained = [n for n in inputs if ir.requires_grad(n)]
     if not trained:
         return False
-    for node in trained:
-        if ir.is_mutable(node):
-            raise CannotRewrite(f"input {node.name} needs a gradient and is written in place")
     scaler = _Scaler(graph, _add_input(graph, SCALE, config), _add_input(graph, FOUND, config))
     for node in [n for n in graph.nodes if _is_nonlinear(n)]:
         scaler.isolate(node)
     for node in reversed(trained):  # each goes before the one placed last
-        scaler.unscale(node)
+        if ir.is_mutable(node):
+            scaler.own(node)
+        else:
+            scaler.unscale(node)
     scaler.scale_outputs()
     return True
 
@@ -61,9 +61,11 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
 
 
 def _is_nonlinear(node: fx.Node) -> bool:
-    """Whether the node's backward is code that nobody here knows."""
+    """Whether the node's backward is code that nobody here knows, or known not to be linear."""
     if not ir.is_op(node):
         return ir.is_opaque(node) and not ir.in_functorch(node)
+    if ir.op_name(node) in ops.NONLINEAR_BACKWARD:
+        return True
     namespace = ir.op_name(node).split("::")[0]
     return namespace not in ("aten", "prims", "prim", "mpcompile")
 
@@ -71,6 +73,7 @@ def _is_nonlinear(node: fx.Node) -> bool:
 class _Scaler:
     def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node) -> None:
         self.graph, self.scale, self.found = graph, scale, found
+        self.owned: set[fx.Node] = set()
 
     def isolate(self, node: fx.Node) -> None:
         """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
@@ -78,7 +81,7 @@ class _Scaler:
             raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
             if _differentiable(operand):
-                if ir.is_mutable(operand):
+                if operand in ir.written(node):
                     self._check_unread(operand, node)
                 with self.graph.inserting_before(node):
                     node.replace_input_with(operand, self._scale(operand, node))
@@ -97,7 +100,47 @@ class _Scaler:
                 f"{ir.op_name(node)} writes into {written.name}, which is read again after it"
             )
 
-    def unscale(self, node: fx.Node) -> None:
+    def own(self, node: fx.Node) -> None:
+        """An input that is written in place: write to a copy, and at the end the copy back.
+
+            mul_(x, 2)      ->      own = clone(unscale_grad(x, ...)); mul_(own, 2)
+                                    copy_(x, scale_grad(own, scale))
+
+        So the caller's tensor gets a history whose gradient is true to size at both ends.
+        """
+        output = self.graph.output_node()
+        memory = ir.storage(node)
+        aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
+        itself = {node}
+        for other in self.graph.nodes:  # `add_(x, 1)` is x
+            if other in aliases and ir.op_name(other).endswith("_") and other.args[0] in itself:
+                if ir.layout(other) != ir.layout(node):
+                    raise CannotRewrite(f"input {node.name} changes its shape in place")
+                itself.add(other)
+                output.replace_input_with(other, node)
+        if any(n.op == "placeholder" or output in n.users for n in aliases - {node}):
+            raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
+        for writer in self.graph.nodes:
+            if aliases.intersection(ir.written(writer)) and not ir.grad_enabled(writer):
+                raise CannotRewrite(f"input {node.name} needs a gradient and is written without one")
+        unscaled = self.unscale(node)
+        users = list(unscaled.users)
+        aten, decision = torch.ops.aten, ir.mark(unscaled)
+        with self.graph.inserting_before(unscaled.next):
+            target, name = aten.clone.default, f"{node.name}_own"
+            own = ir.insert(
+                self.graph, target, (unscaled,), name=name, like=node, decision=decision
+            )
+        own.meta["mp_captured"] = node.meta["mp_captured"]
+        for user in users:
+            user.replace_input_with(unscaled, node if user is output else own)
+        with self.graph.inserting_before(output):
+            args = (node, self._scale(own, output))
+            target, name = aten.copy_.default, f"{node.name}_back"
+            ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+        self.owned.add(node)
+
+    def unscale(self, node: fx.Node) -> fx.Node:
         users = list(node.users)
         decision = Mark(Precision.KEEP, "scale", "the gradient leaves true to size", torch.float32)
         with self.graph.inserting_before(ir.after(node)):
@@ -108,13 +151,14 @@ class _Scaler:
         new.meta["mp_captured"] = node.meta["mp_captured"]
         for user in users:
             user.replace_input_with(node, new)
+        return new
 
     def scale_outputs(self) -> None:
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         done: dict[fx.Node, fx.Node] = {}
         for i, result in enumerate(results):
-            if isinstance(result, fx.Node) and _differentiable(result):
+            if isinstance(result, fx.Node) and _differentiable(result) and result not in self.owned:
                 if result not in done:
                     with self.graph.inserting_before(output):
                         done[result] = self._scale(result, output)

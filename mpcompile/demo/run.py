@@ -218,7 +218,7 @@ def _table(result: DemoResult) -> Table:
     table.add_column()
     table.add_column(full.name, justify="right")
     table.add_column(mixed.name, justify="right")
-    table.add_column("", justify="left", style="dim")
+    table.add_column("", style="dim", overflow="fold")
 
     def row(title: str, left: str, right: str, note: str = "") -> None:
         table.add_row(title, left, right, note)
@@ -255,7 +255,7 @@ def _table(result: DemoResult) -> Table:
     row("skipped steps", "-", str(mixed.skipped_steps), "steps whose gradients overflowed")
     row("casts placed", "-", str(mixed.casts), f"in {mixed.graphs} graph(s)")
     for dump in result.dumps:
-        row("dump", "-", "see right", str(dump))
+        row("dump", "-", "written", str(dump))
     return table
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: one file each, all with `run(settings) -> Report`. `python -m benchmarks list`."""

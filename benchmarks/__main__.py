@@ -1,0 +1,75 @@
+"""`python -m benchmarks list` and `python -m benchmarks run [NAME ...]`.
+
+A benchmark is a module of this package with a public `run(settings: Settings) -> Report`. Its name
+is the module's, its summary the first line of its docstring; there is no list to keep up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import benchmarks
+
+from .harness import RESULTS, SCRATCH, Settings
+
+_SHARED = ("__main__", "harness")
+
+
+def registry() -> dict[str, ModuleType]:
+    """Every benchmark: name -> module."""
+    names = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    modules = {n: importlib.import_module(f"benchmarks.{n}") for n in names if n not in _SHARED}
+    return {name: module for name, module in modules.items() if hasattr(module, "run")}
+
+
+def summary(module: ModuleType) -> str:
+    return (module.__doc__ or "").strip().splitlines()[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    known = registry()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "list":
+        width = max(map(len, known))
+        for name, module in known.items():
+            print(f"{name:<{width}}  {summary(module)}")
+        return 0
+    settings = Settings(device=torch.device(options.device), quick=options.quick)
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(known)}")
+    out = options.out or (SCRATCH if options.quick else RESULTS)
+    for name in options.names or known:
+        start = time.perf_counter()
+        report = known[name].run(settings)
+        print(report.markdown())
+        paths = report.write(out)
+        spent = time.perf_counter() - start
+        print(f"{name}: {spent:.0f} s; wrote {', '.join(map(str, paths))}\n", flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="name every benchmark")
+    run = commands.add_parser("run", help="run benchmarks and write their reports")
+    run.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    run.add_argument("--out", type=Path, help="directory for the reports")
+    run.add_argument("--quick", action="store_true", help="smoke test: the numbers mean nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

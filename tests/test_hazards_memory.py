@@ -1,0 +1,451 @@
+"""Hazards around memory: in-place writes, views, aliases, buffers, and what a program returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_near, check, fallback_reason
+from torch import nn
+
+from mpcompile import MPCompileWarning, mpcompile
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+def leaf(*size: int) -> torch.Tensor:
+    return torch.randn(size, requires_grad=True)
+
+
+# -- programs of (x[8, 16], w[16, 16]) that write in place -----------------------------------------
+
+
+def relu_on_a_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.relu_(F.linear(x, w)), w)
+
+
+def chain_of_writes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    h.mul_(0.5).add_(1).clamp_(min=0)
+    h += x
+    h *= h.sigmoid()
+    return F.linear(h, w)
+
+
+def residual_stream(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    h += F.linear(x, w)
+    h += F.gelu(F.linear(x, w))
+    return h
+
+
+def half_of_a_slice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    h[:, :4] = h[:, 4:8] * 2
+    h[0] = 1.0
+    h[:, -1] += x[:, 0]
+    return F.linear(h, w)
+
+
+def fill_a_new_tensor(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(8, 32)
+    out[:, :16] = F.linear(x, w)
+    out[:, 16:] = x
+    return out @ out.t()
+
+
+def fill_like_a_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    out = torch.empty_like(h)
+    out[:4] = h[4:]
+    out[4:] = h[:4] * 2
+    return F.linear(out, w)
+
+
+def masked_fill_on_a_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    scores = F.linear(x, w)
+    scores.view(8, 4, 4)[:, 1].masked_fill_(x[:, :4] > 0, -1.0)
+    return F.linear(scores.softmax(-1), w)
+
+
+def view_taken_before_read_after(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    view = h.view(-1)
+    h.relu_()
+    return F.linear(view.view(8, 16) * 2, w)
+
+
+def base_written_through_a_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    rows = h.t()[:3]
+    rows.mul_(3)
+    return F.linear(h, w) + rows.sum()
+
+
+def read_before_the_write(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    before = h + 1
+    h.neg_()
+    return F.linear(before, w) + F.linear(h, w)
+
+
+def detached_alias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    h.detach().clamp_(-0.5, 0.5)
+    return h.sum(-1)
+
+
+def written_without_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    with torch.no_grad():
+        h.mul_(2).round_()
+    return h.sum(-1)
+
+
+def index_put(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    rows = torch.tensor([0, 3, 3])
+    h.index_put_((rows,), x[:3], accumulate=True)
+    h.index_add_(0, rows, x[:3])
+    h.scatter_(1, torch.zeros(8, 1, dtype=torch.int64), x[:, :1])
+    return F.linear(h, w)
+
+
+def copy_and_zero(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    other = torch.ones_like(h)
+    other.copy_(h)
+    h.zero_()
+    return F.linear(other, w) + h
+
+
+def out_argument(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        double, result = torch.empty(8, 16), torch.empty(8, 16)
+        torch.mul(x, 2, out=double)
+        torch.mm(double, w, out=result)
+    return F.linear(x, w) + result
+
+
+def resized_transpose(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    h.transpose_(0, 1).unsqueeze_(0)
+    return F.linear(h.squeeze(0).t(), w)
+
+
+def random_in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    noise = torch.empty_like(x).uniform_(-1, 1)
+    return F.linear(F.linear(x, w) + noise.normal_(), w)
+
+
+PROGRAMS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    relu_on_a_result, chain_of_writes, residual_stream, half_of_a_slice, fill_a_new_tensor,
+    fill_like_a_result, masked_fill_on_a_view, view_taken_before_read_after,
+    base_written_through_a_view, read_before_the_write, detached_alias, written_without_grad,
+    index_put, copy_and_zero, out_argument, resized_transpose, random_in_place,
+]  # fmt: skip
+
+
+@LEVELS
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_writes(program: Any, level: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_writes_compiled_by_aotautograd(program: Any) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level="O2", emit="aot_eager")
+
+
+@LEVELS
+def test_relu_after_convolution_runs_low(level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3))
+    check(model, leaf(2, 3, 8, 8), level=level, low=["conv2d", "relu"])
+
+
+@LEVELS
+def test_residual_block_with_in_place_activation(level: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+            self.silu = nn.SiLU(inplace=True)  # no ReLU: a rounding at zero flips its gradient
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.silu(self.norm(self.conv(x)))
+            out = self.norm(self.conv(out))
+            out += x
+            return self.silu(out)  # type: ignore[no-any-return]
+
+    check(Block(), leaf(2, 8, 6, 6), level=level, low=["conv2d"])
+
+
+# -- inputs and buffers that are written -----------------------------------------------------------
+
+
+def write_to_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    x[:, 0] = 7
+    return F.linear(x, w)
+
+
+def write_a_result_into_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x.clone(), w)
+    x.copy_(h.detach())
+    x += 1
+    return h
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", [write_to_input, write_a_result_into_input])
+def test_input_written(program: Any, emit: str, level: str) -> None:
+    check(program, torch.randn(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_activation_written_that_comes_from_outside(emit: str, level: str) -> None:
+    """`x += positions` at a module's entry: gradients pass both ways, true to size."""
+
+    def program(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h += w[0]
+        h[:, 1:].mul_(2)
+        return F.linear(h, w)
+
+    x, w = leaf(8, 16), leaf(16, 16)
+    options = {"emit": emit, "level": level, "loss_scale": 128.0, "strict": True}
+    fast = mpcompile(program, dtype=torch.float16, **options)
+    found = []
+    for run in (program, fast):
+        h = x * 2
+        out = run(h, w)
+        loss = out.square().mean() + h.square().mean()  # h, as it was written
+        found.append([h.detach(), out.detach(), *torch.autograd.grad(loss, [x, w])])
+    for expected, actual in zip(*found, strict=True):
+        assert_near(actual, expected, "result or gradient", 1e-2)
+
+
+def test_input_written_and_returned() -> None:
+    def program(h: torch.Tensor, w: torch.Tensor) -> Any:
+        h += 1
+        return h, F.linear(h, w)
+
+    x, w = leaf(8, 16), leaf(16, 16)
+    options = {"emit": "aot_eager", "loss_scale": 128.0, "strict": True}
+    fast = mpcompile(program, dtype=torch.float16, **options)
+    found = []
+    for run in (program, fast):
+        h = x * 2
+        same, out = run(h, w)
+        assert same is h
+        found.append(torch.autograd.grad(out.square().mean() + same.mean(), [x, w]))
+    for expected, actual in zip(*found, strict=True):
+        assert_near(actual, expected, "gradient", 1e-2)
+
+
+def test_input_written_and_an_alias_returned() -> None:
+    """A view's history can't be kept: left in FP32, and said so."""
+
+    def program(h: torch.Tensor, w: torch.Tensor) -> Any:
+        h += 1
+        return h[0], F.linear(h, w)
+
+    fast = mpcompile(program, dtype=torch.float16, emit="eager")
+    w = leaf(16, 16)
+    with pytest.warns(MPCompileWarning, match="written in place, and so is an alias"):
+        row, out = fast(torch.ones(8, 16) * w[0].detach().requires_grad_(), w)
+    assert torch.equal(row, w[0].detach() + 1)
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_batch_norm_statistics(emit: str, level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    result = check(model, leaf(4, 3, 6, 6), level=level, steps=3, emit=emit, low=["conv2d"])
+    assert result.model[1].num_batches_tracked == 3
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_buffers_of_the_users_own(emit: str, level: str) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.tensor(0))
+            self.register_buffer("average", torch.zeros(16))
+            self.register_buffer("last", torch.zeros(8, 16), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            self.calls += 1
+            with torch.no_grad():
+                self.average.lerp_(h.mean(0), 0.1)
+            self.last = h.detach()
+            out: torch.Tensor = self.linear(h)
+            return out
+
+    result = check(Counter(), leaf(8, 16), level=level, steps=3, emit=emit, low=["linear"])
+    assert result.model.calls == 3
+
+
+def test_parameter_written_without_grad() -> None:
+    """Weight clipping inside forward: left in FP32, and said so."""
+
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.1, 0.1)
+            out: torch.Tensor = self.linear(x)
+            return out
+
+    reason = fallback_reason(Clipped(), torch.randn(8, 16))
+    assert "linear_weight needs a gradient and is written without one" in reason
+
+
+# -- what comes back ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    name: str = "result"
+
+
+def returns_its_input(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return x, F.linear(x, w)
+
+
+def returns_a_view_of_its_input(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return x[2:].t(), w.view(-1), F.linear(x, w)
+
+
+def returns_twice(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return h, h, h.view(-1), [h, h + 1]
+
+
+def returns_no_tensors(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return None, 3, "text", h.shape[0], h, 2.5, True, h.dtype == torch.float32, None
+
+
+def returns_a_dict(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return {"h": h, "inner": {"loss": h.mean(), "none": None}, "best": h.argmax(-1)}
+
+
+def returns_detached(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return h.detach(), h, h.detach().mean(), h > 0
+
+
+def returns_a_constant(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return torch.ones(3), torch.arange(5), F.linear(x, w)
+
+
+def returns_leftovers(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Results of several kinds of node: a sort's values and indices, a split's parts."""
+    values, order = F.linear(x, w).sort(-1)
+    a, b = F.linear(x, w).chunk(2, -1)
+    return values, order.sort(-1)[0], a, b.contiguous()
+
+
+RETURNS = [
+    returns_its_input, returns_a_view_of_its_input, returns_twice, returns_no_tensors,
+    returns_a_dict, returns_detached, returns_a_constant, returns_leftovers,
+]  # fmt: skip
+
+
+@LEVELS
+@pytest.mark.parametrize("program", RETURNS)
+def test_returns(program: Any, level: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"])
+
+
+@pytest.mark.parametrize("program", RETURNS)
+def test_returns_from_aotautograd(program: Any) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level="O2", emit="aot_eager", low=["linear"])
+
+
+def test_input_comes_back_as_itself() -> None:
+    x, w = leaf(8, 16), leaf(16, 16)
+    fast = mpcompile(returns_its_input, dtype=torch.float16, emit="aot_eager", strict=True)
+    assert fast(x, w)[0] is x
+
+
+@LEVELS
+def test_dataclass_result(level: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
+            logits = self.linear(x)
+            return Result(F.cross_entropy(logits, y), logits)
+
+    model = mpcompile(Net(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    result = model(torch.randn(8, 16), torch.randint(4, (8,)))
+    assert isinstance(result, Result)
+    assert (result.name, result.loss.dtype, result.logits.shape) == ("result", torch.float32, (8, 4))
+    result.loss.backward()
+    assert model.linear.weight.grad.norm() > 0
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_result_may_be_written_by_the_caller(emit: str, level: str) -> None:
+    """Between the graphs of a broken program, say."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w)
+
+    x, w = torch.randn(8, 16), leaf(16, 16)
+    fast = mpcompile(program, dtype=torch.float16, emit=emit, level=level, strict=True)
+    grads = []
+    for run in (program, fast):
+        h = run(x, w)
+        h += 1
+        h[0].zero_()
+        grads.append(torch.autograd.grad((h * h).mean(), w)[0])
+    assert_near(grads[1], grads[0], "gradient", 1e-2)
+
+
+# -- programs with little in them --------------------------------------------------------------------
+
+
+def test_module_without_parameters() -> None:
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x @ y
+
+    check(Product(), leaf(8, 16), leaf(16, 8), low=["matmul"])
+
+
+def test_nothing_is_float() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x + y.sum(), x > 2, x.bool() & (y[0] > 0)
+
+    check(program, torch.randint(9, (8, 4)), torch.randint(9, (4,)))
+
+
+def test_no_tensor_comes_in() -> None:
+    def program() -> torch.Tensor:
+        return torch.ones(3, 4) @ torch.ones(4, 2)
+
+    check(program, low=["matmul"])
+
+
+def test_nothing_to_compute() -> None:
+    check(nn.Identity(), leaf(3))

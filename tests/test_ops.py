@@ -1,0 +1,228 @@
+"""The precision table: agrees with torch.amp where it should, says why everywhere, takes new rows."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import mpcompile
+from mpcompile import MPCompileError, ops, register_rule
+from mpcompile.policy import Precision, op_exists, op_key
+
+LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
+
+# torch.amp's CUDA lists (docs/source/amp.md and aten/src/ATen/autocast_mode.h of torch 2.13), by the
+# operators that its public names reach before dispatch.
+AMP_FP16 = """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    _convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+    chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh
+    rnn_relu scaled_dot_product_attention
+""".split()
+AMP_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+    layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm norm
+    linalg_vector_norm linalg_matrix_norm cosine_similarity
+    poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy
+    cross_entropy_loss ctc_loss
+    dist pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""".split()
+AMP_PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
+    stack
+""".split()
+# What the lists leave out and the papers behind them ask for.
+ALSO_FP32 = "mean var std var_mean std_mean square norm linalg_norm".split()
+
+# Every disagreement with torch.amp, and why.
+DEVIATIONS = {
+    "grid_sampler": (FULL, "its grid holds positions: promoted FP16 ones lose whole pixels"),
+}
+
+EXPECTED = {
+    **{name: LOW for name in AMP_FP16},
+    **{name: FULL for name in (*AMP_FP32, *ALSO_FP32)},
+    **{name: FOLLOW for name in AMP_PROMOTE},
+}
+
+mylib = torch.library.Library("mp_test_ops", "DEF")
+mylib.define("scale(Tensor x, float by) -> Tensor")
+mylib.impl("scale", lambda x, by: x * by, "CompositeImplicitAutograd")
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows registered in a test end with it."""
+    monkeypatch.setattr(ops, "_REGISTERED", {})
+
+
+def row(name: str) -> ops.Rule:
+    return ops._BUILTIN[op_key(name)]
+
+
+# -- what the table holds -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_agrees_with_torch_amp(name: str) -> None:
+    wanted, _why = DEVIATIONS.get(name, (EXPECTED[name], ""))
+    assert row(name).precision is wanted
+
+
+def test_every_deviation_is_one() -> None:
+    assert all(EXPECTED[name] is not wanted for name, (wanted, _) in DEVIATIONS.items())
+
+
+@pytest.mark.parametrize("name", "relu sigmoid tanh".split())
+def test_safe_activations_may_run_low(name: str) -> None:
+    assert row(name).precision is FOLLOW
+
+
+@pytest.mark.parametrize("name", "arange linspace to multinomial argmax".split())
+def test_nobody_vouched_for(name: str) -> None:
+    """Positions, indices and the user's own casts keep the dtype they were captured with."""
+    assert op_key(name) not in ops.known_ops()
+
+
+def test_batch_norm_keeps_its_statistics() -> None:
+    batch_norm = torch.ops.aten.batch_norm.default
+    assert ops.castable(batch_norm, 0)
+    assert not any(ops.castable(batch_norm, i) for i in range(1, 5))
+    assert ops.written_args(batch_norm) == {3, 4}
+
+
+def test_every_key_is_an_operator_of_torch() -> None:
+    named = {
+        *ops._BUILTIN,
+        *ops._UNCAST_ARGS,
+        *ops._HIDDEN_WRITES,
+        *ops.MASK_ARGS,
+        *ops.PROMOTES,
+        *ops.CREATES,
+        *ops.COPIES_A_CONSTANT,
+        *ops.NONLINEAR_BACKWARD,
+    }
+    assert [key for key in sorted(named) if not op_exists(key)] == []
+
+
+def test_every_row_says_why() -> None:
+    assert all(rule.reason.strip() for rule in ops._BUILTIN.values())
+
+
+def test_no_operator_stands_in_two_rows() -> None:
+    """A second row would silently replace the first."""
+    names = Counter(op_key(name) for name in _written_names())
+    assert names.keys() == ops._BUILTIN.keys()
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def _written_names() -> Iterator[str]:
+    for node in ast.walk(ast.parse(inspect.getsource(ops))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_rows":
+            yield from ast.literal_eval(node.args[2]).split()
+
+
+def test_views_and_moves_follow() -> None:
+    """A kind that does no arithmetic has no precision of its own."""
+    kinds = {r.precision for r in ops._BUILTIN.values() if r.kind is not ops.Kind.COMPUTE}
+    assert kinds == {FOLLOW}
+
+
+def test_what_is_no_operator_has_no_row() -> None:
+    assert ops.rule_for(len) is None
+    assert ops.rule_for("aten::mm") is None
+
+
+@pytest.mark.parametrize("name", "add_ relu_ mul_ copy_".split())
+def test_inplace_variants_have_no_row(name: str) -> None:
+    assert op_key(name) not in ops.known_ops()
+
+
+# -- new rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_test_ops::scale", torch.ops.mp_test_ops.scale, torch.ops.mp_test_ops.scale.default]
+)
+def test_register_rule(rules: None, name: object) -> None:
+    target = torch.ops.mp_test_ops.scale.default
+    assert ops.rule_for(target) is None
+    register_rule(name, "low", "a product")
+    assert ops.rule_for(target) == ops.Rule(LOW, ops.Kind.COMPUTE, "a product")
+    assert "mp_test_ops::scale" in ops.known_ops()
+    register_rule(name, Precision.FULL, "sums a row")
+    assert ops.rule_for(target) == ops.Rule(FULL, ops.Kind.COMPUTE, "sums a row")
+
+
+def test_a_registered_rule_beats_the_table(rules: None) -> None:
+    register_rule("aten::softmax", "follow", "we trust it")
+    assert ops.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
+
+
+@pytest.mark.parametrize(
+    ("op", "precision", "why", "message"),
+    [
+        ("mp_test_ops::absent", "low", "why", "no such operator.*define it first"),
+        ("nowhere::at_all", "low", "why", "no such operator"),
+        ("mp_test_ops::scale", "half", "why", "unknown precision 'half'.*'low', 'full'"),
+        ("mp_test_ops::scale", "low", "  ", "say why"),
+        (3, "low", "why", "not an operator: 3"),
+    ],
+)
+def test_register_rule_refuses(
+    rules: None, op: object, precision: str, why: str, message: str
+) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        register_rule(op, precision, why)
+    assert ops._REGISTERED == {}
+
+
+def test_custom_op_keeps_its_dtypes_until_registered(rules: None) -> None:
+    """An operator from torch.library.custom_op: FP32 by default, low once its author says so."""
+    seen: list[torch.dtype] = []
+
+    @torch.library.custom_op("mp_test_ops::gated", mutates_args=())
+    def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        seen.append(x.dtype)
+        return x * gate.sigmoid()
+
+    @gated.register_fake
+    def _(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad
+
+    gated.register_autograd(backward)
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return gated(self.value(x), self.gate(x))
+
+    def dtype_of_its_input() -> torch.dtype:
+        seen.clear()
+        model = mpcompile.mpcompile(Gate(), dtype=torch.float16, emit="eager", strict=True)
+        out = model(torch.randn(4, 8))
+        assert out.dtype is torch.float32
+        out.mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        return seen[-1]
+
+    assert dtype_of_its_input() is torch.float32
+    register_rule("mp_test_ops::gated", "low", "elementwise, tested in FP16")
+    assert dtype_of_its_input() is torch.float16
