@@ -45,7 +45,7 @@ def mpcompile_backend(
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     if settings.level is Level.O0:
-        return _emit(gm, example_inputs, settings)
+        return _emit(gm, example_inputs, settings, untouched=True)
     try:
         compiled, plan = _compile(gm, example_inputs, settings)
     except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
@@ -63,7 +63,7 @@ def mpcompile_backend(
             MPCompileWarning,
             stacklevel=2,
         )
-        return _emit(gm, example_inputs, settings)
+        return _emit(gm, example_inputs, settings, untouched=True)
     if listener is not None:
         listener(plan)
     return compiled
@@ -93,7 +93,8 @@ def _compile(
     start = time.perf_counter()
     captured = capture(gm, example_inputs)
     spent = time.perf_counter() - start
-    plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
+    with torch._C._DisableAutocast():  # the passes run operators on fakes, kernels.py on samples
+        plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
         _accumulate_in_fp32()
     if not plan.scaled:
@@ -105,8 +106,11 @@ def _compile(
     return _with_scale(compiled, scale, device, leaves, example_inputs), plan
 
 
-def _emit(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    return emit(gm, inputs, settings.emit, mode=settings.mode, options=settings.inductor)
+def _emit(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, *, untouched: bool = False
+) -> Callable[..., Any]:
+    how, mode, options = settings.emit, settings.mode, settings.inductor
+    return emit(gm, inputs, how, mode=mode, options=options, untouched=untouched)
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

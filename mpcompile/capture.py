@@ -15,7 +15,9 @@ What replaying would lose is kept by hand:
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
   passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
-* autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`).
+* autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`). One that
+  is active around the whole call is ignored: the program is captured in FP32 all the same. Only an
+  opaque node gets the region it stood in put back around it.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -25,6 +27,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,10 +46,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CannotRewrite
-from .ir import Region
+from .ir import Region, is_opaque
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -71,9 +77,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
 
     fakes = [_fakify(value, context, context.fake_mode) for value in example_inputs]
-    with fx_traceback.preserve_node_meta(), context.fake_mode:
+    place = _Place.of(example_inputs)
+    with torch._C._DisableAutocast(), fx_traceback.preserve_node_meta(), context.fake_mode:
         traced = make_fx(
-            lambda *args: tuple(_Replay(gm).run(*args)),
+            lambda *args: tuple(_Replay(gm, place).run(*args)),
             pre_dispatch=True,
             tracing_mode="real",  # the inputs are fake already; symbols come with them
             _allow_non_fake_inputs=True,
@@ -81,7 +88,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     _copy_provenance(gm, traced)
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
-    _record_modes(traced.graph)
+    _record_modes(traced.graph, place.devices)
     # Not eliminate_dead_code(): it goes through bodies too, where it misses `x.add_(y)`.
     for node in reversed(traced.graph.nodes):
         if not node.users and not _is_impure(node):
@@ -106,17 +113,53 @@ def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> A
     )
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the replay stands, bodies included.
+
+    Attributes:
+        devices: device types of the graph's inputs; autocast regions of others don't matter.
+        autocasts: (device type, dtype, enabled) of the regions around, outermost first.
+        checkpoints: the activation checkpoints around, outermost first.
+    """
+
+    devices: frozenset[str]
+    autocasts: list[tuple[str, torch.dtype | None, bool]]
+    checkpoints: tuple[Region, ...] = ()
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any]) -> _Place:
+        devices = frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+        ambient = [
+            (device, torch.get_autocast_dtype(device), True)
+            for device in sorted(devices)
+            if torch.is_autocast_enabled(device)
+        ]
+        return cls(devices, ambient)
+
+    def autocast(self) -> tuple[str, torch.dtype | None] | None:
+        """Device type and dtype of the autocast in force here."""
+        relevant = [region for region in self.autocasts if region[0] in self.devices]
+        device, dtype, enabled = relevant[-1] if relevant else ("", None, False)
+        return (device, dtype) if enabled else None
+
+
 class _Replay(fx.Interpreter):
     """Runs Dynamo's graph under the tracer; steps around higher-order operators."""
 
-    def __init__(self, module: fx.GraphModule, regions: tuple[Region, ...] = ()) -> None:
+    def __init__(self, module: fx.GraphModule, place: _Place) -> None:
         super().__init__(module)
-        self.regions = regions
+        self.place = place
         self.functorch_depth = 0
         self.current: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
+        if n.target is ENTER_AUTOCAST:
+            device, dtype, enabled, _cache = n.args
+            self.place.autocasts.append((str(device), dtype, bool(enabled)))  # type: ignore[arg-type]
+        elif n.target is EXIT_AUTOCAST:
+            self.place.autocasts.pop()
         if n.op in ("call_function", "call_method") and self._in_functorch(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return self._opaque(n.op, n.target, args, kwargs, "functorch")
@@ -139,7 +182,7 @@ class _Replay(fx.Interpreter):
             return self._inline_checkpoint(args, kwargs)
         if target is INVOKE_SUBGRAPH:
             body, _identifier, *operands = args
-            return _Replay(body, self.regions).run(*operands)
+            return _Replay(body, self.place).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._opaque("call_function", target, args, kwargs)
         graph = _tracer().graph
@@ -157,10 +200,11 @@ class _Replay(fx.Interpreter):
         region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
         graph = _tracer().graph
         before = len(graph.nodes)
-        out = _Replay(body, (*self.regions, region)).run(*operands)
+        inside = replace(self.place, checkpoints=(*self.place.checkpoints, region))
+        out = _Replay(body, inside).run(*operands)
         for node in itertools.islice(graph.nodes, before, None):
             # an inner checkpoint has tagged its own nodes already
-            node.meta.setdefault("mp_region", (*self.regions, region))
+            node.meta.setdefault("mp_region", inside.checkpoints)
         return out
 
     def _opaque(
@@ -171,9 +215,15 @@ class _Replay(fx.Interpreter):
         kwargs: dict[str, Any],
         what: str = "call",
     ) -> Any:
-        """One node that calls the operator as Dynamo did; its result's shape is Dynamo's word."""
+        """One node that calls the operator as Dynamo did; its result's shape is Dynamo's word.
+
+        In an autocast region that means dtypes too: what comes out low goes on in FP32.
+        """
         assert self.current is not None
         tracer = _tracer()
+        autocast = self.place.autocast()
+        if autocast is not None and what == "functorch":
+            raise CannotRewrite("torch.vmap or torch.func.grad is used under autocast")
         for module in pytree.tree_leaves((args, kwargs)):
             if isinstance(module, fx.GraphModule):
                 _register(tracer.root, module)
@@ -181,9 +231,24 @@ class _Replay(fx.Interpreter):
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             result = pytree.tree_map(_fresh, example)
         proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+        entered = autocast and _switch(ENTER_AUTOCAST, (*autocast, True, None))
         proxy = tracer.create_proxy(op, target, proxy_args, proxy_kwargs)
         proxy.node.meta["mp_opaque"] = what
-        return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+        result = track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+        if autocast is None:
+            return result
+        _switch(EXIT_AUTOCAST, (entered,))
+        dtype = autocast[1]
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(torch.float32) if t.dtype is dtype else t, result
+        )
+
+
+def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A node that switches autocast around an opaque one; it is not the program's own."""
+    node: fx.Node = _tracer().create_node("call_function", target, args, {})
+    node.meta.update(mp_opaque="call", val=None)
+    return node
 
 
 def _tracer() -> Any:
@@ -222,7 +287,11 @@ def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return new.requires_grad_() if value.requires_grad else new
+    if not value.requires_grad:
+        return new
+    with torch.enable_grad():
+        result = new.requires_grad_().clone()  # no leaf: the program may write to it
+    return result if result.stride() == new.stride() else new
 
 
 def _register(root: Any, module: fx.GraphModule) -> None:
@@ -271,23 +340,23 @@ def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
     return [e.dtype if isinstance(e, torch.Tensor) else None for e in examples]
 
 
-def _record_modes(graph: fx.Graph) -> None:
+def _record_modes(graph: fx.Graph, devices: frozenset[str]) -> None:
     """Write each node's grad mode and autocast region into its meta; drop the autocast nodes."""
     grad = True
-    stack: list[tuple[bool, torch.dtype | None]] = []
-    for node in list(graph.nodes):
+    stack: list[tuple[bool, torch.dtype | None] | None] = [None]
+    program = [n for n in graph.nodes if not is_opaque(n) or n.target not in AUTOCAST]
+    for node in program:
         if node.target is torch._C._set_grad_enabled:
             grad = bool(node.args[0])
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
-            _device, dtype, enabled, _cache = node.args
-            stack.append((bool(enabled), dtype))
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is ENTER_AUTOCAST:
+            device, dtype, enabled, _cache = node.args
+            stack.append((bool(enabled), dtype) if device in devices else stack[-1])
+        elif node.target is EXIT_AUTOCAST:
             stack.pop()
-            graph.erase_node(node)
         node.meta["mp_grad"] = grad
-        node.meta["mp_autocast"] = stack[-1] if stack else None
-    for node in reversed(list(graph.nodes)):
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        node.meta["mp_autocast"] = stack[-1]
+    for node in reversed(program):
+        if node.target in AUTOCAST:
             graph.erase_node(node)
 
 

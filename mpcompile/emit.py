@@ -16,6 +16,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ def emit(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    untouched: bool = False,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
 
@@ -48,13 +50,14 @@ def emit(
             partitioner, no decompositions of Inductor's); "eager": the graph itself, op by op.
         mode: torch.compile's `mode`, for "inductor" only.
         options: Inductor options as torch.compile takes them, for "inductor" only; over `mode`.
+        untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
         RuntimeError: an unknown mode or option (Inductor's own message).
     """
-    autocast = torch._C._is_any_autocast_enabled()
-    with torch._C._DisableAutocast():
+    autocast = torch._C._is_any_autocast_enabled() and not untouched
+    with torch._C._DisableAutocast() if autocast else contextlib.nullcontext():
         if how == "eager":
             _keep_random_state(gm)
             gm.recompile()

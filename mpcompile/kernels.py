@@ -3,7 +3,8 @@
 `meta` and fake tensors accept what the device then refuses ("not implemented for 'Half'"), and the
 set of refusals changes with every torch release. So the operator is run once, forward and backward,
 on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8. Only a
-refusal counts; a complaint about the shrunken shapes is not one.
+refusal counts; a complaint about the shrunken shapes is not one. A recurrent kernel does not complain:
+oneDNN reads past the end of weights whose sizes do not fit together. So it gets a layer of its own.
 
 Only torch's own operators are asked. A custom one is never run behind its author's back: whoever
 registers it as low promises the kernels.
@@ -12,7 +13,7 @@ registers it as low promises the kernels.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,12 @@ from . import ops
 
 _CAP = 8
 _REFUSALS = ("not implemented for", "not support", "unsupported dtype", "expected scalar type")
+_RECURRENT: dict[str, Callable[[int, int], torch.nn.RNNBase]] = {
+    "aten::lstm": torch.nn.LSTM,
+    "aten::gru": torch.nn.GRU,
+    "aten::rnn_tanh": torch.nn.RNN,
+    "aten::rnn_relu": torch.nn.RNN,
+}
 _answers: dict[Any, bool] = {}
 
 
@@ -62,9 +69,13 @@ def _runs(
 
     try:
         with _aside(device):
-            args = [sample(a, i) for i, a in enumerate(node.args)]
-            kwargs = {name: sample(a, -1) for name, a in node.kwargs.items()}
-            results = pytree.tree_leaves(target(*args, **kwargs))
+            if (layer := _RECURRENT.get(ops.op_key(target))) is not None:
+                made = layer(_CAP, _CAP).to(device, low)
+                results = [made(torch.rand(1, 1, _CAP, device=device, dtype=low))[0]]
+            else:
+                args = [sample(a, i) for i, a in enumerate(node.args)]
+                kwargs = {name: sample(a, -1) for name, a in node.kwargs.items()}
+                results = pytree.tree_leaves(target(*args, **kwargs))
             tracked = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
             if tracked:
                 torch.autograd.backward(tracked, [torch.ones_like(r) for r in tracked])

@@ -1,10 +1,10 @@
-"""THE precision table: operator -> (precision, kind, reason). Rules are data; read it top to bottom.
+"""THE precision table: operator -> (precision, kind, reason). Rules are data; read top to bottom.
 
 Keys are operator names without overload (`"aten::softmax"`); every overload shares the row. The
 vocabulary is pre-dispatch ATen, so composites (`linear`, `layer_norm`, `scaled_dot_product_
 attention`) are single rows. An operator in no row is KEEP: what nobody vouched for is not lowered
-(the rule of TVM's ToMixedPrecision). In-place and out= variants never match a row: the functionalize
-pass turns the safe ones into their functional form first, the rest keep their dtypes.
+(the rule of TVM's ToMixedPrecision). In-place and out= variants never match a row: the
+functionalize pass turns the safe ones into their functional form first, the rest keep their dtypes.
 
 Sources of the rules: torch.amp's CUDA op lists; NVIDIA's mixed-precision guide and the paper it
 rests on (Micikevicius et al., ICLR 2018: reductions and the statistics of norms in FP32); Apex's
@@ -75,6 +75,10 @@ def _rows(
     return {op_key(name): rule for name in names.split()}
 
 
+def _keys(names: str) -> frozenset[str]:
+    return frozenset(map(op_key, names.split()))
+
+
 _BUILTIN: dict[str, Rule] = {
     # -- LOW: the work Tensor Cores exist for; FP16 products, FP32 accumulation -------------------
     **_rows(LOW, "matrix product: Tensor Cores, accumulates in FP32", """
@@ -100,8 +104,8 @@ _BUILTIN: dict[str, Rule] = {
     **_rows(FULL, "a sum over many terms: FP16 partial sums round and overflow", """
         sum nansum sum_to_size prod cumsum cumprod trace embedding_bag""", grows=True),
     **_rows(FULL, "a mean: FP16 partial sums round and overflow", """
-        mean nanmean logcumsumexp logsumexp adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        avg_pool1d avg_pool2d avg_pool3d"""),
+        mean nanmean logcumsumexp logsumexp avg_pool1d avg_pool2d avg_pool3d
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"""),
     **_rows(FULL, "a sum of squares: squares leave FP16's range", """
         norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm
         norm_except_dim _weight_norm renorm dist pdist cdist pairwise_distance cosine_similarity
@@ -111,8 +115,8 @@ _BUILTIN: dict[str, Rule] = {
     **_rows(FULL, "mean and variance of the row in FP32", """
         layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm"""),
     **_rows(FULL, "loss: small gradients start here", """
-        cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss
-        kl_div poisson_nll_loss binary_cross_entropy
+        cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss
+        huber_loss kl_div poisson_nll_loss binary_cross_entropy
         binary_cross_entropy_with_logits hinge_embedding_loss cosine_embedding_loss
         margin_ranking_loss multi_margin_loss multilabel_margin_loss soft_margin_loss
         triplet_margin_loss ctc_loss"""),
@@ -152,8 +156,8 @@ _BUILTIN: dict[str, Rule] = {
             "feature_alpha_dropout native_dropout"),
     **_rows(FOLLOW, "picks a maximum: exact in any dtype", """
         max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
-        adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices amax amin max min aminmax
-        max_pool1d_with_indices"""),
+        adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices
+        max_pool3d_with_indices amax amin max min aminmax"""),
     **_rows(FOLLOW, "joins tensors: the widest of its inputs", """
         cat concat concatenate stack hstack vstack dstack column_stack block_diag index_put
         scatter scatter_add scatter_reduce index_add index_copy index_fill slice_scatter
@@ -163,16 +167,17 @@ _BUILTIN: dict[str, Rule] = {
 
     # -- FOLLOW, no arithmetic ----------------------------------------------------------------
     **_rows(FOLLOW, "a view: the same elements", """
-        view reshape _unsafe_view view_as reshape_as transpose permute t numpy_T mT movedim moveaxis
-        swapaxes swapdims expand expand_as broadcast_to slice select narrow unsqueeze squeeze
-        flatten unflatten ravel split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind
-        unfold diagonal linalg_diagonal alias contiguous detach adjoint matrix_H mH unsafe_split unsafe_chunk
-        unsafe_split_with_sizes atleast_1d atleast_2d atleast_3d lift_fresh real
+        view reshape _unsafe_view view_as reshape_as transpose permute t numpy_T mT mH matrix_H
+        adjoint movedim moveaxis swapaxes swapdims expand expand_as broadcast_to slice select narrow
+        unsqueeze squeeze flatten unflatten ravel split split_with_sizes chunk tensor_split hsplit
+        vsplit dsplit unbind unfold diagonal linalg_diagonal alias contiguous detach unsafe_split
+        unsafe_chunk unsafe_split_with_sizes atleast_1d atleast_2d atleast_3d lift_fresh real
         pixel_shuffle pixel_unshuffle channel_shuffle broadcast_tensors meshgrid""", Kind.VIEW),
     **_rows(FOLLOW, "copies elements unchanged", """
         embedding index index_select gather take take_along_dim flip roll rot90 repeat
         repeat_interleave tile masked_select triu tril diag diagflat diag_embed fliplr flipud
-        im2col unfold_copy sort msort topk kthvalue median nanmedian mode cummax cummin""", Kind.MOVE),
+        im2col unfold_copy sort msort topk kthvalue median nanmedian mode cummax
+        cummin""", Kind.MOVE),
 }  # fmt: skip
 
 _REGISTERED: dict[str, Rule] = {}
@@ -197,28 +202,25 @@ _HIDDEN_WRITES: dict[str, frozenset[int]] = {
 # stays finite.
 MASK_ARGS: dict[str, frozenset[int]] = {
     "aten::scaled_dot_product_attention": frozenset({3}),
+    "aten::baddbmm": frozenset({0}),
+    "aten::addbmm": frozenset({0}),
+    "aten::addmm": frozenset({0}),
 }
 
 # Elementwise operators that promote their operands by themselves, so that a 0-d FP32 operand (a
 # learned temperature) may stay FP32 beside a low one, as type promotion has it.
-PROMOTES = frozenset(
-    op_key(n) for n in "add sub rsub mul div where minimum maximum true_divide".split()
-)
+PROMOTES = _keys("add sub rsub mul div where minimum maximum true_divide")
 
 # Operators that make a tensor out of sizes and at most one number, whatever they take those from.
-CREATES = frozenset(
-    op_key(name)
-    for name in """zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones
-    new_full new_empty scalar_tensor eye""".split()
-)
-COPIES_A_CONSTANT = frozenset(op_key(n) for n in "lift_fresh_copy lift_fresh detach_ clone".split())
+CREATES = _keys("""
+    zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full
+    new_empty scalar_tensor eye""")
+COPIES_A_CONSTANT = _keys("lift_fresh_copy lift_fresh detach_ clone")
 
 # Operators whose backward is linear in the gradient on paper but not in floating point: the block
-# matrix that holds matrix_exp's gradient sets the degree of its series; logcumsumexp's backward takes
-# the gradient's logarithm. They are handed gradients true to size.
-NONLINEAR_BACKWARD = frozenset(
-    op_key(n) for n in "matrix_exp linalg_matrix_exp logcumsumexp".split()
-)
+# matrix that holds matrix_exp's gradient sets the degree of its series; logcumsumexp's backward
+# takes the gradient's logarithm. They are handed gradients true to size.
+NONLINEAR_BACKWARD = _keys("matrix_exp linalg_matrix_exp logcumsumexp")
 
 
 def rule_for(op: object) -> Rule | None:

@@ -93,12 +93,13 @@ def _policy(node: fx.Node, config: Config) -> Mark | None:
 def _find_mutable(graph: fx.Graph) -> None:
     """Note each value whose memory some node writes; all its aliases share the fate."""
     targets = [target for node in graph.nodes for target in ir.written(node)]
-    memory = {ir.storage(target) for target in targets}
+    memory = {place for target in targets if (place := ir.storage(target)) is not None}
     for node in reversed(graph.nodes):
         if ir.is_opaque(node):  # what it returns may be what it was given
-            if any(ir.storage(result) in memory for result in (node, *node.users)):
-                memory.update(map(ir.storage, node.all_input_nodes))
-    memory.discard(None)
+            results = (node, *filter(ir.is_getitem, node.users))
+            if any(ir.storage(result) in memory for result in results):
+                places = map(ir.storage, node.all_input_nodes)
+                memory.update(place for place in places if place is not None)
     for node in graph.nodes:
         if ir.storage(node) in memory:
             ir.set_mutable(node)

@@ -150,4 +150,5 @@ def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     return None
 
 
-_SCALARS = ("number", "Optional[number]", "Optional[float]")
+# add(x, 1e-8) passes its number for a tensor
+_SCALARS = ("number", "Optional[number]", "Optional[float]", "Tensor")

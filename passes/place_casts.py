@@ -79,6 +79,7 @@ class _Placer:
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
             masked = position in ops.MASK_ARGS.get(ir.op_name(node), ())
+            masked = masked and not ir.is_parameter(operand)  # a bias is no mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
             if cast is not operand:
                 _replace_operand(node, position, operand, cast)

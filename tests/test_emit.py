@@ -7,29 +7,23 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import fx, nn
-from torch._guards import TracingContext
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from mpcompile.capture import capture
 from mpcompile.emit import emit
 from mpcompile.islands import RNN_OPS
 
 aten = torch.ops.aten
 
-pytestmark = [
-    # Inductor's own, when it is first imported
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-    # the CPU's eager kernel's own
-    pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
-]
+# the CPU's eager kernel's own
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
 HOWS = ("eager", "aot_eager", "inductor")
 COMPILED = ("aot_eager", "inductor")
@@ -41,47 +35,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def dynamo(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Dynamo starts anew for each test, and keeps RNNs in the graph."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def setting(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Caches of our own; RNNs stay in Dynamo's graph."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    torch.manual_seed(0)
     with torch._dynamo.config.patch(allow_rnn=True):
         yield
-    torch._dynamo.reset()
 
 
 # -- a backend in miniature -----------------------------------------------------------------------
-
-
-def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Dynamo's graph as pre-dispatch ATen, with what emit expects on it."""
-    context = TracingContext.get()
-    fake_mode = context.fake_mode
-
-    def fakify(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        symbolic = context.tensor_to_context[value]
-        return fake_mode.from_tensor(
-            value, symbolic_context=symbolic, source=symbolic.tensor_source, trace=False
-        )
-
-    with torch._C._DisableAutocast(), fx_traceback.preserve_node_meta(), fake_mode:
-        traced = make_fx(
-            lambda *args: fx.Interpreter(gm).run(*args),
-            pre_dispatch=True,
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-        )(*map(fakify, inputs))
-    theirs, ours = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
-    for old, new in zip(theirs, ours, strict=True):
-        new._dynamo_source = old._dynamo_source
-        new.meta["tensor_dict"] = old.meta.get("tensor_dict", {})
-    traced.meta.update(gm.meta)
-    traced._param_name_to_source = {}
-    return traced
 
 
 Rewrite = Callable[[fx.GraphModule], None]
@@ -94,7 +55,8 @@ def compiled(
     dynamic = kwargs.pop("dynamic", False)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        traced = capture(gm, inputs)
+        with torch._C._DisableAutocast():
+            traced = capture(gm, inputs)
         rewrite(traced)
         return emit(traced, inputs, how, **kwargs)
 
@@ -402,7 +364,7 @@ def test_grad_mode_keeps_its_meaning_across_cuts(how: str, frozen: str) -> None:
             torch._C._set_grad_enabled(True)
         with torch.set_grad_enabled(frozen not in ("after", "all")):
             y = net.after(r)
-        return y, h, gate(x)
+        return y, h, r, gate(x)
 
     fast = compiled(function, how)
     x = leaf(7, 3, 4)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_near, check, weighted_sum
+from compare import assert_near, check, fallback_reason, weighted_sum
 from torch import nn
 
-from mpcompile import loss_scale_of, mpcompile
+from mpcompile import compiled_plans, loss_scale_of, mpcompile
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 BIG_SCALE = 2.0**15
@@ -139,6 +139,34 @@ def test_integer_output_of_autograd_function(level: str) -> None:
 
 
 @LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_result_of_a_function_is_written(level: str, emit: str) -> None:
+    """Autograd forbids it for views that an autograd.Function returns; ours must be none."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = ClipGradient.apply(F.linear(x, w))
+        h.mul_(2)
+        h[:, 0] = 1
+        return F.linear(h, w)
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+def test_dirty_argument_read_again(level: str) -> None:
+    """The write's history reaches the later read in FP32; scaled, it could not: said so."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w) * 1
+        view = h.view(-1)
+        AddInPlace.apply(h, x)
+        return F.linear(view.view(8, 16), w)
+
+    reason = fallback_reason(program, leaf(8, 16), leaf(16, 16), level=level)
+    assert "which is read again after it" in reason
+
+
+@LEVELS
 def test_gradients_too_small_for_fp16_survive(level: str) -> None:
     """1e-8 is zero in FP16; scaled by 2**15 it is a normal number."""
 
@@ -215,6 +243,20 @@ def test_hooks_see_fp32_gradients_true_to_size(level: str) -> None:
         sorted(seen[True], key=lambda g: (g.shape, g.norm().item())), order, strict=True
     ):
         assert_near(a, e, "gradient in the hook", 1e-2)
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_hooks_set_by_the_program(level: str, emit: str) -> None:
+    """On an input and on a value inside; both clip, so both must see gradients true to size."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        h = F.linear(x, w)
+        h.register_hook(lambda g: g.clamp(-0.005, 0.005))
+        return F.linear(h, w)
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
 
 
 @LEVELS
@@ -325,8 +367,6 @@ def test_graph_without_gradients_is_not_scaled(mode: Any) -> None:
     x = torch.randn(8, 16)
     with mode():
         assert_near(fast(x), model(x), "output", 1e-2)
-    from mpcompile import compiled_plans
-
     (plan,) = compiled_plans(fast)
     assert not plan.scaled
     assert plan.counts()["LOW"] >= 2
@@ -339,31 +379,6 @@ def test_eval_mode_still_differentiates(level: str) -> None:
     """eval() is about dropout and batch norm; gradients (of an input, say) work as before."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout()).eval()
     check(model, leaf(2, 3, 6, 6), level=level, low=["conv2d"])
-
-
-@LEVELS
-def test_func_grad_inside(level: str) -> None:
-    """An energy whose gradient with respect to the input is the model's output."""
-
-    class Force(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            force = torch.func.grad(lambda z: torch.tanh(self.a(z)).pow(2).sum())(x)
-            out: torch.Tensor = self.b(force)
-            return out
-
-    check(Force(), torch.randn(8, 16), level=level, low=["linear"])
-
-
-@LEVELS
-def test_vmap_inside(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(lambda row: torch.tanh(w @ row))(F.linear(x, w)) @ w
-
-    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear", "matmul"])
 
 
 @LEVELS
@@ -403,6 +418,24 @@ def test_graph_breaks_compose(level: str) -> None:
     result = check(Broken(), leaf(8, 16), level=level, low=["linear"])
     assert len(result.plans) == 3
     assert loss_scale_of(result.model).value == 1024
+
+
+@LEVELS
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_graph_break_inside_no_grad(level: str, emit: str) -> None:
+    """A graph that ends in a no_grad region still hands on what came before it with a history."""
+
+    class Broken(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            with torch.no_grad():
+                size = h.abs().mean()
+                torch._dynamo.graph_break()
+                size = size + self.up(x).abs().mean()
+            out: torch.Tensor = self.down(h / size)
+            return out
+
+    check(Broken(), leaf(8, 16), level=level, emit=emit, low=["linear"])
 
 
 def test_graphs_of_one_model_share_its_loss_scale() -> None:

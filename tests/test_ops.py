@@ -1,4 +1,4 @@
-"""The precision table: agrees with torch.amp where it should, says why everywhere, takes new rows."""
+"""The precision table agrees with torch.amp, says why everywhere, and takes new rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from mpcompile.policy import Precision, op_exists, op_key
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
 
-# torch.amp's CUDA lists (docs/source/amp.md and aten/src/ATen/autocast_mode.h of torch 2.13), by the
-# operators that its public names reach before dispatch.
-AMP_FP16 = """
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+# torch.amp's CUDA lists (docs/source/amp.md and aten/src/ATen/autocast_mode.h of torch 2.13), by
+# the operators that its public names reach before dispatch.
+AMP_FP16 = words("""
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
     _convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
     chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh
     rnn_relu scaled_dot_product_attention
-""".split()
-AMP_FP32 = """
+""")
+AMP_FP32 = words("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
     layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm norm
     linalg_vector_norm linalg_matrix_norm cosine_similarity
@@ -37,13 +42,13 @@ AMP_FP32 = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
     upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-""".split()
-AMP_PROMOTE = """
+""")
+AMP_PROMOTE = words("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
     stack
-""".split()
+""")
 # What the lists leave out and the papers behind them ask for.
-ALSO_FP32 = "mean var std var_mean std_mean square norm linalg_norm".split()
+ALSO_FP32 = words("mean var std var_mean std_mean square norm linalg_norm")
 
 # Every disagreement with torch.amp, and why.
 DEVIATIONS = {
@@ -51,9 +56,9 @@ DEVIATIONS = {
 }
 
 EXPECTED = {
-    **{name: LOW for name in AMP_FP16},
-    **{name: FULL for name in (*AMP_FP32, *ALSO_FP32)},
-    **{name: FOLLOW for name in AMP_PROMOTE},
+    **dict.fromkeys(AMP_FP16, LOW),
+    **dict.fromkeys([*AMP_FP32, *ALSO_FP32], FULL),
+    **dict.fromkeys(AMP_PROMOTE, FOLLOW),
 }
 
 mylib = torch.library.Library("mp_test_ops", "DEF")
@@ -84,12 +89,12 @@ def test_every_deviation_is_one() -> None:
     assert all(EXPECTED[name] is not wanted for name, (wanted, _) in DEVIATIONS.items())
 
 
-@pytest.mark.parametrize("name", "relu sigmoid tanh".split())
+@pytest.mark.parametrize("name", words("relu sigmoid tanh"))
 def test_safe_activations_may_run_low(name: str) -> None:
     assert row(name).precision is FOLLOW
 
 
-@pytest.mark.parametrize("name", "arange linspace to multinomial argmax".split())
+@pytest.mark.parametrize("name", words("arange linspace to multinomial argmax"))
 def test_nobody_vouched_for(name: str) -> None:
     """Positions, indices and the user's own casts keep the dtype they were captured with."""
     assert op_key(name) not in ops.known_ops()
@@ -144,7 +149,7 @@ def test_what_is_no_operator_has_no_row() -> None:
     assert ops.rule_for("aten::mm") is None
 
 
-@pytest.mark.parametrize("name", "add_ relu_ mul_ copy_".split())
+@pytest.mark.parametrize("name", words("add_ relu_ mul_ copy_"))
 def test_inplace_variants_have_no_row(name: str) -> None:
     assert op_key(name) not in ops.known_ops()
 

@@ -1,0 +1,232 @@
+"""How close is close enough: one sample's numbers against eager FP32 and against FP64.
+
+Compared are the results, the gradients of the operands, and the operands themselves afterwards
+(hidden writes), with
+
+* the same program in eager FP32: dtypes, shapes, which results need a gradient, which results share
+  memory with an operand, integers and booleans exactly; and first of all the bits;
+* the same program in FP64, within a tolerance, where the bits differ.
+
+The tolerance. In a graph without LOW nodes, FULL_FACTOR times eager FP32's own error against FP64,
+plus as many units of FP32 roundoff of the tensor's largest entry. In a graph with LOW nodes: an
+algorithm in FP16 with wider accumulation is as good as the data it was given, so its error is
+measured in multiples of what rounding the data to FP16 does by itself. With u = 2**-11 the unit
+roundoff and t = 2**-25 half of the smallest subnormal,
+
+    noise(y) = max over 3 draws of max|y64(x + s(u|x| + t)) - y64(x)|,  s = +-1 drawn per element
+    error(y) <= LOW_FACTOR * (noise(y) + u max|y64| + t)
+
+x being all FP32 operands and, for gradients, the incoming gradients too. Products that cancel, and
+derivatives near a pole, so get the room that their conditioning asks for and no more.
+
+FP64 draws other random numbers than FP32: for a random operator eager FP32, under the same seed,
+stands in for FP64.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+DRAWS = 3
+LOW_FACTOR, FULL_FACTOR = 8.0, 4.0
+U16, TINY16, MAX16 = 2.0**-11, 2.0**-25, 65504.0
+U32 = 2.0**-24
+
+
+class Status(enum.Enum):
+    EXACT = "bit for bit eager FP32"
+    FP32 = "within FP32 tolerance"
+    FP16 = "within FP16 tolerance"
+    BREAK = "Dynamo breaks the graph; what the user then gets is right"
+    SKIP = "eager FP32 refuses the sample"
+    WRONG = "wrong"
+    CRASH = "crash"
+
+    @property
+    def passes(self) -> bool:
+        return self in (Status.EXACT, Status.FP32, Status.FP16)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one sample.
+
+    Attributes:
+        status: the worst of its tensors'.
+        detail: which tensor, or what went wrong.
+        index: the sample's number in op_db.
+        ratio: error over tolerance.
+        slack: tolerance over the tensor's largest entry; from 1 on the comparison says nothing.
+    """
+
+    status: Status
+    detail: str = ""
+    index: int = -1
+    ratio: float = 0.0
+    slack: float = 0.0
+
+
+@dataclass
+class Result:
+    """What one run of one sample gave; entries correspond between runs."""
+
+    outputs: list[Any]
+    gradients: list[torch.Tensor | None]
+    operands: list[torch.Tensor]
+    tracked: list[bool] = field(default_factory=list)
+    shared: set[tuple[int, int]] = field(default_factory=set)
+
+
+Run = Callable[..., list[Result]]
+
+
+class Reference:
+    """A batch in eager FP32 and in FP64; how much rounding its data moves it, once asked.
+
+    Args:
+        run: `run(wide=False, draw=None)` gives a result per sample, in FP64 if wide, with all data
+            moved by a rounding if a draw is named.
+    """
+
+    def __init__(self, run: Run) -> None:
+        before = _reseed()
+        self._run = run
+        self.narrow = run()
+        self.random = not torch.equal(before, torch.get_rng_state())
+
+    @cached_property
+    def wide(self) -> list[Result]:
+        return self._run(wide=not self.random)
+
+    @cached_property
+    def moved(self) -> list[list[Result]]:
+        return [self._run(wide=not self.random, draw=draw) for draw in range(1, DRAWS + 1)]
+
+
+def _reseed() -> torch.Tensor:
+    torch.manual_seed(SEED)
+    return torch.get_rng_state()
+
+
+SEED = 1
+
+
+class Mismatch(Exception):
+    """What differs, in words."""
+
+
+def compare(ours: list[Result], reference: Reference, *, low: bool) -> list[Verdict]:
+    """The verdict on each sample of a batch that ran; `low`: the graph has LOW nodes."""
+    verdicts = []
+    for i, mine in enumerate(ours):
+        try:
+            verdicts.append(_compare(i, mine, reference, low))
+        except Mismatch as error:
+            verdicts.append(Verdict(Status.WRONG, str(error)))
+    return verdicts
+
+
+def _compare(i: int, mine: Result, reference: Reference, low: bool) -> Verdict:
+    theirs = reference.narrow[i]
+    if len(mine.outputs) != len(theirs.outputs):
+        raise Mismatch(f"{len(mine.outputs)} results, not {len(theirs.outputs)}")
+    if mine.tracked != theirs.tracked:
+        raise Mismatch(f"needs a gradient: {mine.tracked}, not {theirs.tracked}")
+    if not low and mine.shared != theirs.shared:
+        raise Mismatch(f"shares memory: {mine.shared}, not {theirs.shared}")
+    found = [Verdict(Status.EXACT)]
+    for part in ("outputs", "gradients", "operands"):
+        for k, (a, b) in enumerate(zip(getattr(mine, part), getattr(theirs, part), strict=True)):
+            try:
+                if _differ(a, b):
+                    found.append(_judge(a, b, _others(reference, i, part, k, low), reference, low))
+            except Mismatch as error:
+                raise Mismatch(f"{part}[{k}]: {error}") from None
+    return max(found, key=lambda v: (list(Status).index(v.status), v.ratio))
+
+
+def _differ(mine: Any, theirs: Any) -> bool:
+    """Whether the numbers have to be compared; what must agree exactly is checked here."""
+    if not isinstance(theirs, torch.Tensor) or mine is None:
+        same = mine == theirs or (mine != mine and theirs != theirs)  # None, a number, nan
+        if not isinstance(theirs, torch.Tensor) and same:
+            return False
+        raise Mismatch(f"{mine} instead of {theirs}")
+    for what in ("dtype", "shape"):
+        if getattr(mine, what) != getattr(theirs, what):
+            raise Mismatch(f"{what} {getattr(mine, what)} instead of {getattr(theirs, what)}")
+    if _same_bits(mine, theirs):
+        return False
+    if not (theirs.is_floating_point() or theirs.is_complex()):
+        raise Mismatch(f"{int((mine != theirs).sum())} of {mine.numel()} entries differ")
+    return True
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype is torch.complex32:  # has no comparison
+        a, b = a.to(torch.complex64), b.to(torch.complex64)
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _others(
+    reference: Reference, i: int, part: str, k: int, low: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The tensor in FP64, and in the runs whose data were moved."""
+    moved = reference.moved if low else []
+    return getattr(reference.wide[i], part)[k], [getattr(r[i], part)[k] for r in moved]
+
+
+def _judge(
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    others: tuple[torch.Tensor, list[torch.Tensor]],
+    reference: Reference,
+    low: bool,
+) -> Verdict:
+    if reference.random and not low:
+        raise Mismatch("random numbers differ from eager's under the same seed")
+    exact, moved = others
+    error = _error(mine, exact, theirs, low)
+    narrow = _error(theirs, exact, theirs, False)
+    biggest = _biggest(exact)
+    tolerance = FULL_FACTOR * (narrow + U32 * biggest)
+    if error <= tolerance:
+        return Verdict(Status.FP32, ratio=error / tolerance if error else 0.0)
+    if not low:
+        raise Mismatch(f"error {error:.3g}, eager FP32's {narrow:.3g}, largest {biggest:.3g}")
+    noise = max(_biggest(n - exact) for n in moved)
+    tolerance = LOW_FACTOR * (noise + U16 * biggest + TINY16)
+    if error > tolerance:
+        raise Mismatch(
+            f"error {error:.3g} above {tolerance:.3g} (noise {noise:.3g}, largest {biggest:.3g})"
+        )
+    return Verdict(
+        Status.FP16, ratio=error / tolerance, slack=tolerance / max(biggest, LOW_FACTOR * TINY16)
+    )
+
+
+def _biggest(value: torch.Tensor) -> float:
+    value = value[value.isfinite()]
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def _error(mine: torch.Tensor, exact: torch.Tensor, narrow: torch.Tensor, low: bool) -> float:
+    """The largest error over finite entries; the others must be what eager FP32 makes of them."""
+    finite = exact.isfinite() & narrow.isfinite()
+    if low:  # beyond FP16's range, infinity is the right answer
+        finite &= exact.abs() <= MAX16
+    lost = finite & ~mine.isfinite()
+    if lost.any():
+        worst = float(exact[lost].abs().min())
+        raise Mismatch(f"{int(lost.sum())} entries not finite, e.g. {worst:.4g} in FP64")
+    if not low and (mine.isfinite() & ~narrow.isfinite()).any():
+        raise Mismatch("finite where eager FP32 is not")
+    return _biggest((mine.to(exact.dtype) - exact)[finite])

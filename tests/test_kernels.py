@@ -1,0 +1,227 @@
+"""The kernel probe: what the device refuses is found out by asking it, and leaves no trace."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.nn import functional as F
+
+import mpcompile
+from mpcompile import kernels
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+LOW_DTYPES = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known about any kernel yet."""
+    monkeypatch.setattr(kernels, "_answers", {})
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators run as a probe, in order."""
+    seen: list[str] = []
+    original = kernels._runs
+
+    def record(node: fx.Node, target: Any, *rest: Any) -> bool:
+        seen.append(str(target))
+        return original(node, target, *rest)
+
+    monkeypatch.setattr(kernels, "_runs", record)
+    return seen
+
+
+def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A node that calls `target`; tensors stand for nodes that hold them."""
+    graph = fx.Graph()
+
+    def operand(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["mp_captured"] = value
+        return node
+
+    return graph.call_function(
+        target, tuple(map(operand, args)), {k: operand(v) for k, v in kwargs.items()}
+    )
+
+
+x, y, long = torch.ones(3, 4), torch.ones(4, 5), torch.zeros(3, dtype=torch.int64)
+
+
+@LOW_DTYPES
+@pytest.mark.parametrize(
+    "node",
+    [
+        call(aten.mm.default, x, y),
+        call(aten.cat.default, [1.0], 0),  # whatever is wrong with it, nothing refuses the dtype
+        call(aten.softmax.int, x, -1),
+        call(aten.batch_norm.default, x, y[:, 0], y[:, 0], y[:, 0], y[:, 0], True, 0.1, 1e-5, True),
+        call(aten.embedding.default, y, long),
+        call(aten.mm.default, torch.ones(300, 4000), torch.ones(4000, 7)),  # probed small
+    ],
+    ids=str,
+)
+def test_has_a_kernel(node: fx.Node, low: torch.dtype) -> None:
+    assert kernels.has_kernel(node, low, CPU)
+
+
+@LOW_DTYPES
+@pytest.mark.parametrize(
+    "target", [aten.linalg_cholesky.default, aten.linalg_inv.default, aten.linalg_svdvals.default]
+)
+def test_has_none(target: torch._ops.OpOverload, low: torch.dtype) -> None:
+    """LAPACK has no half precision."""
+    assert not kernels.has_kernel(call(target, torch.eye(4)), low, CPU)
+
+
+def torch_op(name: str, implementation: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An operator of torch's namespace that does what is asked here."""
+    library = torch.library.Library("aten", "FRAGMENT")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, implementation, "CompositeImplicitAutograd")
+    OPEN.append(library)
+    return getattr(aten, name).default
+
+
+OPEN: list[torch.library.Library] = []  # an operator ends with its library
+
+
+def test_refusal_in_the_backward() -> None:
+    """An operator that runs forward only is of no use in training."""
+    target = torch_op("mp_test_forward_only", lambda t: _ForwardOnly.apply(t))
+    assert not kernels.has_kernel(call(target, x), torch.float16, CPU)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("\"backward\" not implemented for 'Half'")
+
+
+def test_a_complaint_about_tiny_shapes_is_no_refusal() -> None:
+    """Shrunk to 8, the sizes do not match any more."""
+    node = call(aten.view.default, torch.ones(10, 10), [50, 2])
+    assert kernels.has_kernel(node, torch.float16, CPU)
+
+
+def test_what_is_no_operator_of_torch_is_not_run(probes: list[str]) -> None:
+    def custom(t: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("run behind its author's back")
+
+    op = torch.library.custom_op("mp_test_kernels::custom", custom, mutates_args=())
+    target = torch.ops.mp_test_kernels.custom.default
+    assert op is not None
+    assert kernels.has_kernel(call(target, x), torch.float16, CPU)
+    assert kernels.has_kernel(call(len, x), torch.float16, CPU)
+    assert probes == []
+
+
+def test_asks_once(probes: list[str]) -> None:
+    for size in (4, 5, 1000):
+        kernels.has_kernel(call(aten.relu.default, torch.ones(size, size)), torch.float16, CPU)
+    assert probes == ["aten.relu.default"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        call(aten.scatter_reduce.two, x, 0, long[:, None], x, "prod"),  # another mode
+        call(aten.scatter_reduce.two, x[0], 0, long, x[0], "sum"),  # another rank
+        call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum", include_self=False),
+    ],
+    ids=["mode", "rank", "flag"],
+)
+def test_asks_again(probes: list[str], other: fx.Node) -> None:
+    """What may pick another kernel is asked anew."""
+    first = call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum")
+    for node in (first, other):
+        kernels.has_kernel(node, torch.float16, CPU)
+    assert len(probes) == 2
+
+
+def test_asks_for_each_dtype(probes: list[str]) -> None:
+    for low in (torch.float16, torch.bfloat16):
+        kernels.has_kernel(call(aten.relu.default, x), low, CPU)
+    assert len(probes) == 2
+
+
+def test_leaves_no_trace() -> None:
+    """A probe of dropout must not move the user's random numbers, nor show its warnings."""
+    loud = torch_op("mp_test_loud", _warn)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.has_kernel(call(aten.dropout.default, x, 0.5, True), torch.float16, CPU)
+        assert kernels.has_kernel(call(loud, x), torch.float16, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _warn(t: torch.Tensor) -> torch.Tensor:
+    warnings.warn("deprecated", DeprecationWarning, stacklevel=2)
+    return t.clone()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_takes_no_notice_of_modes(mode: Callable[[], Any]) -> None:
+    """The answer is kept for the whole process, so it can't depend on where it was asked."""
+    with mode():
+        assert kernels.has_kernel(call(aten.mm.default, x, y), torch.float16, CPU)
+        cholesky = call(aten.linalg_cholesky.default, torch.eye(4))
+        assert not kernels.has_kernel(cholesky, torch.float16, CPU)
+
+
+def test_symbolic_sizes() -> None:
+    rows = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.ones(6, 4), symbolic_context=rows)
+    assert isinstance(fake.shape[0], torch.SymInt)
+    assert kernels.has_kernel(call(aten.relu.default, fake), torch.float16, CPU)
+
+
+class Randomised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return self.b(F.rrelu(self.a(t), training=True))
+
+
+def test_without_a_kernel_it_runs_in_fp32() -> None:
+    """`rrelu` between two linears would run low; the CPU has no FP16 kernel for it (torch 2.13)."""
+    model = mpcompile.mpcompile(Randomised(), dtype=torch.float16, emit="eager", strict=True)
+    model(torch.randn(4, 8)).mean().backward()
+    (plan,) = mpcompile.compiled_plans(model)
+    rrelu = next(n for n in plan.nodes if n.op == "aten::rrelu")
+    assert (rrelu.precision, rrelu.rule) == ("FULL", "kernel")
+    assert rrelu.reason == "no f16 kernel on cpu"
+    assert [n.precision for n in plan.nodes if n.op == "aten::linear"] == ["LOW", "LOW"]
