@@ -11,8 +11,8 @@ from .ops import register_rule
 from .policy import Level, Policy, Precision
 
 __all__ = [
-    "LossScale",
     "Level",
+    "LossScale",
     "MPCompileError",
     "MPCompileWarning",
     "Policy",

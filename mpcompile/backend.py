@@ -16,16 +16,20 @@ import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
-from . import library  # noqa: F401  (registers the operators that scale gradients)
-from . import kernels, loss_scale, pipeline
+from . import (
+    kernels,
+    library,  # noqa: F401  (registers the operators that scale gradients)
+    loss_scale,
+    pipeline,
+)
 from .capture import capture
-from .device import auto_dtype
+from .device import SUPPORTED, auto_dtype
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
 from .loss_scale import LossScale
 from .policy import Config, Level
-from .settings import DEVICES, Settings
+from .settings import Settings
 
 Listener = Callable[[Plan], None]
 
@@ -117,7 +121,7 @@ def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     """Where the graph's parameters live; without any, its first tensor."""
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
     device = (parameters or tensors)[0].device if tensors else torch.device("cpu")
-    if device.type not in DEVICES:
+    if device.type not in SUPPORTED:
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
 

@@ -130,7 +130,7 @@ class _Place:
     @classmethod
     def of(cls, inputs: Sequence[Any]) -> _Place:
         devices = frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
-        ambient = [
+        ambient: list[tuple[str, torch.dtype | None, bool]] = [
             (device, torch.get_autocast_dtype(device), True)
             for device in sorted(devices)
             if torch.is_autocast_enabled(device)

@@ -96,7 +96,8 @@ def set_mark(node: fx.Node, value: Mark) -> None:
 
 def set_mutable(node: fx.Node) -> None:
     """Note that some node writes this value's memory: a cast of it must be taken where it is used,
-    never shared."""
+    never shared.
+    """
     node.meta["mp_mutable"] = True
 
 

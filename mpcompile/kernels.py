@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from . import ops
+from .policy import op_key
 
 _CAP = 8
 _REFUSALS = ("not implemented for", "not support", "unsupported dtype", "expected scalar type")
@@ -69,7 +70,7 @@ def _runs(
 
     try:
         with _aside(device):
-            if (layer := _RECURRENT.get(ops.op_key(target))) is not None:
+            if (layer := _RECURRENT.get(op_key(target))) is not None:
                 made = layer(_CAP, _CAP).to(device, low)
                 results = [made(torch.rand(1, 1, _CAP, device=device, dtype=low))[0]]
             else:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from . import ops
+from .device import SUPPORTED
 from .errors import MPCompileError, did_you_mean
 from .loss_scale import LossScale
 from .policy import Level, Policy, op_exists, parse_dtype, parse_level
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "never")
-DEVICES = ("cpu", "cuda")
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 _KEYS = (
@@ -173,9 +173,9 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             "mixed precision starts from FP32; call model.float() first"
         )
     for name, parameter in parameters.items():
-        if parameter.device.type not in DEVICES:
+        if parameter.device.type not in SUPPORTED:
             raise MPCompileError(
-                f"{where}: {name} is on {parameter.device}; supported devices: {', '.join(DEVICES)}"
+                f"{where}: {name} is on {parameter.device}; supported devices: {', '.join(SUPPORTED)}"
             )
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:

@@ -47,7 +47,7 @@ def _decide(node: fx.Node, config: Config) -> Mark:
         reason = "no rule for this operator: it keeps its dtypes"
         return Mark(Precision.KEEP, "table", reason, low)
     runs_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
-    if runs_low and rule.kind is ops.Kind.COMPUTE and not config.has_kernel(node):
+    if runs_low and rule.kind is not ops.Kind.VIEW and not config.has_kernel(node):
         reason = f"no {ir.SHORT[low]} kernel on {config.device.type}"
         return Mark(Precision.FULL, "kernel", reason, low)
     return Mark(rule.precision, "table", rule.reason, low)

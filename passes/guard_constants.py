@@ -51,7 +51,7 @@ def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     return False
 
 
-def fits(number: float, dtype: torch.dtype) -> bool:
+def _fits(number: float, dtype: torch.dtype) -> bool:
     """Whether a constant keeps its meaning in `dtype`: zero, inf, nan, or a normal number."""
     info = torch.finfo(dtype)
     magnitude = abs(number)
@@ -86,7 +86,7 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
     if name in _FILLS:
         arguments = dict(ir.positions(node))
         number = arguments.get(_FILLS[name])
-        if isinstance(number, (int, float)) and not fits(number, config.low):
+        if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
     if name in _RANGES and value is not None and value.is_floating_point():
         limit = _whole_numbers_up_to(config.low)
@@ -107,7 +107,7 @@ def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
     if value.numel() >= 1 << 20:
         return Wide("a constant too large to look through")
     numbers = value.detach().flatten().tolist()
-    bad = next((x for x in numbers if not fits(x, low)), None)
+    bad = next((x for x in numbers if not _fits(x, low)), None)
     return None if bad is None else Wide(f"constant {bad:g}")
 
 
@@ -145,7 +145,7 @@ def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     for i, argument in ir.positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
         if is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS:
-            if not fits(float(argument), low):
+            if not _fits(float(argument), low):
                 return float(argument)
     return None
 

@@ -122,7 +122,9 @@ class _Scaler:
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
         for writer in self.graph.nodes:
             if aliases.intersection(ir.written(writer)) and not ir.grad_enabled(writer):
-                raise CannotRewrite(f"input {node.name} needs a gradient and is written without one")
+                raise CannotRewrite(
+                    f"input {node.name} needs a gradient and is written without one"
+                )
         unscaled = self.unscale(node)
         users = list(unscaled.users)
         aten, decision = torch.ops.aten, ir.mark(unscaled)

@@ -217,7 +217,7 @@ def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
     [
         (nn.Linear(4, 4).half(), r"already in half precision.*model.float\(\)"),
         (nn.Linear(4, 4).double(), r"no FP32 parameters"),
-        (nn.Linear(4, 4, device="meta"), "supported devices: cpu, cuda"),
+        (nn.Linear(4, 4, device="meta"), "supported devices: cuda, cpu"),
         (3, "give an nn.Module or a function"),
     ],
 )

@@ -1,5 +1,6 @@
 """Calls the passes must not look into, or must keep whole: custom operators, higher-order operators,
-functorch transforms, functions put in the graph by hand, recurrent layers."""
+functorch transforms, functions put in the graph by hand, recurrent layers.
+"""
 
 from __future__ import annotations
 

@@ -398,7 +398,11 @@ def test_dataclass_result(level: str) -> None:
     model = mpcompile(Net(), dtype=torch.float16, level=level, emit="eager", strict=True)
     result = model(torch.randn(8, 16), torch.randint(4, (8,)))
     assert isinstance(result, Result)
-    assert (result.name, result.loss.dtype, result.logits.shape) == ("result", torch.float32, (8, 4))
+    assert (result.name, result.loss.dtype, result.logits.shape) == (
+        "result",
+        torch.float32,
+        (8, 4),
+    )
     result.loss.backward()
     assert model.linear.weight.grad.norm() > 0
 

@@ -31,7 +31,9 @@ def mask_with_a_full_row() -> torch.Tensor:
     return mask
 
 
-def masked_fill_with_the_minimum(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_fill_with_the_minimum(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     scores = q @ k.transpose(-1, -2)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ k
@@ -125,7 +127,9 @@ def test_causal_attention(level: str) -> None:
     def program(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, k, is_causal=True)
 
-    check(program, leaf(2, 8, 16), leaf(2, 8, 16), level=level, low=["scaled_dot_product_attention"])
+    check(
+        program, leaf(2, 8, 16), leaf(2, 8, 16), level=level, low=["scaled_dot_product_attention"]
+    )
 
 
 # -- constants and positions --------------------------------------------------------------------------
@@ -263,7 +267,9 @@ def test_half_inputs_to_an_fp32_model(level: str) -> None:
 
 @LEVELS
 def test_other_dtypes_are_untouched(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor, d: torch.Tensor, c: torch.Tensor, i: torch.Tensor) -> Any:
+    def program(
+        x: torch.Tensor, w: torch.Tensor, d: torch.Tensor, c: torch.Tensor, i: torch.Tensor
+    ) -> Any:
         return (
             F.linear(x, w),
             F.linear(d, d) + 1e-8,
