@@ -5,7 +5,7 @@ pre-dispatch ATen with every cast explicit; its placeholders match the example i
 carry what Dynamo wrote on its own (`_dynamo_source`, `meta["tensor_dict"]`), the graph module
 Dynamo's `meta` and `_param_name_to_source`: with these AOTAutograd's and Inductor's caches work as
 they do for a graph of Dynamo's. The function returned takes the inputs one by one and returns a
-tuple.
+tuple. A graph just as Dynamo wrote it does too: what can't be captured is emitted unchanged.
 
 * *Autocast*: none is active while the graph is traced, nor while it runs, whatever the caller has
   on: the graph says every dtype itself.
@@ -27,7 +27,7 @@ from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.utils.checkpoint import checkpoint
 
 from ._version import __version__
-from .islands import Compiler, compile_around_rnns, has_rnn
+from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -64,6 +64,7 @@ def emit(
             run: Callable[..., Any] = gm.forward
         else:
             compile_graph = _inductor(mode, options) if how == "inductor" else _aot_eager
+            name_rnns(gm)
             around = compile_around_rnns if has_rnn(gm) else _whole
             run = around(gm, example_inputs, functools.partial(_salted, compile_graph))
     # Dynamo guards on autocast: a function compiled without it will not be called within it.

@@ -49,7 +49,8 @@ class _UnscaleGrad(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return None, None, None
-        overflow = grad.isfinite().logical_not().any().to(torch.float32)
+        values = grad._values() if grad.is_sparse else grad  # nn.Embedding(sparse=True)
+        overflow = values.isfinite().logical_not().any().to(torch.float32)
         # Scales are powers of two by default, so the product with the inverse is exact.
         return grad * scale.reciprocal(), None, overflow
 

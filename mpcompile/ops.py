@@ -89,6 +89,9 @@ _BUILTIN: dict[str, Rule] = {
         conv_transpose1d conv_transpose2d conv_transpose3d"""),
     **_rows(LOW, "fused attention: two matrix products, softmax in FP32 inside the kernel",
             "scaled_dot_product_attention"),
+    **_rows(LOW, "a whole encoder layer (nn.TransformerEncoder in eval): matrix products, norms "
+            "with statistics in FP32", "_transformer_encoder_layer_fwd "
+            "_native_multi_head_attention"),
     **_rows(LOW, "recurrent kernel: matrix products over time, accumulates in FP32", """
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"""),
     **_rows(LOW, "piecewise linear with a learned slope; in torch.amp's FP16 list", "prelu"),
@@ -175,9 +178,9 @@ _BUILTIN: dict[str, Rule] = {
         pixel_shuffle pixel_unshuffle channel_shuffle broadcast_tensors meshgrid""", Kind.VIEW),
     **_rows(FOLLOW, "copies elements unchanged", """
         embedding index index_select gather take take_along_dim flip roll rot90 repeat
-        repeat_interleave tile masked_select triu tril diag diagflat diag_embed fliplr flipud
-        im2col unfold_copy sort msort topk kthvalue median nanmedian mode cummax
-        cummin""", Kind.MOVE),
+        repeat_interleave tile masked_select triu tril diag diagflat diag_embed
+        fliplr flipud max_unpool2d max_unpool3d im2col unfold_copy sort msort topk kthvalue median
+        nanmedian mode cummax cummin""", Kind.MOVE),
 }  # fmt: skip
 
 _REGISTERED: dict[str, Rule] = {}

@@ -17,6 +17,7 @@ from .inspect.plan import Plan, plan_of
 from .passes.classify import classify
 from .passes.clean import clean
 from .passes.drop_noop_casts import drop_noop_casts
+from .passes.expand_attention import expand_attention
 from .passes.functionalize import functionalize
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
@@ -36,6 +37,7 @@ PASSES: tuple[Pass, ...] = (
     guard_constants,  # after classify: it may only widen what classify decided
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     plan,  # FOLLOW becomes LOW or FULL
+    expand_attention,  # the decision is made; place_casts sees the products
     place_casts,  # marks are final from here on
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes

@@ -92,23 +92,20 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
         scale = arguments["scale"]
         scale = _size(query, -1) ** -0.5 if scale is None else scale
         scores = call("scaled", between, aten.mul.Tensor, scores, scale)
-        softmax, last = aten._safe_softmax.default, (-1,)
+        never_empty = mask is None  # a causal row holds at least its first position
         if arguments["is_causal"]:
             shape = [_size(query, -2), _size(key, -2)]
             full = call("full", product, aten.new_full.default, query, shape, float("-inf"))
             mask = call("causal", product, aten.triu.default, full, 1)
-            softmax = aten.softmax.int  # every row has its first position
-        if mask is None:
-            softmax = aten.softmax.int
-        elif _dtype(mask) is torch.bool:
+        if mask is not None and _dtype(mask) is torch.bool:
             hidden = call("hidden", between, aten.logical_not.default, mask)
             scores = call("masked", between, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
-        else:
+        elif mask is not None:
             scores = call("masked", between, aten.add.Tensor, scores, mask)
-        weights = call("softmax", between, softmax, scores, *last)
-        if arguments["dropout_p"]:
-            p = arguments["dropout_p"]
-            weights = call("dropout", between, aten.dropout.default, weights, p, True)
+        softmax = aten.softmax.int if never_empty else aten._safe_softmax.default
+        weights = call("softmax", between, softmax, scores, -1)
+        if dropout := arguments["dropout_p"]:
+            weights = call("dropout", between, aten.dropout.default, weights, dropout, True)
         out = call("out", product, aten.matmul.default, weights, value)
     for entry in ("mp_captured", "tensor_meta"):
         out.meta[entry] = node.meta.get(entry)

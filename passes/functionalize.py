@@ -54,6 +54,8 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     overload = getattr(packet, node.target._overloadname, None)
     if overload is None or ops.rule_for(overload) is None:
         return None
+    if _argument_names(overload) != _argument_names(node.target):
+        return None  # polygamma(n, self), but polygamma_(self, n)
     written, *others = (t for n in node.all_input_nodes if (t := ir.captured(n)) is not None)
     after = ir.captured(node)
     if after is None or written.shape != after.shape:
@@ -62,6 +64,10 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     if any(torch.promote_types(written.dtype, t.dtype) is not written.dtype for t in others):
         return None
     return overload  # type: ignore[no-any-return]
+
+
+def _argument_names(op: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
 
 
 def _is_private(

@@ -31,10 +31,10 @@ SCALE, FOUND = "mp_scale", "mp_found"
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
-    if not config.scaled:
-        return False
     graph = gm.graph
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
+    if not config.scaled or any(node.target == SCALE for node in inputs):
+        return False
     trained = [n for n in inputs if ir.requires_grad(n)]
     if not trained:
         return False

@@ -130,7 +130,11 @@ def assert_near(actual: Any, wanted: Any, what: str, tolerance: float) -> None:
         assert actual == wanted, f"{what}: {actual} instead of {wanted}"
         return
     assert _is_tensor(actual), f"{what}: {actual} instead of a tensor"
-    assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape), what
+    for mine, theirs in ((actual.dtype, wanted.dtype), (actual.shape, wanted.shape)):
+        assert mine == theirs, f"{what}: {mine} instead of {theirs}"
+    assert actual.layout == wanted.layout, what
+    if wanted.is_sparse:
+        actual, wanted = actual.to_dense(), wanted.to_dense()
     if not (wanted.is_floating_point() or wanted.is_complex()):
         assert torch.equal(actual, wanted), what
         return

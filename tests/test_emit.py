@@ -334,8 +334,14 @@ def test_stacked_rnns(how: str, dtype: torch.dtype) -> None:
 def test_dynamic_sizes() -> None:
     """One compilation serves several batch sizes (Dynamo itself makes the time static)."""
     net = Recurrent(nn.LSTM, {"batch_first": True})
-    fast = compiled(net, "inductor", rnns_in(torch.bfloat16), dynamic=True)
-    reference = compiled(net, "eager", rnns_in(torch.bfloat16))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = net.before(x)
+        output, _ = net.rnn(torch.cat([h, h]))  # no piece sees the batch itself, only its double
+        return net.after(output).relu()
+
+    fast = compiled(function, "inductor", rnns_in(torch.bfloat16), dynamic=True)
+    reference = compiled(function, "eager", rnns_in(torch.bfloat16))
     for batch in (3, 5, 8):
         assert_same(
             reference, fast, leaf(batch, 7, 4), parameters=parameters_of(net), tolerance=2e-2
@@ -513,6 +519,21 @@ def test_long_lstm_compiles_quickly() -> None:
     fast = torch.compile(net, backend=backend, fullgraph=True)
     assert_same(net, fast, leaf(200, 2, 4), parameters=parameters_of(net), tolerance=1e-4)
     assert seconds[0] < 30
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_rnn_in_a_graph_that_was_not_captured(how: str) -> None:
+    """What the backend falls back to: Dynamo's graph, of torch functions and methods."""
+    net = Recurrent(nn.LSTM, {})
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return net(x.mul(scale))[0].transpose(0, 1)
+
+    fast = torch.compile(function, backend=lambda gm, inputs: emit(gm, inputs, how))
+    assert_same(function, fast, leaf(7, 3, 4), parameters=parameters_of(net))
+    assert pieces_compiled() == 2
 
 
 def test_rnn_in_a_body_is_refused() -> None:

@@ -1,0 +1,96 @@
+"""Graphs for tests of passes: capture a program, run the passes before one, then that one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile import ir, pipeline
+from mpcompile.capture import capture
+from mpcompile.policy import Config, Level, Policy
+from mpcompile.spec import verify
+
+
+def leaf(*size: int) -> torch.Tensor:
+    return torch.randn(size, requires_grad=True)
+
+
+def captured(program: Any, *inputs: Any, **options: Any) -> fx.GraphModule:
+    """The graph that capture makes of a program; `options` go to torch.compile."""
+    graphs = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        graphs.append(capture(gm, examples))
+        return gm.forward
+
+    torch.compile(program, backend=backend, fullgraph=True, **options)(*inputs)
+    (graph,) = graphs
+    return graph
+
+
+class Stage:
+    """A graph in front of one pass.
+
+    `run()` runs the pass; `text` is the graph as it stands, `marks` its decisions.
+    """
+
+    def __init__(self, pass_: pipeline.Pass, program: Any, *inputs: Any, **options: Any) -> None:
+        wanted: dict[str, Any] = {"level": "O1", "low": torch.float16, "policy": Policy()}
+        wanted.update(scaled=False, has_kernel=lambda node: True)
+        wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
+        wanted["level"] = Level(wanted["level"])
+        self.config = Config(device=torch.device("cpu"), **wanted)
+        self.gm = captured(program, *inputs, **options)
+        self.pass_ = pass_
+        for earlier in pipeline.PASSES[: pipeline.PASSES.index(pass_)]:
+            earlier(self.gm, self.config)
+
+    def run(self) -> bool:
+        """Run the pass once, verify the graph; what it says of itself must be true."""
+        before = self.text
+        changed = self.pass_(self.gm, self.config)
+        verify(self.gm, self.pass_.__name__)
+        assert changed == (self.text != before)
+        return changed
+
+    def run_twice(self) -> None:
+        """Run the pass; a second run must change nothing and decide nothing anew."""
+        self.run()
+        text, marks = self.text, self.marks
+        assert not self.run()
+        assert (self.text, self.marks) == (text, marks)
+
+    @property
+    def text(self) -> str:
+        """The graph, bodies of activation checkpoints included."""
+        bodies = [
+            f"\n{name}:\n{ir.render(body.graph)}"
+            for name, body in self.gm.named_children()
+            if isinstance(body, fx.GraphModule)
+        ]
+        return _renumbered(ir.render(self.gm.graph) + "".join(bodies))
+
+    @property
+    def marks(self) -> str:
+        """`linear: LOW [table]`, a line for each decided node."""
+        return "".join(
+            f"{node.name}: {ir.mark(node).precision.value} [{ir.mark(node).rule}]\n"
+            for node in self.gm.graph.nodes
+            if ir.is_marked(node)
+        )
+
+    def mark(self, name: str) -> ir.Mark:
+        return ir.mark(self.node(name))
+
+    def node(self, name: str) -> fx.Node:
+        return next(n for n in self.gm.graph.nodes if n.name == name)
+
+
+def _renumbered(text: str) -> str:
+    """Symbols as s0, s1, ... in order of appearance: torch numbers them as it likes."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda m: names.setdefault(m[0], f"s{len(names)}"), text)

@@ -1,0 +1,183 @@
+"""The benchmarks' machinery: arithmetic on made-up timings, the registry, one tiny run of each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpt_cpu, parity
+from benchmarks.__main__ import main, registry
+from benchmarks.harness import (
+    Arm,
+    Report,
+    Settings,
+    Table,
+    environment,
+    ratio,
+    summarize,
+    take_turns,
+)
+
+CPU = torch.device("cpu")
+
+
+class FakeMachine:
+    """A clock that only steps move: each costs its arm's seconds, times the drift of the moment."""
+
+    def __init__(self, drift: Sequence[float] = (1.0,)) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+        self.drift = itertools.cycle(drift)
+
+    def arm(self, name: str, seconds: float) -> Arm:
+        def step() -> None:
+            self.order.append(name)
+            self.now += seconds * next(self.drift)
+
+        return Arm(name, step)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_turns_are_interleaved_and_each_round_starts_with_another_arm() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm(name, 1.0) for name in "abc"]
+    take_turns(arms, rounds=3, steps=1, settle=0, clock=machine.clock)
+    assert "".join(machine.order) == "abcbcacab"
+
+
+def test_a_sample_is_seconds_per_step_and_settling_does_not_count() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm("fast", 0.5), machine.arm("slow", 2.0)]
+    samples = take_turns(arms, rounds=2, steps=4, settle=1, clock=machine.clock)
+    assert samples == {"fast": [0.5, 0.5], "slow": [2.0, 2.0]}
+    assert machine.order.count("fast") == 2 * (4 + 1)
+
+
+def test_the_device_is_idle_at_both_ends() -> None:
+    machine = FakeMachine()
+    waits: list[int] = []
+    take_turns(
+        [machine.arm("a", 1.0)],
+        rounds=1,
+        steps=2,
+        settle=1,
+        wait=lambda: waits.append(len(machine.order)),
+        clock=machine.clock,
+    )
+    assert waits == [1, 3]
+
+
+def test_a_machine_that_slows_down_leaves_the_ratio_alone() -> None:
+    """Ten times slower in the last two rounds of three: the paired ratio does not see it."""
+    machine = FakeMachine(drift=[1.0] * 2 + [10.0] * 4)
+    arms = [machine.arm("base", 3.0), machine.arm("ours", 2.0)]
+    samples = take_turns(arms, rounds=3, steps=1, settle=0, clock=machine.clock)
+    assert samples["base"] == [3.0, 30.0, 30.0]
+    found = ratio(samples["base"], samples["ours"])
+    assert (found.paired, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_summary_is_median_and_percentiles() -> None:
+    found = summarize([float(i) for i in range(11)])
+    assert (found.median, found.p10, found.p90) == (5.0, 1.0, 9.0)
+
+
+def test_one_outlier_moves_neither_ratio() -> None:
+    base, ours = [2.0] * 9 + [200.0], [1.0] * 10
+    found = ratio(base, ours)
+    assert (found.of_medians, found.paired, found.low, found.high) == (2.0, 2.0, 2.0, 2.0)
+
+
+def test_the_interval_holds_the_ratio_and_narrows_with_the_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(noise: float) -> float:
+        base = (2 + noise * torch.randn(40, generator=generator)).tolist()
+        found = ratio(base, [1.0] * 40)
+        assert found.low <= found.paired <= found.high
+        assert found.low < 2 < found.high
+        return found.high - found.low
+
+    assert noisy(0.01) < noisy(0.3)
+
+
+def test_ratio_wants_arms_of_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="got 2 and 3"):
+        ratio([1.0, 1.0], [1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        ratio([], [])
+
+
+def test_environment_names_no_path() -> None:
+    found = environment(CPU)
+    assert {"date", "commit", "torch", "name", "threads", "device"} <= found.keys()
+    assert not any(str(Path(__file__).parent) in value for value in found.values())
+
+
+def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
+    report = Report(
+        name="made_up",
+        title="A made-up report",
+        notes=["One.", "Two."],
+        tables=[Table("Times", ("arm", "ms"), [("fast", "1.0"), ("slow one", "12.5")])],
+        verdicts={"fast": True, "small": False},
+        data={"samples": [1.0, 12.5]},
+        environment={"torch": "2"},
+    )
+    readable, complete = report.write(tmp_path / "results")
+    assert "| arm      |   ms |\n|----------|-----:|\n| fast     |  1.0 |" in readable.read_text()
+    assert "- yes: fast\n- NO: small" in readable.read_text()
+    assert json.loads(complete.read_text())["samples"] == [1.0, 12.5]
+
+
+def test_registry_finds_each_benchmark() -> None:
+    assert registry()["gpt_cpu"] is gpt_cpu
+    assert registry()["parity"] is parity
+    assert "harness" not in registry()
+
+
+def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(registry())
+
+
+def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "gpt_cpu", "gtp"])
+    assert "no benchmark 'gtp'; known: gpt_cpu" in capsys.readouterr().err
+
+
+def test_gpt_cpu_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "gpt_cpu", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "gpt_cpu.json").read_text())
+    losses = data["first_loss"]
+    assert losses.keys() == set(gpt_cpu.ARMS)
+    assert all(abs(loss - losses[gpt_cpu.FP32]) < 0.02 for loss in losses.values())
+    assert data["saved_bytes"][gpt_cpu.O2] < data["saved_bytes"][gpt_cpu.FP32]
+    assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
+
+
+def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
+    report = parity.run(Settings(device=CPU, quick=True))
+    assert [table.title for table in report.tables][::2] == [
+        "Convolutional net on digits",
+        "GPT on documentation",
+    ]
+    digits = report.data["runs"]["Convolutional net on digits"]
+    full, mixed = (digits[arm][0]["metrics"]["test loss"] for arm in ("FP32", "BF16 O1"))
+    assert abs(full - mixed) < 0.01
+
+
+def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:
+    mean, worst = parity.deviations([1.0, 2.0, 3.0], [1.5, 2.0, 2.0])
+    assert mean == pytest.approx(-0.5 / 3)
+    assert worst == -1.0

@@ -1,0 +1,140 @@
+"""classify: every computing node gets a class, by the first rule that applies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from graphs import Stage, leaf
+from torch import nn
+
+from mpcompile.passes.classify import classify
+from mpcompile.policy import Policy, Precision
+
+
+def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.gelu(F.linear(x, w))
+    return (h.softmax(-1) @ w).t() + torch.special.bessel_j0(x.t())
+
+
+def test_the_table() -> None:
+    stage = Stage(classify, program, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    assert_expected_inline(stage.marks, """\
+linear: LOW [table]
+gelu: FOLLOW [table]
+softmax: FULL [table]
+matmul: LOW [table]
+t: FOLLOW [table]
+t_1: FOLLOW [table]
+special_bessel_j0: KEEP [table]
+add: FOLLOW [table]
+""")
+    assert stage.mark("gelu").reason == "activation that grows no faster than its input"
+
+
+def test_the_graph_is_left_alone() -> None:
+    stage = Stage(classify, program, leaf(8, 16), leaf(16, 16))
+    before = stage.text
+    assert not stage.run()
+    assert stage.text == before
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).softmax(-1)  # type: ignore[no-any-return]
+
+
+def test_policy_beats_the_table_node_before_module_before_operator() -> None:
+    policy = Policy(
+        low=["softmax"], full=["linear"], modules={"^a$": "low", "^b$": "keep"}, nodes={"linear_1": "fp32"}
+    )
+    stage = Stage(classify, Net(), leaf(2, 4), policy=policy)
+    stage.run()
+    assert_expected_inline(stage.marks, """\
+linear: LOW [policy]
+linear_1: FULL [policy]
+softmax: LOW [policy]
+""")
+    assert stage.mark("linear").reason == "policy: module '^a$'"
+
+
+def test_autocast_regions_of_the_users() -> None:
+    def regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            a = F.linear(x, w)
+        with torch.autocast("cpu", torch.bfloat16):
+            b = F.linear(x, w)
+        return a + b.float()
+
+    stage = Stage(classify, regions, leaf(2, 4), leaf(4, 4))
+    stage.run()
+    assert stage.mark("linear").precision is Precision.KEEP
+    assert stage.mark("linear_1").precision is Precision.LOW
+    assert stage.mark("linear_1").low is torch.bfloat16
+
+
+def test_without_a_kernel_full() -> None:
+    stage = Stage(
+        classify, program, leaf(8, 16), leaf(16, 16),
+        has_kernel=lambda node: node.target is not torch.ops.aten.gelu.default,
+    )  # fmt: skip
+    stage.run()
+    assert stage.mark("gelu").precision is Precision.FULL
+    assert stage.mark("gelu").reason == "no f16 kernel on cpu"
+    assert stage.mark("linear").precision is Precision.LOW
+
+
+# -- hands off, whatever the policy ------------------------------------------------------------------------
+
+
+def other_dtypes(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(x.double(), w.double()), torch.arange(3) + 1, torch.fft.fft(x)
+
+
+def written(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    h[0] = 1
+    return h.view(-1)
+
+
+def opaque(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda a: a @ w, lambda a: a + 1, (x,))
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        (other_dtypes, "touches f64"),
+        (written, "its memory is written in place"),
+        (opaque, "opaque: its body was captured in these dtypes"),
+    ],
+)
+def test_hands_off(kept: Any, reason: str) -> None:
+    policy = Policy(low=["linear", "to", "view", "add", "_fft_c2c", "fft_fft", "higher_order::cond"])
+    stage = Stage(classify, kept, torch.randn(4, 4), torch.randn(4, 4), policy=policy)
+    stage.run()
+    marks = {name: stage.mark(name) for name in stage.marks.replace(":", "").split()[::3]}
+    assert reason in {mark.reason for mark in marks.values()}
+    low = {name for name, mark in marks.items() if mark.precision is Precision.LOW}
+    assert low == set()
+
+
+def test_aliases_of_written_memory_share_its_fate() -> None:
+    def aliases(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        row = h.t()[0]
+        h.detach().mul_(2)
+        return row + 1
+
+    stage = Stage(classify, aliases, torch.randn(4, 4), torch.randn(4, 4), dynamic=True)
+    stage.run()
+    for name in ("linear", "t", "select", "detach"):
+        assert stage.mark(name).precision is Precision.KEEP

@@ -1,0 +1,138 @@
+"""functionalize: in-place operators become out-of-place where nobody can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from graphs import Stage, leaf
+
+from mpcompile.passes.functionalize import functionalize
+
+
+def test_applies_to_private_values() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        h.relu_()
+        h += x
+        return h * 2
+
+    stage = Stage(functionalize, program, leaf(8, 16), leaf(16, 16))
+    assert stage.run()
+    assert_expected_inline(stage.text, """\
+x: f32[8, 16] = input
+w: f32[16, 16] = input
+linear: f32[8, 16] = linear(x, w)
+relu_: f32[8, 16] = relu(linear)
+add_: f32[8, 16] = add(relu_, x)
+mul: f32[8, 16] = mul(add_, 2)
+return mul
+""")
+
+
+def test_reader_before_the_write_keeps_the_old_value() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        before = h.exp()
+        h.mul_(2)
+        return before + h + h.cos()
+
+    stage = Stage(functionalize, program, torch.randn(4))
+    stage.run_twice()
+    assert_expected_inline(stage.text, """\
+x: f32[4] = input
+sin: f32[4] = sin(x)
+exp: f32[4] = exp(sin)
+mul_: f32[4] = mul(sin, 2)
+add: f32[4] = add(exp, mul_)
+cos: f32[4] = cos(mul_)
+add_1: f32[4] = add(add, cos)
+return add_1
+""")
+
+
+def written_input(x: torch.Tensor) -> Any:
+    return x.mul_(2)
+
+
+def base_read_after_a_view_was_written(x: torch.Tensor) -> Any:
+    h = x.sin()
+    h.view(-1).mul_(2)
+    return h + 1
+
+
+def view_read_after_its_base_was_written(x: torch.Tensor) -> Any:
+    h = x.sin()
+    view = h.view(-1)
+    h.mul_(2)
+    return view + 1
+
+
+def result_of_an_opaque_call(x: torch.Tensor) -> Any:
+    """It may be the memory of what it was given."""
+    h = x.sin()
+    y = torch.cond(x.sum() > 0, lambda a: a.cos(), lambda a: a.sin(), (h,))
+    return y.mul_(2)
+
+
+def write_that_would_promote(x: torch.Tensor) -> Any:
+    h = x.sin()
+    return h.mul_(x.double())
+
+
+def write_without_grad_through_a_tracked_value(x: torch.Tensor) -> Any:
+    h = x.sin()
+    with torch.no_grad():
+        h.mul_(2)
+    return h + 1
+
+
+def an_operator_of_unknown_range(x: torch.Tensor) -> Any:
+    """It has no row in the table, so its functional form has none either."""
+    return x.sin().bernoulli_(0.5)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        written_input, base_read_after_a_view_was_written,
+        view_read_after_its_base_was_written, result_of_an_opaque_call, write_that_would_promote,
+        an_operator_of_unknown_range,
+    ],
+)  # fmt: skip
+def test_leaves_what_somebody_could_tell(program: Any) -> None:
+    stage = Stage(functionalize, program, torch.randn(2))
+    before = stage.text
+    assert not stage.run()
+    assert "_(" in before
+
+
+def test_leaves_writes_without_grad_through_a_tracked_value() -> None:
+    stage = Stage(functionalize, write_without_grad_through_a_tracked_value, leaf(2))
+    assert not stage.run()
+    assert "mul_(" in stage.text
+
+
+def test_a_view_whose_base_is_not_read_again() -> None:
+    """Written through a view, read through the same view: private all the same."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        view = x.sin().view(-1)
+        view.relu_()
+        return view + 1
+
+    stage = Stage(functionalize, program, torch.randn(2, 3), dynamic=True)
+    assert stage.run()
+    assert_expected_inline(stage.text, """\
+x_size_0: SymInt = input
+x_size_1: SymInt = input
+x: f32[s0, s1] = input
+sin: f32[s0, s1] = sin(x)
+view: f32[s1*s0] = view(sin, [-1])
+relu_: f32[s1*s0] = relu(view)
+add: f32[s1*s0] = add(relu_, 1)
+return add
+""")

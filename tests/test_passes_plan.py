@@ -1,0 +1,143 @@
+"""plan: each FOLLOW node becomes LOW or FULL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from graphs import Stage, leaf
+from torch import nn
+
+from mpcompile.passes.plan import plan
+from mpcompile.policy import Policy
+
+
+class Block(nn.Module):
+    """A residual branch with a norm, as transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(F.gelu(self.up(self.norm(x))).view(-1, 12))
+        return (x + h.view(x.shape)).mean(-1)
+
+
+def test_o1_residual_stream_stays_fp32() -> None:
+    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O1")
+    stage.run_twice()
+    assert_expected_inline(stage.marks, """\
+layer_norm: FULL [table]
+linear: LOW [table]
+gelu: LOW [plan]
+view: LOW [plan]
+linear_1: LOW [table]
+view_1: LOW [plan]
+add: FULL [plan]
+mean: FULL [table]
+""")
+    assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
+
+
+def test_o2_residual_stream_is_stored_low() -> None:
+    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O2")
+    stage.run_twice()
+    assert_expected_inline(stage.marks, """\
+layer_norm: FULL [table]
+linear: LOW [table]
+gelu: LOW [plan]
+view: LOW [plan]
+linear_1: LOW [table]
+view_1: LOW [plan]
+add: LOW [plan]
+mean: FULL [table]
+""")
+
+
+def test_o3_everything_low() -> None:
+    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O3")
+    stage.run_twice()
+    assert ": FULL" not in stage.marks
+
+
+def into_a_reduction(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.gelu(F.linear(x, w)).sum(-1)
+
+
+def into_a_product(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(F.gelu(F.linear(x, w)), w)
+
+
+def into_both(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.gelu(F.linear(x, w))
+    return F.linear(h, w), h.sum(-1)
+
+
+def view_of_an_input(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(x.t().contiguous().t(), w)
+
+
+def view_with_a_wide_reader(x: torch.Tensor, w: torch.Tensor) -> Any:
+    t = x.t()
+    return F.linear(t, w), t.sum()
+
+
+def scaled_by_a_number(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(F.linear(x, w) * w[0, 0], w)
+
+
+def split(x: torch.Tensor, w: torch.Tensor) -> Any:
+    a, b = F.linear(x, w).chunk(2, -1)
+    return a @ b.t()
+
+
+def joined_with_fp32(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(torch.cat([F.linear(x, w), x]), w)
+
+
+CASES = {
+    "an activation before a sum: FP32 is free there": (into_a_reduction, "gelu", "FULL", "LOW"),
+    "an activation between products": (into_a_product, "gelu", "LOW", "LOW"),
+    "an activation with readers of both kinds": (into_both, "gelu", "LOW", "LOW"),
+    "a view that only products read": (view_of_an_input, "t", "LOW", "LOW"),
+    "a view that a sum reads too": (view_with_a_wide_reader, "t", "FULL", "FULL"),
+    "a product with an FP32 number": (scaled_by_a_number, "mul", "LOW", "LOW"),
+    "parts of a low result": (split, "getitem", "LOW", "LOW"),
+    "joined with an FP32 tensor": (joined_with_fp32, "cat", "FULL", "LOW"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_cases(case: str, level: str) -> None:
+    program, name, at_o1, at_o2 = CASES[case]
+    stage = Stage(plan, program, leaf(16, 16), leaf(16, 16), level=level)
+    stage.run()
+    assert stage.mark(name).precision.value == (at_o1 if level == "O1" else at_o2)
+
+
+def test_policy_and_guards_are_left_alone() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.relu(F.gelu(F.linear(x, w))) + 1e-9, w)
+
+    for level in ("O1", "O2"):
+        inputs = leaf(4, 4), leaf(4, 4)
+        stage = Stage(plan, program, *inputs, level=level, policy=Policy(full=["gelu"]), dynamic=True)
+        stage.run()
+        assert stage.mark("gelu").rule == "policy"
+        assert stage.mark("add").rule == "guard"
+        assert stage.mark("linear_1").precision.value == "LOW"
+
+
+def test_one_number_is_fp32_at_every_level_with_rules() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w)[0, 0] * 2
+
+    for level in ("O1", "O2"):
+        stage = Stage(plan, program, leaf(4, 4), leaf(4, 4), level=level)
+        stage.run()
+        assert stage.mark("mul").precision.value == "FULL"
