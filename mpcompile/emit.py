@@ -27,6 +27,7 @@ from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.utils.checkpoint import checkpoint
 
 from ._version import __version__
+from .errors import CannotRewrite
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -64,9 +65,8 @@ def emit(
             run: Callable[..., Any] = gm.forward
         else:
             compile_graph = _inductor(mode, options) if how == "inductor" else _aot_eager
-            name_rnns(gm)
-            around = compile_around_rnns if has_rnn(gm) else _whole
-            run = around(gm, example_inputs, functools.partial(_salted, compile_graph))
+            salted = functools.partial(_salted, compile_graph)
+            run = (_untouched if untouched else _rewritten)(gm, example_inputs, salted)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
     return _without_autocast(run) if autocast else run
 
@@ -88,6 +88,28 @@ def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     if "_checkpoint_context_fn" in body.meta:
         kwargs["context_fn"] = body.meta["_checkpoint_context_fn"]
     return checkpoint(body, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
+
+
+def _rewritten(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    around = compile_around_rnns if has_rnn(gm) else _whole
+    return around(gm, example_inputs, compile_graph)
+
+
+def _untouched(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    """Dynamo's graph: cut at its RNNs where that can be done, for it must be compiled anyhow.
+
+    Under autocast an RNN may return another dtype than it was given, so what follows can't be
+    compiled before it has run.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        name_rnns(gm)
+        with contextlib.suppress(CannotRewrite):
+            return _rewritten(gm, example_inputs, compile_graph)
+    return _whole(gm, example_inputs, compile_graph)
 
 
 def _whole(

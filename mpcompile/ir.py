@@ -11,11 +11,10 @@ Passes reach `node.meta` through this file alone. These entries are ours:
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,16 +35,12 @@ SHORT = {
 }  # fmt: skip
 
 
-_region_ids = itertools.count()
-
-
 @dataclass(frozen=True, eq=False)
 class Region:
     """An activation checkpoint whose body was inlined: what is needed to fold it back."""
 
     kwargs: dict[str, Any]
     body_meta: dict[str, Any]
-    id: int = field(default_factory=lambda: next(_region_ids))
 
 
 def regions(node: fx.Node) -> tuple[Region, ...]:

@@ -30,12 +30,17 @@ def outline(gm: fx.GraphModule, config: Config) -> bool:
     ir.set_regions(constants, ())
     paths = dict.fromkeys(path for n in gm.graph.nodes if (path := ir.regions(n)))
     prefixes = dict.fromkeys(path[: i + 1] for path in paths for i in range(len(path)))
-    for path in sorted(prefixes, key=len, reverse=True):
-        _fold(gm, path)
+    for i, path in enumerate(sorted(prefixes, key=len, reverse=True)):
+        # A number of the graph's own: names are part of the key of the compilers' caches.
+        _fold(gm, path, f"checkpoint_body_{i}")
+    named = {n.target for n in gm.graph.find_nodes(op="get_attr")}
+    for i in range(len(prefixes)):
+        if (name := f"checkpoint_body_{i}") not in named:  # it stands in another body
+            gm.delete_submodule(name)
     return bool(prefixes)
 
 
-def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...]) -> None:
+def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...], name: str) -> None:
     nodes = [n for n in gm.graph.nodes if ir.regions(n) == path]
     members = set(nodes)
     body = fx.Graph()
@@ -62,7 +67,6 @@ def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...]) -> None:
 
     module = fx.GraphModule(gm, body)
     module.meta.update(path[-1].body_meta)
-    name = f"checkpoint_body_{path[-1].id}"
     gm.add_submodule(name, module)
     with gm.graph.inserting_before(last.next):
         attribute = gm.graph.get_attr(name)

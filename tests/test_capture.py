@@ -190,8 +190,7 @@ class Net(nn.Module):
         return out
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_one_compilation_for_all_sizes(level: str, emit: str) -> None:
     tokens = torch.randint(50, (3, 7))
     result = check(Net(), tokens, level=level, emit=emit, dynamic=True, low=["linear"])

@@ -531,7 +531,7 @@ def test_rnn_in_a_graph_that_was_not_captured(how: str) -> None:
             scale = x.abs().mean()
         return net(x.mul(scale))[0].transpose(0, 1)
 
-    fast = torch.compile(function, backend=lambda gm, inputs: emit(gm, inputs, how))
+    fast = torch.compile(function, backend=lambda gm, inputs: emit(gm, inputs, how, untouched=True))
     assert_same(function, fast, leaf(7, 3, 4), parameters=parameters_of(net))
     assert pieces_compiled() == 2
 
@@ -543,6 +543,26 @@ def test_rnn_in_a_body_is_refused() -> None:
     fast = compiled(Recurrent(nn.LSTM, {}), "inductor", add_body)
     with pytest.raises(Exception, match=r"CannotRewrite: aten\.lstm\.input is inside"):
         fast(leaf(7, 3, 4))
+
+
+@pytest.mark.parametrize("region", ["ambient", "own"])
+def test_rnn_under_autocast_in_a_graph_that_was_not_captured(region: str) -> None:
+    """No place for a cut: compiled whole, unrolled but right."""
+    rnn = nn.GRU(4, 4)
+
+    def function(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=region == "own"):
+            return rnn(x, h)[0] * 2
+
+    fast = torch.compile(
+        function, backend=lambda gm, inputs: emit(gm, inputs, "aot_eager", untouched=True)
+    )
+    inputs = torch.randn(3, 2, 4), torch.randn(1, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=region == "ambient"):
+        expected, actual = function(*inputs), fast(*inputs)
+    assert pieces_compiled() == 1
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
 # -- caches ---------------------------------------------------------------------------------------

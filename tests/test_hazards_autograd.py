@@ -113,9 +113,8 @@ def sum_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return results[0] + results[1].unsqueeze(-1)
 
 
-@LEVELS
+@SETTINGS
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_autograd_function_keeps_its_backward(name: str, level: str, emit: str) -> None:
     x = torch.randn(8, 16, requires_grad=True)
     if name == "straight_through":
@@ -138,8 +137,7 @@ def test_integer_output_of_autograd_function(level: str) -> None:
     check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"])
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_result_of_a_function_is_written(level: str, emit: str) -> None:
     """Autograd forbids it for views that an autograd.Function returns; ours must be none."""
 
@@ -245,8 +243,7 @@ def test_hooks_see_fp32_gradients_true_to_size(level: str) -> None:
         assert_near(a, e, "gradient in the hook", 1e-2)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_hooks_set_by_the_program(level: str, emit: str) -> None:
     """On an input and on a value inside; both clip, so both must see gradients true to size."""
 
@@ -273,14 +270,12 @@ def test_hook_after_accumulation_can_step_at_once(level: str) -> None:
         assert_near(a.detach(), e.detach(), "parameter", 1e-3)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_gradients_accumulate_over_steps(level: str, emit: str) -> None:
     check(MLP(), leaf(8, 16), level=level, steps=3, emit=emit)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_two_backward_passes_through_one_graph(level: str, emit: str) -> None:
     model = MLP()
     fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit=emit, strict=True)
@@ -420,8 +415,7 @@ def test_graph_breaks_compose(level: str) -> None:
     assert loss_scale_of(result.model).value == 1024
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_graph_break_inside_no_grad(level: str, emit: str) -> None:
     """A graph that ends in a no_grad region still hands on what came before it with a history."""
 

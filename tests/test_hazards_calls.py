@@ -89,8 +89,7 @@ def _(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_custom_operator_gets_captured_dtypes_and_true_gradients(level: str, emit: str) -> None:
     """FP32 in both directions; its clamp would bite at a scale of 1024."""
 
@@ -111,8 +110,7 @@ def test_custom_operator_with_two_results(level: str) -> None:
     check(program, leaf(8, 16), leaf(16, 16), torch.tensor([1, 5, 5]), level=level, low=["linear"])
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_custom_operator_that_writes(level: str, emit: str) -> None:
     def program(x: torch.Tensor, w: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
         bump(F.linear(x, w).detach(), counter)
@@ -141,8 +139,7 @@ def test_registered_rule_lowers_a_custom_operator(level: str, rule_for_cube: Non
 # -- higher-order operators -----------------------------------------------------------------------------
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_cond(level: str, emit: str) -> None:
     """Its branches are captured in FP32; what stands around it is low."""
 
@@ -205,8 +202,7 @@ def test_flex_attention(level: str, masked: bool) -> None:
 # -- functorch ------------------------------------------------------------------------------------------
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_vmap(level: str, emit: str) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.vmap(lambda row: torch.tanh(w @ row))(F.linear(x, w)) @ w
@@ -214,8 +210,7 @@ def test_vmap(level: str, emit: str) -> None:
     check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear", "matmul"])
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_gradient_inside_the_program(level: str, emit: str) -> None:
     """A force: the gradient of an energy by the input, which a loss differentiates once more."""
 
@@ -254,8 +249,7 @@ class Clipped(torch.autograd.Function):
         return grad.clamp(-0.01, 0.01)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_function_allowed_in_graph(level: str, emit: str) -> None:
     """Dynamo does not look into it, so nothing but its result tells of the backward inside."""
 
@@ -274,8 +268,7 @@ def test_function_allowed_in_graph(level: str, emit: str) -> None:
     assert result.ops("KEEP") == ["gelu", "clipped"]  # the one beside the other might be written
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_autograd_function_under_autocast(level: str, emit: str) -> None:
     """Inside a region, and under an ambient one: it runs in the dtype autocast gives it."""
 

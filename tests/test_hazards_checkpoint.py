@@ -142,8 +142,7 @@ def test_two_checkpoints_in_a_row_share_a_weight(level: str) -> None:
     check(Stack(), leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_dropout_is_the_same_when_recomputed(level: str, emit: str) -> None:
     """Of a dropped element neither the output nor the gradient may differ from zero."""
 

@@ -150,15 +150,10 @@ PROGRAMS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 ]  # fmt: skip
 
 
-@LEVELS
+@SETTINGS
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_writes(program: Any, level: str) -> None:
-    check(program, leaf(8, 16), leaf(16, 16), level=level)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_writes_compiled_by_aotautograd(program: Any) -> None:
-    check(program, leaf(8, 16), leaf(16, 16), level="O2", emit="aot_eager")
+def test_writes(program: Any, level: str, emit: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
 
 
 @LEVELS
@@ -200,16 +195,14 @@ def write_a_result_into_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return h
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 @pytest.mark.parametrize("program", [write_to_input, write_a_result_into_input])
-def test_input_written(program: Any, emit: str, level: str) -> None:
+def test_input_written(program: Any, level: str, emit: str) -> None:
     check(program, torch.randn(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-def test_activation_written_that_comes_from_outside(emit: str, level: str) -> None:
+@SETTINGS
+def test_activation_written_that_comes_from_outside(level: str, emit: str) -> None:
     """`x += positions` at a module's entry: gradients pass both ways, true to size."""
 
     def program(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -262,17 +255,15 @@ def test_input_written_and_an_alias_returned() -> None:
     assert torch.equal(row, w[0].detach() + 1)
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-def test_batch_norm_statistics(emit: str, level: str) -> None:
+@SETTINGS
+def test_batch_norm_statistics(level: str, emit: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     result = check(model, leaf(4, 3, 6, 6), level=level, steps=3, emit=emit, low=["conv2d"])
     assert result.model[1].num_batches_tracked == 3
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-def test_buffers_of_the_users_own(emit: str, level: str) -> None:
+@SETTINGS
+def test_buffers_of_the_users_own(level: str, emit: str) -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -367,15 +358,10 @@ RETURNS = [
 ]  # fmt: skip
 
 
-@LEVELS
+@SETTINGS
 @pytest.mark.parametrize("program", RETURNS)
-def test_returns(program: Any, level: str) -> None:
-    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"])
-
-
-@pytest.mark.parametrize("program", RETURNS)
-def test_returns_from_aotautograd(program: Any) -> None:
-    check(program, leaf(8, 16), leaf(16, 16), level="O2", emit="aot_eager", low=["linear"])
+def test_returns(program: Any, level: str, emit: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
 
 
 def test_input_comes_back_as_itself() -> None:
@@ -407,9 +393,8 @@ def test_dataclass_result(level: str) -> None:
     assert model.linear.weight.grad.norm() > 0
 
 
-@LEVELS
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-def test_result_may_be_written_by_the_caller(emit: str, level: str) -> None:
+@SETTINGS
+def test_result_may_be_written_by_the_caller(level: str, emit: str) -> None:
     """Between the graphs of a broken program, say."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

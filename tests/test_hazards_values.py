@@ -339,8 +339,7 @@ def test_bf16_autocast_inside_fp16(level: str) -> None:
     assert planned(result, "linear") == ["f16", "bf16", "f32", "bf16", "f16"]
 
 
-@RULED
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@SETTINGS
 def test_call_under_an_ambient_autocast(level: str, emit: str) -> None:
     """The whole program in FP16 as asked; autocast outside adds nothing to it."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))

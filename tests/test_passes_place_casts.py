@@ -1,0 +1,165 @@
+"""place_casts: one cast per value and dtype, right behind its producer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from graphs import Stage, leaf
+
+from mpcompile import ir
+from mpcompile.passes.place_casts import place_casts
+from mpcompile.policy import Policy, Precision
+
+
+def test_applies() -> None:
+    """Inputs down once, the softmax's input up, its output down, the graph's output up."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, w).softmax(-1), w)
+
+    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
+    stage.run_twice()
+    assert_expected_inline(stage.text, """\
+x: f32[3, 4] = input
+w: f32[4, 4] = input
+w_f16: f16[4, 4] = to(w, f16)
+x_f16: f16[3, 4] = to(x, f16)
+linear: f16[3, 4] = linear(x_f16, w_f16)
+linear_f32: f32[3, 4] = to(linear, f32)
+softmax: f32[3, 4] = softmax(linear_f32, -1)
+softmax_f16: f16[3, 4] = to(softmax, f16)
+linear_1: f16[3, 4] = linear(softmax_f16, w_f16)
+linear_1_f32: f32[3, 4] = to(linear_1, f32)
+return linear_1_f32
+""")
+
+
+def test_several_readers_share_a_cast() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = F.linear(x, w), F.linear(x, w)
+        return a.exp() + a.cos() + b.exp()
+
+    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
+    stage.run()
+    casts = [n.name for n in stage.gm.graph.nodes if ir.is_cast(n)]
+    assert sorted(casts) == ["linear_1_f32", "linear_f32", "w_f16", "x_f16"]
+
+
+def test_leaves_a_graph_of_fp32_alone() -> None:
+    def program(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return x.exp().sum() + n.double().sum() + torch.fft.fft(x).real.sum()
+
+    stage = Stage(place_casts, program, leaf(4), torch.arange(4))
+    assert not stage.run()
+
+
+def test_symbolic_sizes() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x[1:].reshape(-1, 4), w)
+
+    x = leaf(3, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    stage = Stage(place_casts, program, x, leaf(5, 4))
+    stage.run_twice()
+    assert_expected_inline(stage.text, """\
+x_size_0: SymInt = input
+x: f32[s0, 4] = input
+w: f32[5, 4] = input
+w_f16: f16[5, 4] = to(w, f16)
+x_f16: f16[s0, 4] = to(x, f16)
+slice_1: f16[s0 - 1, 4] = slice(x_f16, 0, 1, 9223372036854775807)
+reshape: f16[s0 - 1, 4] = reshape(slice_1, [-1, 4])
+linear: f16[s0 - 1, 5] = linear(reshape, w_f16)
+linear_f32: f32[s0 - 1, 5] = to(linear, f32)
+return linear_f32
+""")
+
+
+def test_cast_stands_where_the_value_was_made() -> None:
+    """Not in the no_grad region that reads it first: the gradient would be cut for all readers."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        with torch.no_grad():
+            size = h.exp()
+        return h.exp() * size
+
+    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
+    stage.run()
+    assert stage.node("linear").next.name == "linear_f32"
+
+
+def test_memory_that_is_written_is_cast_at_each_use() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        a = F.linear(state, w)
+        state.mul_(2)
+        return a + F.linear(state, w)
+
+    stage = Stage(place_casts, program, leaf(3, 4), torch.randn(4, 4), torch.randn(2, 4))
+    stage.run()
+    assert_expected_inline(stage.text, """\
+state: f32[2, 4] = input
+w: f32[4, 4] = input
+w_f16: f16[4, 4] = to(w, f16)
+state_f16: f16[2, 4] = to(state, f16)
+linear: f16[2, 4] = linear(state_f16, w_f16)
+linear_f32: f32[2, 4] = to(linear, f32)
+mul_: f32[2, 4] = mul_(state, 2)
+mul__f16: f16[2, 4] = to(mul_, f16)
+linear_1: f16[2, 4] = linear(mul__f16, w_f16)
+linear_1_f32: f32[2, 4] = to(linear_1, f32)
+add: f32[2, 4] = add(linear_f32, linear_1_f32)
+return add
+""")
+
+
+def test_mask_is_clamped_by_its_cast() -> None:
+    """Half the range, so that a score can be added; -inf stays."""
+
+    def program(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    stage = Stage(place_casts, program, leaf(1, 2, 8), torch.zeros(2, 2))
+    stage.run()
+    assert [line for line in stage.text.splitlines() if line.startswith("mask")] == [
+        "mask: f32[2, 2] = input",
+        "mask_clamped: b8[2, 2] = eq(mask, -inf)",
+        "mask_clamped_1: f32[2, 2] = clamp_min(mask, -32752.0)",
+        "mask_clamped_2: f32[2, 2] = masked_fill(mask_clamped_1, mask_clamped, -inf)",
+        "mask_clamped_2_f16: f16[2, 2] = to(mask_clamped_2, f16)",
+    ]
+
+
+def test_numbers_stay_fp32_beside_low_tensors() -> None:
+    """A learned temperature: type promotion gives the tensor's dtype by itself."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, w) * t, w)
+
+    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4), leaf())
+    stage.run()
+    assert "mul: f16[3, 4] = mul(linear, t)" in stage.text
+
+
+def test_batch_norm_takes_its_parameters_in_fp32() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        h = F.conv2d(x, w)
+        return F.conv2d(F.batch_norm(h, mean, mean, scale, training=True), w)
+
+    stage = Stage(place_casts, program, leaf(2, 4, 5, 5), leaf(4, 4, 1, 1), leaf(4), torch.zeros(4))
+    stage.run()
+    assert "= batch_norm(conv2d, scale, None, mean, mean, True" in stage.text
+
+
+def test_an_operator_that_refuses_is_left_as_captured() -> None:
+    """The user may ask for what an operator's own checks deny."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(F.linear(x, w))
+
+    stage = Stage(place_casts, program, leaf(4, 4), leaf(4, 4), policy=Policy(low=["linalg_inv"]))
+    stage.run()
+    assert "linalg_inv: f32[4, 4] = linalg_inv(linear_f32)" in stage.text
+    assert stage.mark("linalg_inv").precision is Precision.FULL
+    assert stage.mark("linalg_inv").reason.startswith("refuses low operands: ")
