@@ -197,7 +197,7 @@ def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Step], bool]:
 
 
 def _connect(graph: fx.Graph, steps: list[_Step], symbols: list[fx.Node]) -> None:
-    """Fill in what each step takes and gives.
+    """Fill in what each step takes and gives. Raises CannotRewrite, see `compile_around_rnns`.
 
     Every piece takes all symbols: Inductor reads a symbol off an argument, not out of `2 * s`.
     """
@@ -215,6 +215,9 @@ def _connect(graph: fx.Graph, steps: list[_Step], symbols: list[fx.Node]) -> Non
     for step in steps:
         step.inputs = sorted(taken[step], key=position.__getitem__)
         step.outputs = [node for node in step.nodes if node in wanted]
+        for node in step.outputs:
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                raise CannotRewrite("an autocast region reaches across an RNN")
 
 
 def _outline(gm: fx.GraphModule, step: _Step, base: bool) -> fx.GraphModule:

@@ -6,6 +6,9 @@ autograd.Function, so AOTAutograd traces into them and the compiled graph holds 
 
 The result shares its input's memory, but by `detach()`: autograd forbids writing in place to a view
 that an autograd.Function returns, and a program may well write to what our graph hands out.
+
+Differentiable once: in a second differentiation the gradient enters in the middle, unscaled, and
+would leave divided by the scale. It is refused, as AOTAutograd refuses it for compiled graphs.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 _LIBRARY = torch.library.Library("mpcompile", "DEF")
 _LIBRARY.define("scale_grad(Tensor(a) x, Tensor scale) -> Tensor(a)")
@@ -27,6 +31,7 @@ class _ScaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         return None if grads[0] is None else grads[0] * scale, None
@@ -42,6 +47,7 @@ class _UnscaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:

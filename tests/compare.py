@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -17,6 +19,27 @@ from mpcompile.inspect.plan import Plan
 
 # Relative to the norm of each tensor: a few roundings deep in FP16 (2**-11) or BF16 (2**-8).
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+# Both levels, both ways of running: by autograd, and by AOTAutograd's forward and backward graphs.
+SETTINGS = pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
+
+
+def leaf(*size: int) -> torch.Tensor:
+    return torch.randn(size, requires_grad=True)
+
+
+class MLP(nn.Module):
+    """A residual branch with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(F.gelu(self.norm(self.up(x))))
+        return out
 
 
 @dataclass

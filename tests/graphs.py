@@ -15,10 +15,6 @@ from mpcompile.policy import Config, Level, Policy
 from mpcompile.spec import verify
 
 
-def leaf(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
-
-
 def captured(program: Any, *inputs: Any, **options: Any) -> fx.GraphModule:
     """The graph that capture makes of a program; `options` go to torch.compile."""
     graphs = []
@@ -66,13 +62,14 @@ class Stage:
 
     @property
     def text(self) -> str:
-        """The graph, bodies of activation checkpoints included."""
+        """The graph, bodies of activation checkpoints included; their operator by a short name."""
         bodies = [
             f"\n{name}:\n{ir.render(body.graph)}"
             for name, body in self.gm.named_children()
             if isinstance(body, fx.GraphModule)
         ]
-        return _renumbered(ir.render(self.gm.graph) + "".join(bodies))
+        text = _renumbered(ir.render(self.gm.graph) + "".join(bodies))
+        return re.sub(r"(higher_order::)?tag_activation_checkpoint", "checkpoint", text)
 
     @property
     def marks(self) -> str:

@@ -12,7 +12,7 @@ accumulation is as good as the data it was given, so its error is measured in mu
 rounding the data to FP16 does by itself. With u = 2**-11 the unit roundoff and t = 2**-25 half of
 the smallest subnormal,
 
-    noise(y) = max over 8 draws of |y64(x + s(u|x| + t)) - y64(x)|,  s = +-1 drawn per element
+    noise(y) = max over 8 draws of |y64(x + s(u|x| + t)) - y64(x)|,  s uniform in [-2, 2]
     error(y) <= LOW_FACTOR * (noise(y) + u |y64| + t)
 
 x being all FP32 operands and, for gradients, the incoming gradients too. Products that cancel, and
@@ -223,7 +223,7 @@ def _ratio(error: torch.Tensor, tolerance: torch.Tensor) -> float:
 def _comparable(
     mine: torch.Tensor, exact: torch.Tensor, narrow: torch.Tensor, low: bool
 ) -> torch.Tensor:
-    """Which entries to compare: the finite ones. The others must be what eager FP32 makes of them."""
+    """Which entries to compare: the finite ones. The others must be as eager FP32 has them."""
     finite = exact.isfinite() & narrow.isfinite()
     if low:  # beyond FP16's range, infinity is the right answer
         finite &= exact.abs() <= MAX16

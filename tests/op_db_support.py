@@ -166,9 +166,9 @@ class Twin:
 
 
 def _nudge(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each element moved up or down by what rounding it to FP16 may do."""
-    sign = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-    moved = value + sign * (U16 * value.abs() + TINY16)
+    """Each element moved as far as rounding it to FP16 may move it, and up to twice as far."""
+    step = torch.rand(value.shape, generator=generator) * 4 - 2
+    moved = value + step * (U16 * value.abs() + TINY16)
     return torch.where(value.isfinite(), moved, value)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_near, check, weighted_sum
+from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
+from graphs import captured
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,31 +16,9 @@ from mpcompile import ir, mpcompile
 from mpcompile.capture import capture
 from mpcompile.errors import CannotRewrite
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-
-
-def leaf(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
-
-
-def captured(program: Any, *inputs: Any, **options: Any) -> fx.GraphModule:
-    """The graph that capture makes of a program."""
-    graphs = []
-
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        graphs.append(capture(gm, examples))
-        return gm.forward
-
-    torch.compile(program, backend=backend, **options)(*inputs)
-    (graph,) = graphs
-    return graph
-
 
 def by_op(gm: fx.GraphModule) -> dict[str, fx.Node]:
     return {ir.op_name(n).removeprefix("aten::"): n for n in gm.graph.nodes if ir.is_op(n)}
-
-
-# -- the graph ------------------------------------------------------------------------------------------
 
 
 def test_vocabulary_is_aten_before_autograd() -> None:
@@ -168,9 +146,6 @@ def test_a_graph_that_is_not_dynamos() -> None:
         capture(gm, [torch.ones(2)])
 
 
-# -- shapes ---------------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Uses its sizes: in views, as numbers, as bounds of slices."""
 
@@ -260,9 +235,6 @@ def test_sizes_that_depend_on_data(level: str) -> None:
     mask = torch.arange(8) % 3 == 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         check(program, leaf(8, 16), leaf(16, 16), mask, level=level, low=["linear"])
-
-
-# -- arguments --------------------------------------------------------------------------------------------
 
 
 @LEVELS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import check
+from compare import LEVELS, SETTINGS, check, leaf
 from torch import fx, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 
 import mpcompile.emit
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 aten = torch.ops.aten
 
 
@@ -89,10 +88,6 @@ def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def selective(body: Callable[..., Any], x: torch.Tensor) -> Any:
     context = functools.partial(create_selective_checkpoint_contexts, save_products)
     return checkpoint(body, x, use_reentrant=False, context_fn=context)
-
-
-def leaf(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
 
 
 # products in the backward: two for each linear, and those of the body a second time (the last

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 from torch import nn
 
 from mpcompile.passes.classify import classify
@@ -23,7 +24,9 @@ def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_the_table() -> None:
     stage = Stage(classify, program, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert_expected_inline(stage.marks, """\
+    assert_expected_inline(
+        stage.marks,
+        """\
 linear: LOW [table]
 gelu: FOLLOW [table]
 softmax: FULL [table]
@@ -32,7 +35,8 @@ t: FOLLOW [table]
 t_1: FOLLOW [table]
 special_bessel_j0: KEEP [table]
 add: FOLLOW [table]
-""")
+""",
+    )
     assert stage.mark("gelu").reason == "activation that grows no faster than its input"
 
 
@@ -54,15 +58,21 @@ class Net(nn.Module):
 
 def test_policy_beats_the_table_node_before_module_before_operator() -> None:
     policy = Policy(
-        low=["softmax"], full=["linear"], modules={"^a$": "low", "^b$": "keep"}, nodes={"linear_1": "fp32"}
+        low=["softmax"],
+        full=["linear"],
+        modules={"^a$": "low", "^b$": "keep"},
+        nodes={"linear_1": "fp32"},
     )
     stage = Stage(classify, Net(), leaf(2, 4), policy=policy)
     stage.run()
-    assert_expected_inline(stage.marks, """\
+    assert_expected_inline(
+        stage.marks,
+        """\
 linear: LOW [policy]
 linear_1: FULL [policy]
 softmax: LOW [policy]
-""")
+""",
+    )
     assert stage.mark("linear").reason == "policy: module '^a$'"
 
 
@@ -92,9 +102,6 @@ def test_without_a_kernel_full() -> None:
     assert stage.mark("linear").precision is Precision.LOW
 
 
-# -- hands off, whatever the policy ------------------------------------------------------------------------
-
-
 def other_dtypes(x: torch.Tensor, w: torch.Tensor) -> Any:
     return F.linear(x.double(), w.double()), torch.arange(3) + 1, torch.fft.fft(x)
 
@@ -118,7 +125,9 @@ def opaque(x: torch.Tensor, w: torch.Tensor) -> Any:
     ],
 )
 def test_hands_off(kept: Any, reason: str) -> None:
-    policy = Policy(low=["linear", "to", "view", "add", "_fft_c2c", "fft_fft", "higher_order::cond"])
+    policy = Policy(
+        low=["linear", "to", "view", "add", "_fft_c2c", "fft_fft", "higher_order::cond"]
+    )
     stage = Stage(classify, kept, torch.randn(4, 4), torch.randn(4, 4), policy=policy)
     stage.run()
     marks = {name: stage.mark(name) for name in stage.marks.replace(":", "").split()[::3]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 from torch import fx
 
 from mpcompile import ir
@@ -34,7 +35,9 @@ def test_down_after_up_is_the_value_itself() -> None:
     down = cast(stage, cast(stage, low, torch.float32), torch.float16)
     stage.node("relu").replace_input_with(low, down)
     stage.run_twice()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
@@ -44,7 +47,8 @@ relu: f16[3, 4] = relu(linear)
 linear_1: f16[3, 4] = linear(relu, w_f16)
 linear_1_f32: f32[3, 4] = to(linear_1, f32)
 return linear_1_f32
-""")
+""",
+    )
 
 
 def test_up_after_down_is_a_rounding_and_stays() -> None:
@@ -81,12 +85,15 @@ def test_casts_that_nobody_reads_go_and_the_users_own_stay() -> None:
     stage = Stage(clean, program, x)
     cast(stage, cast(stage, stage.node("x"), torch.float16), torch.float32)
     assert stage.run()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x_size_0: SymInt = input
 x: f32[s0] = input
 to: f16[s0] = to(x, f16)
 to_1: f32[s0] = to(to, f32)
 add: f32[s0] = add(to_1, 1)
 return add
-""")
+""",
+    )
     stage.run_twice()

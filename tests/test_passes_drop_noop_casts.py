@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 
 from mpcompile.passes.drop_noop_casts import drop_noop_casts
 
@@ -18,12 +19,15 @@ def test_applies_to_every_spelling() -> None:
 
     stage = Stage(drop_noop_casts, program, leaf(4, 4))
     assert stage.run()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 q: f32[4, 4] = input
 softmax: f32[4, 4] = softmax(q, -1)
 mul: f32[4, 4] = mul(softmax, softmax)
 return mul
-""")
+""",
+    )
 
 
 def test_leaves_what_does_something() -> None:
@@ -48,7 +52,9 @@ def test_idempotent_with_several_users_and_symbolic_sizes() -> None:
 
     stage = Stage(drop_noop_casts, program, leaf(5, 3), dynamic=True)
     stage.run_twice()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x_size_0: SymInt = input
 x_size_1: SymInt = input
 x: f32[s0, s1] = input
@@ -56,4 +62,5 @@ relu: f32[s0, s1] = relu(x)
 mul: f32[s0, s1] = mul(relu, relu)
 add: f32[s0, s1] = add(relu, mul)
 return add
-""")
+""",
+    )

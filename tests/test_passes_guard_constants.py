@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 
 from mpcompile.passes.guard_constants import guard_constants
 from mpcompile.policy import Policy, Precision
@@ -24,7 +25,7 @@ def pinned(stage: Stage) -> dict[str, str]:
 
 
 def test_applies_and_reaches_as_far_as_the_value() -> None:
-    """From the mask to the softmax, which has FP32 arithmetic of its own; not to what reads that."""
+    """From the mask to the softmax, which has FP32 arithmetic of its own, and no further."""
 
     def program(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         scores = (q @ q.t()).masked_fill(mask, torch.finfo(q.dtype).min)
@@ -127,7 +128,12 @@ def test_bf16_holds_the_range_but_not_the_positions() -> None:
     stage = Stage(guard_constants, constant_tensor, leaf(3, 2), low=torch.bfloat16)
     stage.run()
     assert pinned(stage) == {}
-    far = Stage(guard_constants, lambda x: x.relu() + torch.arange(256.0, 259.0), leaf(2, 3), low=torch.bfloat16)
+    far = Stage(
+        guard_constants,
+        lambda x: x.relu() + torch.arange(256.0, 259.0),
+        leaf(2, 3),
+        low=torch.bfloat16,
+    )
     far.run()
     assert pinned(far).keys() == {"add"}
 
@@ -158,8 +164,11 @@ def test_data_of_unknown_range_at_o2(level: str, reached: set[str]) -> None:
 def test_the_users_word_is_not_overruled() -> None:
     stage = Stage(guard_constants, scalar, leaf(3, 2), policy=Policy(low=["add"]))
     stage.run()
-    assert_expected_inline(stage.marks, """\
+    assert_expected_inline(
+        stage.marks,
+        """\
 relu: FOLLOW [table]
 add: LOW [policy]
 relu_1: FOLLOW [table]
-""")
+""",
+    )

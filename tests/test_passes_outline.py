@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
@@ -28,13 +29,15 @@ def test_applies() -> None:
 
     stage = Stage(outline, program, leaf(3, 4), leaf(4, 4))
     stage.run_twice()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
 checkpoint_body_0 = self.checkpoint_body_0
-tag_activation_checkpoint: (f32[3, 4]) = higher_order::tag_activation_checkpoint(checkpoint_body_0, x, w_f16, use_reentrant=False)
-getitem: f32[3, 4] = getitem(tag_activation_checkpoint, 0)
+checkpoint: (f32[3, 4]) = checkpoint(checkpoint_body_0, x, w_f16, use_reentrant=False)
+getitem: f32[3, 4] = getitem(checkpoint, 0)
 add: f32[3, 4] = add(getitem, x)
 return add
 
@@ -47,7 +50,8 @@ linear: f16[3, 4] = linear(cos_f16, w_f16)
 linear_f32: f32[3, 4] = to(linear, f32)
 exp: f32[3, 4] = exp(linear_f32)
 return exp
-""")
+""",
+    )
 
 
 def test_a_graph_without_checkpoints_is_left_alone() -> None:
@@ -79,7 +83,10 @@ def test_nested_and_repeated() -> None:
     (inner,) = outer.children()
     for body in (inner, again):
         assert isinstance(body, fx.GraphModule)
-        assert [ir.op_name(n) for n in body.graph.nodes if ir.is_op(n)] == ["aten::sin", "aten::mul"]
+        assert [ir.op_name(n) for n in body.graph.nodes if ir.is_op(n)] == [
+            "aten::sin",
+            "aten::mul",
+        ]
 
 
 def test_several_results_some_read_twice_and_a_symbolic_size() -> None:
@@ -95,13 +102,15 @@ def test_several_results_some_read_twice_and_a_symbolic_size() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     stage = Stage(outline, program, x)
     stage.run()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x_size_0: SymInt = input
 x: f32[s0, 4] = input
 checkpoint_body_0 = self.checkpoint_body_0
-tag_activation_checkpoint: (f32[s0, 2], f32[s0, 2]) = higher_order::tag_activation_checkpoint(checkpoint_body_0, x, use_reentrant=False)
-getitem_2: f32[s0, 2] = getitem(tag_activation_checkpoint, 0)
-getitem_3: f32[s0, 2] = getitem(tag_activation_checkpoint, 1)
+checkpoint: (f32[s0, 2], f32[s0, 2]) = checkpoint(checkpoint_body_0, x, use_reentrant=False)
+getitem_2: f32[s0, 2] = getitem(checkpoint, 0)
+getitem_3: f32[s0, 2] = getitem(checkpoint, 1)
 add: f32[s0, 2] = add(getitem_3, getitem_2)
 sum_1: f32[] = sum(x)
 mul: f32[s0, 2] = mul(getitem_3, sum_1)
@@ -114,7 +123,8 @@ getitem: f32[s0, 2] = getitem(chunk, 0)
 getitem_1: f32[s0, 2] = getitem(chunk, 1)
 sin: f32[s0, 2] = sin(getitem)
 return getitem_1, sin
-""")
+""",
+    )
 
 
 def test_constants_are_handed_in() -> None:

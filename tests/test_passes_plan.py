@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 from torch import nn
 
 from mpcompile.passes.plan import plan
@@ -30,7 +31,9 @@ class Block(nn.Module):
 def test_o1_residual_stream_stays_fp32() -> None:
     stage = Stage(plan, Block(), leaf(2, 3, 8), level="O1")
     stage.run_twice()
-    assert_expected_inline(stage.marks, """\
+    assert_expected_inline(
+        stage.marks,
+        """\
 layer_norm: FULL [table]
 linear: LOW [table]
 gelu: LOW [plan]
@@ -39,14 +42,17 @@ linear_1: LOW [table]
 view_1: LOW [plan]
 add: FULL [plan]
 mean: FULL [table]
-""")
+""",
+    )
     assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
 
 
 def test_o2_residual_stream_is_stored_low() -> None:
     stage = Stage(plan, Block(), leaf(2, 3, 8), level="O2")
     stage.run_twice()
-    assert_expected_inline(stage.marks, """\
+    assert_expected_inline(
+        stage.marks,
+        """\
 layer_norm: FULL [table]
 linear: LOW [table]
 gelu: LOW [plan]
@@ -55,7 +61,8 @@ linear_1: LOW [table]
 view_1: LOW [plan]
 add: LOW [plan]
 mean: FULL [table]
-""")
+""",
+    )
 
 
 def test_o3_everything_low() -> None:
@@ -126,7 +133,9 @@ def test_policy_and_guards_are_left_alone() -> None:
 
     for level in ("O1", "O2"):
         inputs = leaf(4, 4), leaf(4, 4)
-        stage = Stage(plan, program, *inputs, level=level, policy=Policy(full=["gelu"]), dynamic=True)
+        stage = Stage(
+            plan, program, *inputs, level=level, policy=Policy(full=["gelu"]), dynamic=True
+        )
         stage.run()
         assert stage.mark("gelu").rule == "policy"
         assert stage.mark("add").rule == "guard"

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from graphs import Stage, leaf
+from graphs import Stage
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
@@ -24,10 +25,12 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 def test_applies() -> None:
-    """x needs no gradient: it is left alone."""
+    """X needs no gradient: it is left alone."""
     stage = scaled(linear, torch.randn(3, 4), leaf(5, 4))
     stage.run_twice()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x: f32[3, 4] = input
 w: f32[5, 4] = input
 mp_scale: f32[] = input
@@ -39,7 +42,8 @@ linear: f16[3, 5] = linear(x_f16, w_f16)
 linear_f32: f32[3, 5] = to(linear, f32)
 linear_f32_scale: f32[3, 5] = mpcompile::scale_grad(linear_f32, mp_scale)
 return linear_f32_scale
-""")
+""",
+    )
 
 
 def test_not_asked_for() -> None:
@@ -57,7 +61,9 @@ def test_each_result_once_and_only_what_is_differentiable() -> None:
 
     stage = scaled(program, leaf(4))
     stage.run()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 x: f32[4] = input
 mp_scale: f32[] = input
 mp_found: f32[] = input
@@ -68,7 +74,8 @@ gt: b8[4] = gt(exp, 1)
 argmax: i64[] = argmax(exp)
 exp_scale: f32[4] = mpcompile::scale_grad(exp, mp_scale)
 return exp_scale, detach, gt, argmax
-""")
+""",
+    )
 
 
 def test_symbolic_sizes() -> None:
@@ -114,7 +121,9 @@ def test_an_input_that_is_written_is_copied_and_copied_back() -> None:
     w = leaf(4, 4)
     stage = scaled(program, w * 1, w)
     stage.run()
-    assert_expected_inline(stage.text, """\
+    assert_expected_inline(
+        stage.text,
+        """\
 h: f32[4, 4] = input
 w: f32[4, 4] = input
 mp_scale: f32[] = input
@@ -131,7 +140,8 @@ h_own_scale: f32[4, 4] = mpcompile::scale_grad(h_own, mp_scale)
 h_back: f32[4, 4] = copy_(h, h_own_scale)
 linear_f32_scale: f32[4, 4] = mpcompile::scale_grad(linear_f32, mp_scale)
 return linear_f32_scale
-""")
+""",
+    )
 
 
 def test_an_input_written_behind_autograds_back() -> None:

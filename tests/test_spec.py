@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import Stage, leaf
+from compare import leaf
+from graphs import Stage
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir, pipeline, spec

@@ -1,27 +1,17 @@
-"""Hazards around memory: in-place writes, views, aliases, buffers, and what a program returns."""
+"""Hazards around memory: writes in place, to values, views, inputs and buffers."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_near, check, fallback_reason
+from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf
 from torch import nn
 
 from mpcompile import MPCompileWarning, mpcompile
-
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-
-
-def leaf(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
-
-
-# -- programs of (x[8, 16], w[16, 16]) that write in place -----------------------------------------
 
 
 def relu_on_a_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -179,9 +169,6 @@ def test_residual_block_with_in_place_activation(level: str) -> None:
     check(Block(), leaf(2, 8, 6, 6), level=level, low=["conv2d"])
 
 
-# -- inputs and buffers that are written -----------------------------------------------------------
-
-
 def write_to_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
     x[:, 0] = 7
@@ -251,7 +238,7 @@ def test_input_written_and_an_alias_returned() -> None:
     fast = mpcompile(program, dtype=torch.float16, emit="eager")
     w = leaf(16, 16)
     with pytest.warns(MPCompileWarning, match="written in place, and so is an alias"):
-        row, out = fast(torch.ones(8, 16) * w[0].detach().requires_grad_(), w)
+        row, _ = fast(torch.ones(8, 16) * w[0].detach().requires_grad_(), w)
     assert torch.equal(row, w[0].detach() + 1)
 
 
@@ -301,140 +288,3 @@ def test_parameter_written_without_grad() -> None:
 
     reason = fallback_reason(Clipped(), torch.randn(8, 16))
     assert "linear_weight needs a gradient and is written without one" in reason
-
-
-# -- what comes back ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Result:
-    loss: torch.Tensor
-    logits: torch.Tensor
-    name: str = "result"
-
-
-def returns_its_input(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return x, F.linear(x, w)
-
-
-def returns_a_view_of_its_input(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return x[2:].t(), w.view(-1), F.linear(x, w)
-
-
-def returns_twice(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return h, h, h.view(-1), [h, h + 1]
-
-
-def returns_no_tensors(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return None, 3, "text", h.shape[0], h, 2.5, True, h.dtype == torch.float32, None
-
-
-def returns_a_dict(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return {"h": h, "inner": {"loss": h.mean(), "none": None}, "best": h.argmax(-1)}
-
-
-def returns_detached(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return h.detach(), h, h.detach().mean(), h > 0
-
-
-def returns_a_constant(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return torch.ones(3), torch.arange(5), F.linear(x, w)
-
-
-def returns_leftovers(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """Results of several kinds of node: a sort's values and indices, a split's parts."""
-    values, order = F.linear(x, w).sort(-1)
-    a, b = F.linear(x, w).chunk(2, -1)
-    return values, order.sort(-1)[0], a, b.contiguous()
-
-
-RETURNS = [
-    returns_its_input, returns_a_view_of_its_input, returns_twice, returns_no_tensors,
-    returns_a_dict, returns_detached, returns_a_constant, returns_leftovers,
-]  # fmt: skip
-
-
-@SETTINGS
-@pytest.mark.parametrize("program", RETURNS)
-def test_returns(program: Any, level: str, emit: str) -> None:
-    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
-
-
-def test_input_comes_back_as_itself() -> None:
-    x, w = leaf(8, 16), leaf(16, 16)
-    fast = mpcompile(returns_its_input, dtype=torch.float16, emit="aot_eager", strict=True)
-    assert fast(x, w)[0] is x
-
-
-@LEVELS
-def test_dataclass_result(level: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
-            logits = self.linear(x)
-            return Result(F.cross_entropy(logits, y), logits)
-
-    model = mpcompile(Net(), dtype=torch.float16, level=level, emit="eager", strict=True)
-    result = model(torch.randn(8, 16), torch.randint(4, (8,)))
-    assert isinstance(result, Result)
-    assert (result.name, result.loss.dtype, result.logits.shape) == (
-        "result",
-        torch.float32,
-        (8, 4),
-    )
-    result.loss.backward()
-    assert model.linear.weight.grad.norm() > 0
-
-
-@SETTINGS
-def test_result_may_be_written_by_the_caller(level: str, emit: str) -> None:
-    """Between the graphs of a broken program, say."""
-
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, w)
-
-    x, w = torch.randn(8, 16), leaf(16, 16)
-    fast = mpcompile(program, dtype=torch.float16, emit=emit, level=level, strict=True)
-    grads = []
-    for run in (program, fast):
-        h = run(x, w)
-        h += 1
-        h[0].zero_()
-        grads.append(torch.autograd.grad((h * h).mean(), w)[0])
-    assert_near(grads[1], grads[0], "gradient", 1e-2)
-
-
-# -- programs with little in them --------------------------------------------------------------------
-
-
-def test_module_without_parameters() -> None:
-    class Product(nn.Module):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x @ y
-
-    check(Product(), leaf(8, 16), leaf(16, 8), low=["matmul"])
-
-
-def test_nothing_is_float() -> None:
-    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
-        return x + y.sum(), x > 2, x.bool() & (y[0] > 0)
-
-    check(program, torch.randint(9, (8, 4)), torch.randint(9, (4,)))
-
-
-def test_no_tensor_comes_in() -> None:
-    def program() -> torch.Tensor:
-        return torch.ones(3, 4) @ torch.ones(4, 2)
-
-    check(program, low=["matmul"])
-
-
-def test_nothing_to_compute() -> None:
-    check(nn.Identity(), leaf(3))

@@ -1,0 +1,161 @@
+"""autograd.Function: its backward is kept, and sees gradients true to size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import LEVELS, SETTINGS, check, fallback_reason, leaf
+from torch import nn
+
+BIG_SCALE = 2.0**15
+
+
+class StraightThrough(torch.autograd.Function):
+    """A backward that is not the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 3
+
+
+class ClipGradient(torch.autograd.Function):
+    """A backward that is not linear: what it gets must be true to size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.clamp(-0.01, 0.01)
+
+
+class ScaledMatmul(torch.autograd.Function):
+    """Two inputs, saved tensors, a number, two outputs of which one is not differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        y = x @ w * factor
+        best = y.argmax(-1)
+        ctx.mark_non_differentiable(best)
+        return y, best
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _best: Any) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return grad @ w.t() * ctx.factor, x.t() @ grad * ctx.factor * 2, None
+
+
+class AddInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        x.add_(y)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, grad * 2
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Both outputs differentiable; an input that needs no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(mask)
+        return x * mask, x.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> Any:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return left * mask * 0.5 + right.unsqueeze(-1) * 4, None
+
+
+class Around(nn.Module):
+    """Low-precision work before and after a function of the user's own."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.function(self.before(x))
+        out: torch.Tensor = self.after(h)
+        return out
+
+
+FUNCTIONS = {
+    "straight_through": lambda h: StraightThrough.apply(h * 4),
+    "clip": ClipGradient.apply,
+    "non_differentiable": lambda h: ScaledMatmul.apply(h, h.t() @ h, 0.5)[0],
+    "mark_dirty": lambda h: AddInPlace.apply(h * 1, h),
+    "two_outputs": lambda h: sum_of(TwoOutputs.apply(h, h.detach() > 0)),
+}
+
+
+def sum_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return results[0] + results[1].unsqueeze(-1)
+
+
+@SETTINGS
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_autograd_function_keeps_its_backward(name: str, level: str, emit: str) -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    if name == "straight_through":
+        x = torch.randn(8, 16)  # rounding at .5 may go either way
+    check(Around(FUNCTIONS[name]), x, level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+def test_nonlinear_backward_sees_gradients_true_to_size(level: str) -> None:
+    """At a scale of 32768 every scaled gradient would be clipped."""
+    x = torch.randn(8, 16, requires_grad=True)
+    check(Around(ClipGradient.apply), x, level=level, loss_scale=BIG_SCALE)
+
+
+@LEVELS
+def test_integer_output_of_autograd_function(level: str) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return ScaledMatmul.apply(F.linear(x, w), w, 2.0)
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"])
+
+
+@SETTINGS
+def test_result_of_a_function_is_written(level: str, emit: str) -> None:
+    """Autograd forbids it for views that an autograd.Function returns; ours must be none."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = ClipGradient.apply(F.linear(x, w))
+        h.mul_(2)
+        h[:, 0] = 1
+        return F.linear(h, w)
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+def test_dirty_argument_read_again(level: str) -> None:
+    """The write's history reaches the later read in FP32; scaled, it could not: said so."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w) * 1
+        view = h.view(-1)
+        AddInPlace.apply(h, x)
+        return F.linear(view.view(8, 16), w)
+
+    reason = fallback_reason(program, leaf(8, 16), leaf(16, 16), level=level)
+    assert "which is read again after it" in reason

@@ -1,0 +1,194 @@
+"""Every gradient of the rewritten program is the FP32 program's, however it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import LEVELS, MLP, SETTINGS, assert_near, check, leaf, weighted_sum
+from torch import nn
+
+from mpcompile import mpcompile
+
+BIG_SCALE = 2.0**15
+
+
+@LEVELS
+def test_gradients_too_small_for_fp16_survive(level: str) -> None:
+    """1e-8 is zero in FP16; scaled by 2**15 it is a normal number."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, w), w) * 1e-6
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=BIG_SCALE)
+
+
+@LEVELS
+def test_frozen_parameters_get_no_gradient(level: str) -> None:
+    model = MLP()
+    model.up.requires_grad_(False)
+    model.norm.weight.requires_grad_(False)
+    check(model, torch.randn(8, 16), level=level, low=["linear"])
+    assert model.up.weight.grad is None
+    assert model.down.weight.grad is not None
+
+
+@LEVELS
+def test_nothing_needs_a_gradient(level: str) -> None:
+    result = check(MLP().requires_grad_(False), torch.randn(8, 16), level=level, low=["linear"])
+    assert not result.plans[0].scaled
+
+
+@LEVELS
+def test_only_the_input_needs_a_gradient(level: str) -> None:
+    result = check(MLP().requires_grad_(False), leaf(8, 16), level=level, low=["linear"])
+    assert result.plans[0].scaled
+
+
+@LEVELS
+def test_input_that_is_no_leaf(level: str) -> None:
+    """The gradient goes on, true to size, into eager code before the compiled function."""
+    model, w = MLP(), leaf(16, 16)
+    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    fast.load_state_dict(model.state_dict())
+    x = torch.randn(8, 16)
+    expected, actual = (
+        torch.autograd.grad(weighted_sum(m(x @ w)), [w, *m.parameters()]) for m in (model, fast)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        assert_near(a, e, "gradient", 1e-2)
+
+
+@LEVELS
+def test_hooks_see_fp32_gradients_true_to_size(level: str) -> None:
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+
+    def prepare(model: nn.Module) -> None:
+        compiled = model._compiled_call_impl is not None
+        for parameter in model.parameters():
+            parameter.register_hook(
+                lambda g: seen[compiled].append(g.clone()) or g.clamp(-0.01, 0.01)
+            )
+
+    check(MLP(), torch.randn(8, 16), level=level, prepare=prepare)
+    order = sorted(seen[False], key=lambda g: (g.shape, g.norm().item()))
+    for a, e in zip(
+        sorted(seen[True], key=lambda g: (g.shape, g.norm().item())), order, strict=True
+    ):
+        assert_near(a, e, "gradient in the hook", 1e-2)
+
+
+@SETTINGS
+def test_hooks_set_by_the_program(level: str, emit: str) -> None:
+    """On an input and on a value inside; both clip, so both must see gradients true to size."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        h = F.linear(x, w)
+        h.register_hook(lambda g: g.clamp(-0.005, 0.005))
+        return F.linear(h, w)
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
+
+
+@LEVELS
+def test_hook_after_accumulation_can_step_at_once(level: str) -> None:
+    def prepare(model: nn.Module) -> None:
+        def step(parameter: torch.Tensor) -> None:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+
+    result = check(MLP(), torch.randn(8, 16), level=level, prepare=prepare)
+    for a, e in zip(result.model.parameters(), result.reference.parameters(), strict=True):
+        assert_near(a.detach(), e.detach(), "parameter", 1e-3)
+
+
+@SETTINGS
+def test_gradients_accumulate_over_steps(level: str, emit: str) -> None:
+    check(MLP(), leaf(8, 16), level=level, steps=3, emit=emit)
+
+
+@SETTINGS
+def test_two_backward_passes_through_one_graph(level: str, emit: str) -> None:
+    model = MLP()
+    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit=emit, strict=True)
+    fast.load_state_dict(model.state_dict())
+    x = torch.randn(8, 16)
+    for m in (model, fast):
+        loss = weighted_sum(m(x))
+        loss.backward(retain_graph=True)
+        (loss * 2).backward()
+    for (name, e), a in zip(model.named_parameters(), fast.parameters(), strict=True):
+        assert_near(a.grad, e.grad, name, 1e-2)
+
+
+@LEVELS
+def test_several_losses_of_one_model(level: str) -> None:
+    """Summed, one after the other, and by torch.autograd.grad: gradients are true to size."""
+    model = MLP()
+    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    fast.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    for m in (model, fast):
+        first, second = weighted_sum(m(x)), F.mse_loss(m(y), x)
+        (first + 0.5 * second).backward(retain_graph=True)
+        first.backward(retain_graph=True)
+        for p, g in zip(
+            m.parameters(), torch.autograd.grad(second, list(m.parameters())), strict=True
+        ):
+            p.grad += 3 * g
+    for (name, e), a in zip(model.named_parameters(), fast.parameters(), strict=True):
+        assert_near(a.grad, e.grad, name, 1e-2)
+
+
+@LEVELS
+def test_loss_inside_the_compiled_function(level: str) -> None:
+    class WithLoss(MLP):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+            out = super().forward(x)
+            return F.cross_entropy(out, y), F.mse_loss(out, x), out
+
+    check(WithLoss(), leaf(8, 16), torch.randint(16, (8,)), level=level, low=["linear"])
+
+
+@LEVELS
+def test_one_module_twice(level: str) -> None:
+    class Twice(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    check(Twice(), leaf(8, 16), level=level, low=["linear"])
+
+
+@LEVELS
+def test_tied_embedding_and_head(level: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(self.embed(tokens)), y)
+
+    check(Tied(), torch.randint(40, (9,)), torch.randint(40, (9,)), level=level, low=["linear"])
+
+
+def test_second_differentiation_is_refused() -> None:
+    """AOTAutograd refuses it too. Without a scale nothing stands in its way."""
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        x = leaf(8, 16)
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    scaled = mpcompile(MLP(), dtype=torch.float16, emit="eager", strict=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        penalty(scaled).backward()
+    unscaled = mpcompile(MLP(), dtype=torch.bfloat16, emit="eager", strict=True)
+    penalty(unscaled).backward()
+    assert unscaled.up.weight.grad.norm() > 0

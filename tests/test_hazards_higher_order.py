@@ -1,0 +1,132 @@
+"""cond, flex_attention, vmap and func.grad: kept as they are, low work around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import LEVELS, SETTINGS, assert_near, check, leaf
+from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from mpcompile import mpcompile
+
+
+@SETTINGS
+def test_cond(level: str, emit: str) -> None:
+    """Its branches are captured in FP32; what stands around it is low."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        h = torch.cond(h.detach().sum() > 0, lambda a: torch.sin(a @ w), lambda a: a * 2 + 1, (h,))
+        return F.linear(h, w)
+
+    for sign in (1, -1):
+        w = (torch.ones(16, 16) * sign / 8 + torch.randn(16, 16) / 50).requires_grad_()
+        x = torch.rand(8, 16).requires_grad_()
+        torch._dynamo.reset()
+        check(program, x, w, level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+def test_cond_takes_either_branch_of_one_compilation(level: str) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (h,))
+
+    fast = mpcompile(program, dtype=torch.float16, level=level, emit="eager", strict=True)
+    w = torch.randn(4, 16)
+    for x in (torch.rand(8, 16), -torch.rand(8, 16)):
+        assert_near(fast(x, w), program(x, w), "output", 1e-2)
+
+
+def relative(score: torch.Tensor, b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return score + (q - k) * 0.01
+
+
+def causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q >= k
+
+
+@LEVELS
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention(level: str, masked: bool) -> None:
+    """On CPU torch has its forward only."""
+    mask = create_block_mask(causal, None, None, 128, 128, device="cpu") if masked else None
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).view(1, 128, 3, 2, 16).permute(2, 0, 3, 1, 4)
+            score = None if masked else relative
+            h = flex_attention(q, k, v, score_mod=score, block_mask=mask)
+            assert isinstance(h, torch.Tensor)
+            out: torch.Tensor = self.out(h.transpose(1, 2).reshape(1, 128, 32))
+            return out
+
+    model = Attention().requires_grad_(False)
+    check(model, torch.randn(1, 128, 32), level=level, low=["linear"])
+
+
+@SETTINGS
+def test_vmap(level: str, emit: str) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: torch.tanh(w @ row))(F.linear(x, w)) @ w
+
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear", "matmul"])
+
+
+@SETTINGS
+def test_gradient_inside_the_program(level: str, emit: str) -> None:
+    """A force: the gradient of an energy by the input, which a loss differentiates once more."""
+
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            force = torch.func.grad(lambda z: torch.tanh(self.a(z)).pow(2).sum())(x)
+            out: torch.Tensor = self.b(force)
+            return out
+
+    check(Force(), torch.randn(8, 16), level=level, emit=emit, low=["linear"])
+
+
+@LEVELS
+def test_jacobian_of_a_low_program(level: str) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        return torch.func.jacrev(lambda z: (z**2).sum(-1))(h) @ w
+
+    check(program, leaf(4, 16), leaf(16, 16), level=level, low=["linear"])
+
+
+def products_and_tangents(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Forward mode, and a pullback, of a function of low values."""
+    h = F.linear(x, w)
+    out, tangent = torch.func.jvp(lambda z: torch.tanh(z @ w), (h,), (torch.ones_like(h),))
+    again, pull = torch.func.vjp(lambda z: torch.tanh(z @ w), h)
+    return F.linear(out + tangent + pull(again)[0], w)
+
+
+def loop_of_known_length(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def step(carry: torch.Tensor, row: torch.Tensor) -> Any:
+        carry = torch.tanh(carry @ w + row)
+        return carry, carry * 1
+
+    _, rows = scan(step, torch.zeros(16), F.linear(x, w))
+    return F.linear(rows, w)
+
+
+@SETTINGS
+@pytest.mark.parametrize("program", [products_and_tangents, loop_of_known_length])
+def test_other_transforms(program: Any, level: str, emit: str) -> None:
+    check(program, leaf(4, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])

@@ -1,0 +1,54 @@
+"""LSTM, GRU and RNN: one low node on the device's own kernel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from compare import check, leaf
+from torch import nn
+
+from mpcompile import mpcompile
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Linear(8, 16), layer, nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, _ = self.layer(self.embed(x))
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+LAYERS = {
+    "lstm": lambda: nn.LSTM(16, 16, num_layers=2),
+    "gru": lambda: nn.GRU(16, 16, batch_first=True),
+    "rnn_tanh": lambda: nn.RNN(16, 8, bidirectional=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_layer_is_one_low_node(name: str, dtype: torch.dtype) -> None:
+    model = Recurrent(LAYERS[name]())
+    options = {"dtype": dtype, "level": "O2", "emit": "aot_eager"}
+    result = check(model, leaf(5, 3, 8), low=["linear", name], **options)
+    assert result.ops("LOW").count(name) == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (16, 32), (40, 64)])
+def test_asking_for_a_recurrent_kernel_is_safe(sizes: tuple[int, int]) -> None:
+    """The probe once handed oneDNN weights that did not fit together: it corrupted the heap."""
+    model = nn.LSTM(*sizes, num_layers=2, proj_size=0)
+    check(model, leaf(3, 2, sizes[0]), dtype=torch.bfloat16, low=["lstm"])
+
+
+@pytest.mark.slow
+def test_long_lstm_compiles_quickly() -> None:
+    model = mpcompile(Recurrent(nn.LSTM(16, 16, num_layers=2)), dtype=torch.float16, strict=True)
+    start = time.perf_counter()
+    model(torch.randn(200, 4, 8)).mean().backward()
+    assert time.perf_counter() - start < 60
