@@ -323,7 +323,7 @@ def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
 
 
 def _readable(source: object, fallback: str) -> str:
-    """`L['self']._modules['fc']._parameters['weight']` -> `fc_weight`; `L['args'][0]` -> `args_0`."""
+    """`L['self']._modules['fc']._parameters['weight']` -> `fc_weight`; `L['x'][0]` -> `x_0`."""
     text = source() if callable(source) else source  # a method in 2.11, a property in 2.13
     words = re.findall(r"[A-Za-z0-9_]+", str(text))
     words = [w for w in words if w not in ("_modules", "_parameters", "_buffers")]

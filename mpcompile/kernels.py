@@ -3,8 +3,8 @@
 `meta` and fake tensors accept what the device then refuses ("not implemented for 'Half'"), and the
 set of refusals changes with every torch release. So the operator is run once, forward and backward,
 on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8. Only a
-refusal counts; a complaint about the shrunken shapes is not one. A recurrent kernel does not complain:
-oneDNN reads past the end of weights whose sizes do not fit together. So it gets a layer of its own.
+refusal counts; a complaint about the shrunken shapes is not one. A recurrent kernel complains about
+nothing: oneDNN reads past the end of weights that don't fit together. It gets a layer of its own.
 
 Only torch's own operators are asked. A custom one is never run behind its author's back: whoever
 registers it as low promises the kernels.

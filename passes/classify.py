@@ -61,7 +61,7 @@ def _hands_off(node: fx.Node) -> str | None:
         return "no tensor operator"
     if ir.is_mutable(node):
         return "its memory is written in place"
-    touched = [t for t in ir.tensors_of(node.meta["mp_captured"])]
+    touched = list(ir.tensors_of(node.meta["mp_captured"]))
     touched += [t for n in node.all_input_nodes for t in ir.tensors_of(n.meta["mp_captured"])]
     dtypes = {t.dtype for t in touched if ir.is_floating(t.dtype)}
     if not dtypes:

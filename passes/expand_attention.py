@@ -45,8 +45,14 @@ def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _can_expand(node: fx.Node) -> bool:
-    """Whether the operators below say the same: one key and value head for each query head."""
-    return not _arguments(node)["enable_gqa"]
+    """Whether the operators below say the same: one key and value head for each query head, and
+    numbers for the sizes that become the scale and the causal mask.
+    """
+    arguments = _arguments(node)
+    needed = [] if arguments["scale"] is not None else [_size(arguments["query"], -1)]
+    if arguments["is_causal"]:
+        needed += [_size(arguments[name], -2) for name in ("query", "key")]
+    return not arguments["enable_gqa"] and all(isinstance(size, int) for size in needed)
 
 
 def _should_expand(node: fx.Node, config: Config) -> bool:

@@ -197,27 +197,28 @@ def _judge(
     error = (mine.to(exact.dtype) - exact).abs()[finite]
     size = exact.abs()[finite]
     narrow = (theirs.to(exact.dtype) - exact).abs()[finite]
-    ratio = _ratio(error, FULL_FACTOR * (_at_least_median(narrow) + U32 * size + TINY32))
-    status = Status.FP32
-    if low and ratio > 1:
+    status, noise, factor, unit, tiny = Status.FP32, narrow, FULL_FACTOR, U32, TINY32
+    if low and _ratios(error, FULL_FACTOR, narrow, U32 * size + TINY32).gt(1).any():
         noise = torch.stack([(m - exact).abs()[finite] for m in moved]).nan_to_num().amax(0)
-        ratio = _ratio(error, LOW_FACTOR * (_at_least_median(noise) + U16 * size + TINY16))
-        status = Status.FP16
-    if ratio > 1:
-        worst = int((error - size * U16).argmax())
+        status, factor, unit, tiny = Status.FP16, LOW_FACTOR, U16, TINY16
+    ratios = _ratios(error, factor, noise, unit * size + tiny)
+    if not ratios.numel():
+        return Verdict(status)
+    k = int(ratios.argmax())
+    if ratios[k] > 1:
         raise Mismatch(
-            f"{ratio:.3g} times the {status.name} tolerance; an error of {float(error[worst]):.3g} "
-            f"in {float(size[worst]):.3g}"
+            f"{ratios[k]:.3g} times the {status.name} tolerance: an error of {error[k]:.3g} in "
+            f"{size[k]:.3g}, where noise is {noise[k]:.3g}, {noise.median():.3g} elsewhere"
         )
-    return Verdict(status, ratio=ratio)
+    return Verdict(status, ratio=float(ratios[k]))
 
 
-def _at_least_median(noise: torch.Tensor) -> torch.Tensor:
-    return noise.clamp(min=float(noise.median())) if noise.numel() else noise
-
-
-def _ratio(error: torch.Tensor, tolerance: torch.Tensor) -> float:
-    return float((error / tolerance).max()) if error.numel() else 0.0
+def _ratios(
+    error: torch.Tensor, factor: float, noise: torch.Tensor, rounding: torch.Tensor
+) -> torch.Tensor:
+    if not noise.numel():
+        return error
+    return error / (factor * (noise.clamp(min=float(noise.median())) + rounding))
 
 
 def _comparable(

@@ -167,6 +167,8 @@ class Twin:
 
 def _nudge(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Each element moved as far as rounding it to FP16 may move it, and up to twice as far."""
+    if value.is_complex():
+        return torch.view_as_complex(_nudge(torch.view_as_real(value), generator))
     step = torch.rand(value.shape, generator=generator) * 4 - 2
     moved = value + step * (U16 * value.abs() + TINY16)
     return torch.where(value.isfinite(), moved, value)
@@ -280,7 +282,7 @@ def _incoming(heads: Sequence[torch.Tensor], draw: int | None) -> list[torch.Ten
     for head in heads:
         dtype = torch.complex64 if head.is_complex() else torch.float32
         gradient = torch.randn(head.shape, generator=generator, dtype=dtype).to(head.dtype)
-        if draw is not None and not head.is_complex():
+        if draw is not None:
             gradient = _nudge(gradient, nudges)
         made.append(gradient)
     return made

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compare import Compared, check
 from torch import Tensor
 
-from mpcompile import Policy, mpcompile
+from mpcompile import Policy, compiled_plans, mpcompile
 from mpcompile.passes.expand_attention import LONGEST
 
 ATTENTION = "scaled_dot_product_attention"
@@ -162,3 +162,22 @@ def test_symbolic_batch_sizes() -> None:
         own = [x[:batch].detach().requires_grad_() for x in inputs]
         expected, actual = program(*own), compiled(*own)
         torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_symbolic_lengths_under_dropout(causal: bool) -> None:
+    """A causal mask of an unknown size stays inside the kernel; without one, any length is fine."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=0.1)
+
+    compiled = mpcompile(program, dtype=torch.bfloat16, emit="aot_eager", strict=True)
+    for length in (16, 24):
+        inputs = qkv(2, 3, length, 8)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 2)
+        compiled(*inputs).sum().backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
+    (plan,) = compiled_plans(compiled)
+    kernels = sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes)
+    assert kernels == int(causal)

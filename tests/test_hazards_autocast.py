@@ -63,3 +63,19 @@ def test_call_under_an_ambient_autocast(level: str, emit: str) -> None:
     assert plan.counts()["LOW"] >= 2
     for a, e in zip(model.parameters(), reference.parameters(), strict=True):
         assert_near(a.grad, e.grad, "gradient", 5e-2)
+
+
+@LEVELS
+def test_graph_break_inside_a_region(level: str) -> None:
+    """Dynamo leaves the region with the first graph and enters it again with the second."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w)
+        with torch.autocast("cpu", enabled=False):
+            h = F.linear(h, w)
+            torch._dynamo.graph_break()
+            h = F.linear(h, w)
+        return F.linear(h, w)
+
+    result = check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=64.0)
+    assert planned(result, "linear") == ["f16", "f32", "f32", "f16"]
