@@ -213,7 +213,8 @@ def _start(name: str, device: torch.device, cache: Path) -> dict[str, Any]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"the process that starts {name!r} failed:\n{done.stderr[-2000:]}")
+        what = f"the process that starts {name!r} ended with {done.returncode}"
+        raise RuntimeError(f"{what}:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
