@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .backend import mpcompile_backend
-from .errors import MPCompileError
+from .errors import MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
 from .loss_scale import LossScale
 from .policy import Level, Policy
@@ -32,6 +33,12 @@ class _Record:
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
         self.plans: list[Plan] = []
+        self.graphs = 0  # compiled so far, those left in FP32 included
+
+    def heard(self, plan: Plan | None) -> None:
+        self.graphs += 1
+        if plan is not None:
+            self.plans.append(plan)
 
 
 _records = WeakIdKeyDictionary()
@@ -102,14 +109,14 @@ def mpcompile(
     record = _Record(scale)
     compile_kwargs = {
         "backend": mpcompile_backend,
-        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
+        "options": {**request, "loss_scale": scale, "_listener": record.heard},
         **torch_compile_kwargs,
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
-        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what calling
-        # the module runs, and what pickling and deepcopy drop: no trace in the module's own state.
-        model._compiled_call_impl = _entry(model, compile_kwargs)
+        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
+        # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
+        model._compiled_call_impl = _entry(model, record, compile_kwargs)
         _records[model] = record
         return model
     compiled = torch.compile(model, **compile_kwargs)
@@ -120,12 +127,14 @@ def mpcompile(
 _entries = itertools.count()
 
 
-def _entry(module: nn.Module, compile_kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """What calling the module runs: the compiled call, with the three things Dynamo needs help with.
+def _entry(
+    module: nn.Module, record: _Record, compile_kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """What a call of the module runs: the compiled call, and three things Dynamo needs help with.
 
     * It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and
-      it counts recompiles per code object, which all instances of a class share: each module gets an
-      entry function, in this file, with a code object of its own.
+      it counts recompiles per code object, which all instances of a class share: each module gets
+      an entry function, in this file, with a code object of its own.
     * Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing).
     * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
       the first LOW op narrows them again.
@@ -146,9 +155,25 @@ def _entry(module: nn.Module, compile_kwargs: dict[str, Any]) -> Callable[..., A
             args, kwargs = pytree.tree_map(
                 lambda x: x.float() if _is_half(x) else x, (args, kwargs)
             )
-        return compiled(*args, **kwargs)
+        result = compiled(*args, **kwargs)
+        if unheard and not torch.compiler.is_compiling():
+            unheard.clear()
+            if record.graphs == 0:
+                _warn_nothing_compiled(module)
+        return result
 
+    unheard = [True] if any(True for _ in module.parameters()) else []
     return call
+
+
+def _warn_nothing_compiled(module: nn.Module) -> None:
+    warnings.warn(
+        f"mpcompile: no part of {type(module).__name__} was compiled; it ran as plain PyTorch, in "
+        "FP32. torch.compile skipped its forward (an unsupported construct at the top of it, or "
+        "compilation is disabled); TORCH_LOGS=graph_breaks tells why",
+        MPCompileWarning,
+        stacklevel=4,
+    )
 
 
 def _is_half(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo graph -> capture -> passes -> emit.
 
-One graph in, one callable out. Whatever can't be captured or rewritten safely is compiled unchanged,
-with one warning that says why; under `strict=True` it is an error. Nothing in between.
+One graph in, one callable out. Whatever can't be captured or rewritten safely is compiled
+unchanged, with one warning that says why; under `strict=True` it is an error. Nothing in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .loss_scale import LossScale
 from .policy import Config, Level
 from .settings import Settings
 
-Listener = Callable[[Plan], None]
+# Told of each graph: its plan, or None where it was left in FP32.
+Listener = Callable[[Plan | None], None]
 
 
 def mpcompile_backend(
@@ -48,10 +49,19 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
+    if listener is not None:
+        listener(plan)
+    return compiled
+
+
+def _compile_or_fall_back(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> tuple[Callable[..., Any], Plan | None]:
     if settings.level is Level.O0:
-        return _emit(gm, example_inputs, settings, untouched=True)
+        return _emit(gm, example_inputs, settings, untouched=True), None
     try:
-        compiled, plan = _compile(gm, example_inputs, settings)
+        return _compile(gm, example_inputs, settings)
     except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
         raise
     except Exception as error:
@@ -67,10 +77,7 @@ def mpcompile_backend(
             MPCompileWarning,
             stacklevel=2,
         )
-        return _emit(gm, example_inputs, settings, untouched=True)
-    if listener is not None:
-        listener(plan)
-    return compiled
+        return _emit(gm, example_inputs, settings, untouched=True), None
 
 
 def _describe(error: Exception) -> str:

@@ -294,7 +294,7 @@ def refresh(node: fx.Node) -> None:
 
 
 def restore(node: fx.Node) -> None:
-    """Set `meta["val"]` back to what was captured; call it when the inputs are as captured again."""
+    """Set `meta["val"]` back to what was captured; call it once the inputs are as captured."""
     node.meta["val"] = node.meta["mp_captured"]
 
 

@@ -110,7 +110,7 @@ class Policy:
         low, full, keep: operators, as `"softmax"`, `"aten.softmax"`, `"mylib::op"` or the
             `torch.ops` object itself.
         modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
-            (`"layers.0.mlp.fc1"`). From `mpcompile(module)`, one that matches no module is an error.
+            (`"layers.0.mlp.fc1"`). From `mpcompile(module)`, one that matches none is an error.
         nodes: node name as the dump shows it -> precision.
 
     Raises:

@@ -163,9 +163,9 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
     if half and settings.level in (Level.O1, Level.O2):
         raise MPCompileError(
             f"{where} is already in half precision ({half[0]} is "
-            f"{str(parameters[half[0]].dtype).removeprefix('torch.')}): {settings.level.value} keeps "
-            "FP32 master weights and makes the low-precision copies itself. Call model.float() "
-            "first and load FP32 weights; or use level='O3'"
+            f"{str(parameters[half[0]].dtype).removeprefix('torch.')}): {settings.level.value} "
+            "keeps FP32 master weights and makes the low-precision copies itself. Call "
+            "model.float() first and load FP32 weights; or use level='O3'"
         )
     if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(_HALF):
         raise MPCompileError(
@@ -175,7 +175,8 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
     for name, parameter in parameters.items():
         if parameter.device.type not in SUPPORTED:
             raise MPCompileError(
-                f"{where}: {name} is on {parameter.device}; supported devices: {', '.join(SUPPORTED)}"
+                f"{where}: {name} is on {parameter.device}; supported devices: "
+                f"{', '.join(SUPPORTED)}"
             )
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:

@@ -1,7 +1,7 @@
 """What is legal after each stage of the pipeline. `verify` raises where a pass broke its promise.
 
-These are internal invariants: a failure is a bug of ours, never the user's. The backend then compiles
-the graph unchanged and says so, rather than run what might be wrong.
+These are internal invariants: a failure is a bug of ours, never the user's. The backend then
+compiles the graph unchanged and says so, rather than run what might be wrong.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 Contract: `pass_(gm: fx.GraphModule, config: Config) -> bool` edits the graph in place and says
 honestly whether it changed it. A deciding pass (classify, guard_constants, plan) writes marks and
-changes no node; a rewriting pass reads marks and decides nothing. No pass imports another; the order
-stands in `mpcompile/pipeline.py`.
+changes no node; a rewriting pass reads marks and decides nothing. No pass imports another; the
+order stands in `mpcompile/pipeline.py`.
 """

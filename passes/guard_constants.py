@@ -9,8 +9,9 @@ masked row becomes NaN, or a division by zero appears:
 
 A value is *wide* when it may not survive the cast. Wideness starts at such constants, at integers
 turned into floats, at results that leave the range by nature (`exp`, `sum`), and at O2 at data that
-enters the graph without a gradient (a mask, a table; its range is unknown). It passes through FOLLOW nodes,
-which are pinned FULL, and ends at a bounded result or an operator with FP32 arithmetic of its own.
+enters the graph without a gradient (a mask, a table; its range is unknown). It passes through
+FOLLOW nodes, which are pinned FULL, and ends at a bounded result or an operator with FP32
+arithmetic of its own.
 A LOW node takes a wide operand as autocast would, except *exact* ones (positions, integers): there
 the spacing matters, not the range, and the node is pinned.
 
@@ -144,9 +145,9 @@ def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     schema = node.target._schema.arguments
     for i, argument in ir.positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-        if is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS:
-            if not _fits(float(argument), low):
-                return float(argument)
+        is_scalar = is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS
+        if is_scalar and not _fits(float(argument), low):
+            return float(argument)
     return None
 
 

@@ -126,7 +126,7 @@ class _Placer:
             )
 
     def _clamp(self, mask: fx.Node, dtype: torch.dtype, like: fx.Node, decision: Mark) -> fx.Node:
-        """`mask` with its finite values inside the low range; half of it leaves room for a score."""
+        """`mask`, finite values inside the low range; half of it leaves room for a score."""
         floor = torch.finfo(dtype).min / 2
 
         def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:

@@ -1,8 +1,8 @@
 """Decide the FOLLOW nodes: LOW or FULL. A deciding pass; afterwards no node is FOLLOW.
 
 O1, arithmetic: LOW where every FP32 operand comes from a LOW node, else FULL (the widest operand
-wins, so an accumulating path stays FP32). What feeds only FP32 consumers goes back to FULL: inside a
-fused kernel the wider arithmetic is free and exact.
+wins, so an accumulating path stays FP32). What feeds only FP32 consumers goes back to FULL: inside
+a fused kernel the wider arithmetic is free and exact.
 
     linear: LOW -> gelu -> linear: LOW         gelu is LOW
     linear: LOW -> dropout -> add(FP32 x)      dropout is FULL, add is FULL
@@ -99,18 +99,18 @@ def _connected_to_low(undecided: list[fx.Node]) -> set[fx.Node]:
 
 def _widen_before_full(node: fx.Node) -> None:
     """LOW arithmetic that only FP32 consumers read becomes FULL."""
-    compute = ir.kind(node) is ops.Kind.COMPUTE
-    if compute and ir.precision(node) is LOW and node.users:
-        if all(ir.precision(user) is not LOW for user in node.users):
-            _settle(node, FULL, "only FP32 consumers")
+    low_compute = ir.kind(node) is ops.Kind.COMPUTE and ir.precision(node) is LOW
+    if low_compute and node.users and all(ir.precision(u) is not LOW for u in node.users):
+        _settle(node, FULL, "only FP32 consumers")
 
 
 def _narrow_view_before_low(node: fx.Node) -> None:
     """An FP32 view that only LOW nodes read becomes LOW: the cast moves above it."""
-    is_view = ir.kind(node) is ops.Kind.VIEW
-    if is_view and ir.precision(node) is FULL and node.users and not ir.is_mutable(node):
-        if all(ir.precision(user) is LOW for user in node.users):
-            _settle(node, LOW, "only low consumers")
+    full_view = ir.kind(node) is ops.Kind.VIEW and ir.precision(node) is FULL
+    if ir.is_mutable(node) or not (full_view and node.users):
+        return
+    if all(ir.precision(user) is LOW for user in node.users):
+        _settle(node, LOW, "only low consumers")
 
 
 def _unpin_table(graph: fx.Graph, config: Config) -> None:

@@ -5,10 +5,10 @@
 
 The multiplication stands on the FP32 side of every edge of the graph, so a gradient is scaled only
 while it travels through low-precision nodes; `p.grad` arrives in FP32 and true to size, and the
-training loop has no scaler. The scale is an input (a 0-d FP32 tensor): a new value never recompiles.
-`found` is a second 0-d input that takes part in autograd: the "gradient" it receives is the number
-of inputs whose gradient was not finite, so the overflow flag rides in the backward graph itself,
-adds up over graphs and backward calls, and needs no host synchronisation.
+training loop has no scaler. The scale is an input (a 0-d FP32 tensor): no new value recompiles.
+`found` is a second 0-d input that takes part in autograd: the "gradient" it receives is the
+number of inputs whose gradient was not finite, so the overflow flag rides in the backward graph
+itself, adds up over graphs and backward calls, and needs no host synchronisation.
 
 An autograd.Function or a custom operator may treat a gradient in ways that are not linear (clip it,
 ignore it); so do a few of torch's own, in floating point. Around such a node the scaling is undone

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import mpcompile as mp
 from mpcompile import LossScale, MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
@@ -238,7 +239,7 @@ def test_a_model_without_floats_is_refused() -> None:
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0", "1.13.1+cu117", "unknown"])
 def test_torch_outside_the_range_is_refused(version: str) -> None:
-    with pytest.raises(MPCompileError, match="torch>=2.11,<2.14"):
+    with pytest.raises(MPCompileError, match=r"torch>=2\.11,<2\.14"):
         check_torch_version(version)
 
 
@@ -322,3 +323,24 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
         strict = mpcompile(Net(), emit="eager", strict=True)
         with pytest.raises(Exception, match="the moon is full"):
             strict(x)
+
+
+class _SkippedByDynamo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+def test_a_forward_that_torch_compile_skips_whole_is_reported_once() -> None:
+    model = mpcompile(_SkippedByDynamo(), emit="eager")
+    with pytest.warns(MPCompileWarning, match="no part of _SkippedByDynamo was compiled"):
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))  # a second warning would be an error here
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_compiled_forward_is_not_reported(level: str) -> None:
+    mpcompile(nn.Linear(4, 4), emit="eager", level=level)(torch.randn(2, 4))

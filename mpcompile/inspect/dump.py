@@ -5,8 +5,8 @@
             09_outline.txt       what the compiler below receives
             plan.json
 
-In each text the first column tells what the pass did to the line: `+` new or decided anew, `-` gone,
-blank unchanged. A decided line ends in its reason, its module and its source line.
+In each text the first column tells what the pass did to the line: `+` new or decided anew, `-`
+gone, blank unchanged. A decided line ends in its reason, its module and its source line.
 """
 
 from __future__ import annotations
