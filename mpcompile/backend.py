@@ -27,6 +27,7 @@ from .device import SUPPORTED, auto_dtype
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
+from .joint import JointPass, joint_passes
 from .loss_scale import LossScale
 from .policy import Config, Level
 from .settings import Settings
@@ -109,19 +110,24 @@ def _compile(
     if device.type == "cuda":
         _accumulate_in_fp32()
     if not plan.scaled:
-        return _emit(captured, example_inputs, settings), plan
+        return _emit(captured, example_inputs, settings, joint=joint_passes(config)), plan
     assert scale is not None
     inputs = [*example_inputs, *scale.inputs(device)]
-    compiled = _emit(captured, inputs, settings)
+    compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
     leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
     return _with_scale(compiled, scale, device, leaves, example_inputs), plan
 
 
 def _emit(
-    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, *, untouched: bool = False
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: Settings,
+    *,
+    joint: Sequence[JointPass] = (),
+    untouched: bool = False,
 ) -> Callable[..., Any]:
     how, mode, options = settings.emit, settings.mode, settings.inductor
-    return emit(gm, inputs, how, mode=mode, options=options, untouched=untouched)
+    return emit(gm, inputs, how, mode=mode, options=options, joint=joint, untouched=untouched)
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

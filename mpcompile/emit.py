@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ._version import __version__
 from .errors import CannotRewrite
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
+from .joint import JointPass, with_joint_passes
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -40,6 +41,7 @@ def emit(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    joint: Sequence[JointPass] = (),
     untouched: bool = False,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
@@ -51,6 +53,7 @@ def emit(
             partitioner, no decompositions of Inductor's); "eager": the graph itself, op by op.
         mode: torch.compile's `mode`, for "inductor" only.
         options: Inductor options as torch.compile takes them, for "inductor" only; over `mode`.
+        joint: passes for AOTAutograd's joint graph, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
 
     Raises:
@@ -64,7 +67,7 @@ def emit(
             gm.recompile()
             run: Callable[..., Any] = gm.forward
         else:
-            compile_graph = _inductor(mode, options) if how == "inductor" else _aot_eager
+            compile_graph = _inductor(mode, options, joint) if how == "inductor" else _aot_eager
             salted = functools.partial(_salted, compile_graph)
             run = (_untouched if untouched else _rewritten)(gm, example_inputs, salted)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
@@ -130,9 +133,11 @@ def _salted(
     return compile_graph(gm, example_inputs)
 
 
-def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Compiler:
+def _inductor(
+    mode: str | None, options: Mapping[str, Any] | None, joint: Sequence[JointPass]
+) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
-    return torch._TorchCompileInductorWrapper(mode, dict(options) if options else None, None)
+    return torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

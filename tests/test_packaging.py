@@ -37,7 +37,7 @@ LAYERS = (
     {"ops"},
     {"ir", "kernels"},
     {"passes"},
-    {"spec", "inspect", "loss_scale", "islands"},
+    {"spec", "inspect", "loss_scale", "islands", "joint"},
     {"settings", "capture", "pipeline", "emit"},
     {"backend"},
     {"api"},

@@ -1,0 +1,133 @@
+"""Let weight gradients leave the GEMM in FP32. A rewriting pass, on AOTAutograd's joint graph.
+
+    mm: f16 = mm(grad_t, x)                          mm: f32 = mm(grad_t, x, f32)
+    view: f16 = view(mm, ...)                 ->     view: f32 = view(mm, ...)
+    grad: f32 = convert_element_type(view, f32)
+    mul: f32 = mul(grad, 1 / scale)                  mul: f32 = mul(view, 1 / scale)
+
+A GEMM sums up in FP32 and rounds once, at the end, to its output's dtype. A weight gradient is a
+sum over the whole batch: what is rounded, or overflows FP16, is the longest sum of all, and the
+next operator casts it up again (the backward of the cast of an FP32 parameter). cuBLAS can write
+the sum as it stands.
+
+Algorithm. Take every cast to FP32 of a gradient that leaves the graph: computed from a tangent, and
+read by nothing on its way out but views, sums, and a product with one number (the loss scale). Walk
+up from it through views and additions (a parameter used twice) that nobody else reads. If the walk
+meets a GEMM or a sum (a bias gradient), compute it and all that was walked through in FP32;
+whatever else flows in is cast where it does. Every value is at least as near the exact one as
+before.
+
+Contract. ATen after autograd and Inductor's decompositions; placeholders of gradients are named
+"tangents", as the partitioner needs it too. Each node carries its FakeTensor, which is kept true.
+FP16 and BF16 values on CUDA only: no other device has `mm.dtype`. Gradients that stay in the graph
+keep their dtype: there FP32 would cost bandwidth.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+
+UPCAST = torch.ops.prims.convert_element_type.default
+GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
+ADD = aten.add.Tensor
+# slice: Inductor pads the operands of a GEMM and cuts the result
+VIEWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.slice.Tensor, aten.clone.default,
+)  # fmt: skip
+
+
+def widen_weight_gradients(graph: fx.Graph) -> bool:
+    changed = False
+    for node in _leaving_gradients(graph):
+        if _is_upcast(node):
+            changed |= _widen(graph, node)
+    return changed
+
+
+def _leaving_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes between a tangent and the output from which a gradient leaves the graph."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    leaving: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(u.op == "output" or (u in leaving and _hands_on(u)) for u in node.users):
+            leaving.add(node)
+    return [node for node in graph.nodes if node in backward & leaving]
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether the result is a gradient where an operand is: the same, a sum, a multiple."""
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        values = [ir.tensor(operand) for operand in node.all_input_nodes]
+        return sum(value is None or value.dim() > 0 for value in values) <= 1
+    return node.target in (*VIEWS, ADD)
+
+
+def _is_upcast(node: fx.Node) -> bool:
+    return (
+        node.target is UPCAST
+        and node.args[1] is torch.float32
+        and isinstance(node.args[0], fx.Node)
+        and _is_low(node.args[0])
+    )
+
+
+def _is_low(node: fx.Node) -> bool:
+    value = ir.tensor(node)
+    return (
+        value is not None
+        and value.dtype in (torch.float16, torch.bfloat16)
+        and value.device.type == "cuda"
+    )
+
+
+def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
+    walked: list[fx.Node] = []  # each before what it reads
+    entries: list[tuple[fx.Node, fx.Node]] = []
+    edges = [(upcast, upcast.all_input_nodes[0])]
+    while edges:
+        reader, node = edges.pop()
+        if not _is_low(node):
+            continue
+        if len(node.users) > 1 or not _can_widen(node):
+            entries.append((reader, node))
+            continue
+        walked.append(node)
+        if node.target in (*VIEWS, ADD):
+            edges += [(node, operand) for operand in node.all_input_nodes]
+    if all(node.target in (*VIEWS, ADD) for node in walked):
+        return False  # nothing that computes: only the rounding of sums would be saved
+    for reader, node in entries:
+        with graph.inserting_before(reader):
+            wide = graph.call_function(UPCAST, (node, torch.float32))
+        ir.refresh(wide)
+        reader.replace_input_with(node, wide)
+    for node in reversed(walked):
+        if node.target in GEMMS:
+            node.target = GEMMS[node.target]
+            node.args = (*node.args, torch.float32)
+        elif node.target in SUMS:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+        ir.refresh(node)
+    upcast.replace_all_uses_with(upcast.all_input_nodes[0])
+    graph.erase_node(upcast)
+    return True
+
+
+def _can_widen(node: fx.Node) -> bool:
+    """Whether it has an FP32 twin that takes the same operands, or is a view or an addition."""
+    if node.target in GEMMS:
+        return all(_is_low(operand) for operand in node.all_input_nodes)
+    if node.target in SUMS:
+        return "dtype" not in node.kwargs and _is_low(node.all_input_nodes[0])
+    return node.target in (*VIEWS, ADD)

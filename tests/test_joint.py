@@ -1,0 +1,209 @@
+"""joint: which passes run on the joint graph, how Inductor runs them, what its caches know."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor import config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from mpcompile import mpcompile
+from mpcompile.capture import capture
+from mpcompile.emit import emit
+from mpcompile.joint import OPTION, JointPass, Ours, joint_passes, with_joint_passes
+from mpcompile.passes.widen_weight_gradients import widen_weight_gradients
+from mpcompile.policy import Config, Level
+
+OURS = (widen_weight_gradients,)
+counters = torch._dynamo.utils.counters
+
+
+class Theirs(CustomGraphPass):
+    """A user's pass, which notes that it ran."""
+
+    def __init__(self, uuid: Any = "theirs", log: list[str] | None = None) -> None:
+        self.name, self.log = uuid, [] if log is None else log
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.log.append(str(self.name))
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+def config(device: str = "cuda", level: Level = Level.O1) -> Config:
+    return Config(level=level, low=torch.float16, device=torch.device(device))
+
+
+def one(options: dict[str, Any] | None = None, passes: Sequence[JointPass] = OURS) -> Any:
+    """The pass that Inductor is given."""
+    given = with_joint_passes(options, passes)
+    assert given is not None
+    return given[OPTION]
+
+
+# -- which passes, and when ------------------------------------------------------------------------
+
+
+def test_on_cuda_below_o2() -> None:
+    assert joint_passes(config()) == OURS
+    assert joint_passes(config("cpu")) == ()
+    for level in (Level.O2, Level.O3):
+        assert joint_passes(config(level=level)) == ()
+
+
+def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert joint_passes(config()) == ()
+    monkeypatch.undo()
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert joint_passes(config()) == ()
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+def test_without_passes_options_are_the_users() -> None:
+    assert with_joint_passes(None, ()) is None
+    assert with_joint_passes({}, ()) is None
+    theirs = Theirs()
+    assert with_joint_passes({OPTION: theirs, "epilogue-fusion": False}, ()) == {
+        OPTION: theirs, "epilogue_fusion": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{"cpp_wrapper": True}, {"max_autotune_gemm_backends": "TRITON,CUTLASS"}], ids=str
+)
+def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None:
+    assert with_joint_passes(options, OURS) == options
+    with inductor.patch(**options):
+        assert with_joint_passes(None, OURS) is None
+
+
+def test_on_the_cpu_the_backend_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    wrapper = torch._TorchCompileInductorWrapper
+
+    def spy(mode: Any, options: Any, dynamic: Any) -> Any:
+        seen.append(options)
+        return wrapper(mode, options, dynamic)
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", spy)
+    mpcompile(nn.Linear(4, 4))(torch.randn(2, 4))
+    assert seen == [None]
+
+
+# -- with a pass of the user's own -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", [OPTION, OPTION.replace("_", "-")])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_users_pass_runs_first(spelling: str, several: bool) -> None:
+    log: list[str] = []
+
+    def ours(graph: fx.Graph) -> bool:
+        log.append("ours")
+        return False
+
+    theirs = Theirs(log=log)
+    options = {spelling: [theirs, Theirs("second", log)] if several else theirs}
+    one(options, (ours,))(fx.Graph())
+    assert log == ["theirs", "second", "ours"] if several else ["theirs", "ours"]
+
+
+def test_a_pass_set_for_all_of_inductor_runs_too() -> None:
+    theirs = Theirs()
+    with inductor.patch({OPTION: theirs}):
+        both = one()
+        assert getattr(inductor, OPTION) is theirs
+    both(fx.Graph())
+    assert theirs.log == ["theirs"]
+    assert both.uuid() == one({OPTION: Theirs()}).uuid()
+
+
+# -- uuids and caches ------------------------------------------------------------------------------
+
+
+def test_uuid_holds_every_pass() -> None:
+    alone, both, other = one(), one({OPTION: Theirs()}), one({OPTION: Theirs("other")})
+    assert alone.uuid() == one().uuid()
+    assert len({alone.uuid(), both.uuid(), other.uuid()}) == 3
+
+
+def test_a_pass_that_cannot_be_cached_says_so_for_all() -> None:
+    assert one({OPTION: Theirs(None)}).uuid() is None
+    assert one({OPTION: lambda graph: None}).uuid() is None
+
+
+def test_uuid_is_the_source(tmp_path: Path) -> None:
+    def pass_of(name: str, source: str) -> JointPass:
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.pass_  # type: ignore[no-any-return]
+
+    source = "def pass_(graph):\n    return False\n"
+    first, same, changed = (
+        Ours(pass_of(name, text)).uuid()
+        for name, text in (("a", source), ("b", source), ("c", source + "# better\n"))
+    )
+    assert first == same != changed
+
+
+def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def compile_with(joint: Sequence[JointPass], options: dict[str, Any] | None) -> str:
+        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return emit(capture(gm, inputs), inputs, "inductor", joint=joint, options=options)
+
+        torch._dynamo.reset()
+        counters.clear()
+        x = torch.randn(3, 4, requires_grad=True)
+        torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()
+        known = [f"autograd_cache_{outcome}" for outcome in ("hit", "miss", "bypass")]
+        (outcome,) = counters["aot_autograd"].keys() & known
+        return outcome.removeprefix("autograd_cache_")
+
+    assert compile_with((), None) == "miss"
+    assert compile_with(OURS, None) == "miss"
+    assert compile_with(OURS, None) == "hit"
+    assert compile_with(OURS, {OPTION: Theirs()}) == "miss"
+    assert compile_with(OURS, {OPTION: Theirs()}) == "hit"
+    assert compile_with(OURS, {OPTION: lambda graph: None}) == "bypass"
+    assert compile_with((), None) == "hit"
+
+
+# -- the thing itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize("loss_scale", ["none", 128.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_beyond_fp16(dtype: torch.dtype, loss_scale: Any) -> None:
+    """Sums over a batch so large that FP16 can't hold them, and that are no value of BF16."""
+    net = nn.Linear(24, 16, device="cuda")
+    x = (torch.rand(2**17, 24, device="cuda") + 0.5).to(dtype).float()
+    exact = x.double().sum(0).expand(16, 24)
+    assert exact.min() > torch.finfo(torch.float16).max
+    fast = mpcompile(net, dtype=dtype, level="O1", loss_scale=loss_scale)
+    fast(x).sum().backward()
+    weight, bias = net.weight.grad, net.bias.grad
+    assert weight is not None
+    assert bias is not None
+    # Tensor Cores cut off what an FP32 sum can't hold, at each of its 2**13 steps
+    torch.testing.assert_close(weight.double(), exact, rtol=1e-3, atol=0)
+    assert (weight != weight.to(dtype)).any()
+    torch.testing.assert_close(bias, torch.full((16,), 2.0**17, device="cuda"))
