@@ -445,7 +445,8 @@ def _curves(axes: Axes, results: Results, label: str) -> None:
         middles = (ends[1:] + ends[:-1]) / 2
         axes.plot(middles, curves.mean(0), style, color=color, linewidth=width, label=arm)
         axes.fill_between(middles, curves.amin(0), curves.amax(0), color=color, alpha=0.15)
-    axes.set_xlabel(f"{label}; mean of {len(outcomes)} seeds, band: all of them")
+    seeds = len(results[FP32])
+    axes.set_xlabel(f"{label}; mean and range of {seeds} seeds")
     axes.legend(frameon=False)
 
 
@@ -467,19 +468,19 @@ def _histogram(axes: Axes, gradients: Magnitudes) -> None:
         [octave + 0.5 for octave in shares], [100 * x for x in shares.values()], 0.9, color="0.5"
     )
     axes.set_xlim(-46, 0)
-    axes.set_xlabel("log2 of the magnitude")
+    axes.set_xlabel("log2 of the magnitude; shaded: zero in FP16")
     axes.set_ylabel("share of all gradients, %")
     axes.axvspan(-46, -25, color="tab:red", alpha=0.12, linewidth=0)
     for exponent, what in ((-24, "smallest FP16 number"), (-14, "smallest normal FP16 number")):
         axes.axvline(exponent, color="tab:red", linestyle="--")
         axes.annotate(
-            f"2^{exponent}: {what}", (exponent, 1), xycoords=("data", "axes fraction"),
+            f"$2^{{{exponent}}}$: {what}", (exponent, 1), xycoords=("data", "axes fraction"),
             xytext=(3, -4), textcoords="offset points", rotation=90, va="top",
         )  # fmt: skip
     axes.annotate(
-        f"{gradients.lost(1):.0%} round to zero\nscaled by 8: {gradients.lost(8):.0%}\n"
-        f"scaled by 128: {gradients.lost(128):.0%}",
-        (0.03, 0.97), xycoords="axes fraction", va="top",
+        f"zero in FP16:\n{gradients.lost(1):.0%} unscaled\n{gradients.lost(8):.0%} scaled by 8\n"
+        f"{gradients.lost(128):.0%} scaled by 128",
+        (0.02, 0.97), xycoords="axes fraction", va="top",
     )  # fmt: skip
 
 
