@@ -8,6 +8,7 @@ from .api import compiled_plans, loss_scale_of, mpcompile
 from .errors import MPCompileError, MPCompileWarning
 from .loss_scale import LossScale
 from .ops import register_rule
+from .optim import MPOptimizer
 from .policy import Level, Policy, Precision
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LossScale",
     "MPCompileError",
     "MPCompileWarning",
+    "MPOptimizer",
     "Policy",
     "Precision",
     "__version__",

@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 
 from . import ops
 from .policy import Precision, op_key
+from .step import Slot
 
 aten = torch.ops.aten
 
@@ -167,15 +168,26 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
 
 def dtype(node: fx.Node) -> torch.dtype:
     """The dtype of the tensor the node produces now."""
-    value = tensor(node)
-    assert value is not None
-    return value.dtype
+    return value(node).dtype
 
 
 def captured(node: fx.Node) -> torch.Tensor | None:
     """The FakeTensor it produced in the FP32 program."""
     value = node.meta.get("mp_captured")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor the node produces now; it must be one."""
+    found = tensor(node)
+    assert found is not None
+    return found
+
+
+def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
+    """Change the dtype of an input."""
+    with fake_mode(node.graph):
+        node.meta["val"] = torch.empty_like(value(node), dtype=dtype)
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
@@ -328,6 +340,85 @@ def after(node: fx.Node) -> fx.Node:
 def is_cast(node: fx.Node) -> bool:
     """A cast of ours (captured programs may hold `aten.to` of their own)."""
     return node.target is aten.to.dtype and is_marked(node) and mark(node).rule == "cast"
+
+
+# -- graphs of optimizer steps --------------------------------------------------------------------
+
+
+def slots(graph: fx.Graph) -> dict[Slot, fx.Node]:
+    """The inputs of a step's graph by what they are."""
+    return {node.meta["mp_slot"]: node for node in graph.find_nodes(op="placeholder")}
+
+
+def set_slot(node: fx.Node, slot: Slot) -> None:
+    """Say what an input of a step's graph is; it is named after that."""
+    node.meta["mp_slot"] = slot
+    node._rename(str(slot))
+
+
+def slot_of(node: fx.Node) -> Slot:
+    """What the input of a step's graph is."""
+    found: Slot = node.meta["mp_slot"]
+    return found
+
+
+def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
+    """The 0-d input `wanted`, on the device of the others; added, if it isn't there yet."""
+    known = slots(graph)
+    if wanted not in known:
+        device = value(next(iter(known.values()))).device
+        with fake_mode(graph):
+            return add_slot(graph, wanted, torch.empty((), dtype=dtype, device=device))
+    return known[wanted]
+
+
+def scale_slot(
+    graph: fx.Graph, index: int, key: str, dtype: torch.dtype = torch.float32
+) -> fx.Node:
+    """The 0-d input that holds one field of a loss scale's state."""
+    return scalar_slot(graph, Slot("scale", index, key), dtype)
+
+
+def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
+    """A new input, behind the last one."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(str(wanted))
+    set_slot(node, wanted)
+    node.meta["val"] = value
+    return node
+
+
+def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
+    """What a step's graph writes: (the `copy_` node, the input it writes, the value)."""
+    found = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return [(node, *node.all_input_nodes) for node in found]
+
+
+def note(gm: fx.GraphModule, name: str, value: Any) -> None:
+    """Leave something for a later pass over the same step."""
+    gm.meta.setdefault("mp_notes", {})[name] = value
+
+
+def noted(gm: fx.GraphModule, name: str) -> Any:
+    """What an earlier pass left, or None."""
+    return gm.meta.get("mp_notes", {}).get(name)
+
+
+def first_call(graph: fx.Graph) -> fx.Node:
+    """The first node that is no input: what stands before it runs before everything else."""
+    first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return first
+
+
+def call(
+    graph: fx.Graph, target: Any, *args: Any, why: str, name: str = "", **kwargs: Any
+) -> fx.Node:
+    """Add a call to a step's graph at its insertion point, with its value and its reason."""
+    node = graph.create_node("call_function", target, args, kwargs, name=name or None)
+    refresh(node)
+    set_mark(node, Mark(Precision.KEEP, "step", why, torch.float32))
+    return node
 
 
 # -- provenance and text --------------------------------------------------------------------------

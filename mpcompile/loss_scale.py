@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,9 @@ class ScaleState:
     good_steps: int = 0
     overflows_left: int = 1
     skipped_steps: int = 0
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(ScaleState))
 
 
 class LossScale:
@@ -86,7 +89,7 @@ class LossScale:
         self.hysteresis = hysteresis
         self.min_scale = min_scale
         self.max_scale = max_scale
-        self.state = ScaleState(float(init_scale), overflows_left=hysteresis)
+        self._state = ScaleState(float(init_scale), overflows_left=hysteresis)
         self.fp16_only = False  # made by default, not handed over: BF16 does without
         self._forwards = 0  # training forwards seen; the scale moves at most once for each
         self._updated_at = 0
@@ -94,6 +97,9 @@ class LossScale:
         self._warned = False
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
         self._found: dict[torch.device, torch.Tensor] = {}
+        self._resident: dict[str, torch.Tensor] = {}  # the state, once a generated step moves it
+        self._flag: torch.Tensor | None = None
+        self.used: torch.Tensor | None = None  # what the last training forward multiplied by
 
     @classmethod
     def dynamic(
@@ -141,6 +147,19 @@ class LossScale:
         return cls("none", 1.0)
 
     @property
+    def state(self) -> ScaleState:
+        """The live numbers. Where a generated step keeps them on a GPU, this waits for it."""
+        if not self._resident:
+            return self._state
+        return ScaleState(**{f: self._resident[f].item() for f in _FIELDS})  # type: ignore[arg-type]
+
+    @state.setter
+    def state(self, state: ScaleState) -> None:
+        self._state = state
+        for name, tensor in self._resident.items():
+            tensor.fill_(getattr(state, name, False))
+
+    @property
     def value(self) -> float:
         return self.state.scale
 
@@ -156,7 +175,14 @@ class LossScale:
         return f"LossScale.{self.kind}(value={self.value:g}, skipped_steps={self.skipped_steps})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tensors": {}, "_found": {}}
+        passing: dict[str, Any] = {
+            "_tensors": {},
+            "_found": {},
+            "_resident": {},
+            "_flag": None,
+            "used": None,
+        }
+        return {**self.__dict__, "_state": self.state, **passing}
 
     def update(self, state: ScaleState, overflow: bool) -> ScaleState:
         """The state after a step. Pure: no argument is changed."""
@@ -213,13 +239,49 @@ class LossScale:
         Both 0-d FP32 on `device`. A new value is a new tensor: a backward that is still to come
         divides by the scale its forward multiplied with.
         """
-        held = self._tensors.get(device)
-        if held is None or held[0] != self.value:
-            held = (self.value, torch.tensor(self.value, dtype=torch.float32, device=device))
-            self._tensors[device] = held
+        if self._resident:
+            self.used = self._resident["scale"].clone()
+        else:
+            held = self._tensors.get(device)
+            if held is None or held[0] != self.value:
+                held = (self.value, torch.tensor(self.value, dtype=torch.float32, device=device))
+                self._tensors[device] = held
+            self.used = held[1]
         if device not in self._found:
             self._found[device] = torch.zeros((), device=device, requires_grad=True)
-        return held[1], self._found[device]
+        return self.used, self._found[device]
+
+    def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Keep the state on `device` from now on: 0-d tensors by the fields of `ScaleState`, and
+        `floor`, set once an overflow came at the lowest scale. A generated step moves them there.
+        """
+        if not self._resident:
+            kinds = {float: torch.float32, int: torch.int64, bool: torch.bool}
+            fields = {**dataclasses.asdict(self._state), "floor": False}
+            self._resident = {
+                name: torch.tensor(number, dtype=kinds[type(number)], device=device)
+                for name, number in fields.items()
+            }
+        return self._resident
+
+    @property
+    def floor(self) -> torch.Tensor | None:
+        """0-d bool on the device, once the state resides there: see `reside`."""
+        return self._resident.get("floor")
+
+    def begin_step(self, device: torch.device) -> tuple[bool, torch.Tensor]:
+        """What a generated step needs to know: whether it is the first since the last training
+        forward, and how many overflows the graphs themselves saw since then (0-d, on `device`).
+        """
+        first = self._updated_at != self._forwards
+        self._updated_at = self._forwards
+        flags = [f.grad for f in self._found.values() if f.grad is not None]
+        for leaf in self._found.values():
+            leaf.grad = None
+        seen = [] if first or self._flag is None else [self._flag]
+        total = [flag.to(device) for flag in (*seen, *flags)]
+        self._flag = sum(total[1:], total[0]) if total else torch.zeros((), device=device)
+        return first, self._flag
 
     def saw_forward(self) -> None:
         """A training forward is about to run."""
@@ -237,12 +299,13 @@ class LossScale:
             self._updated_at = self._forwards
             before, self.state = self.state, self.update(self.state, overflow)
             if overflow and self.kind == "dynamic" and before.scale <= self.min_scale:
-                self._warn_at_floor()
+                self.warn_at_floor()
         elif overflow:
             self.state = dataclasses.replace(self.state, skipped_steps=self.state.skipped_steps + 1)
         return overflow
 
-    def _warn_at_floor(self) -> None:
+    def warn_at_floor(self) -> None:
+        """Say once that the scale can't get lower and gradients still overflow."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -256,6 +319,9 @@ class LossScale:
 
 
 # -- the optimizer hook ---------------------------------------------------------------------------
+
+# optimizers whose step skips by itself
+_self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 # parameter -> the LossScales of the graphs that read it
 _scales_of = WeakIdKeyDictionary()
@@ -276,6 +342,17 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def skips_by_itself(optimizer: Optimizer) -> None:
+    """Leave this optimizer's steps alone: they look at the gradients themselves."""
+    _self_skipping.add(optimizer)
+
+
+def scales_of(parameter: torch.Tensor) -> Sequence[LossScale]:
+    """The scales of all graphs over this parameter."""
+    known: Sequence[LossScale] = _scales_of.get(parameter, ())
+    return known
+
+
 def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
     """The scale that graphs over these parameters already use, if any."""
     return next((s for p in parameters for s in _scales_of.get(p, ())), None)
@@ -285,6 +362,8 @@ def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if optimizer in _self_skipping:
+        return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if closure is None:
         _skip_if_overflowed(optimizer)

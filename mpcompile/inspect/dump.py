@@ -25,12 +25,12 @@ _numbers = itertools.count()
 
 
 class Dump:
-    """Writes one graph's stages into a fresh directory under `root`."""
+    """Writes one graph's stages into a fresh directory under `root`: `graph_0`, `step_1`, ..."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: str = "graph") -> None:
         root.mkdir(parents=True, exist_ok=True)
         while True:
-            self.directory = root / f"graph_{next(_numbers)}"
+            self.directory = root / f"{kind}_{next(_numbers)}"
             try:
                 self.directory.mkdir()
                 break

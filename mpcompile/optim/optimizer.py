@@ -1,0 +1,291 @@
+"""`MPOptimizer`: any torch.optim optimizer, its step generated, compiled and free of host syncs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import copies, loss_scale
+from ..errors import CannotRewrite, MPCompileError
+from ..loss_scale import LossScale
+from .program import Emit
+from .step import Step, StepKey, eager_step, initialise_state, move_numbers
+from .trace import Member, StateAppeared, raw_step
+from .watch import Watch
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class MPOptimizer(Optimizer):
+    """The fast path for the optimizer step; everything else in the loop stays as it is.
+
+        optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
+
+    The optimizer's own step is traced, rewritten and compiled: check that every gradient is finite,
+    unscale, clip, update in FP32, write the low-precision copies O2 reads, move the loss scale.
+    A gradient that is not finite changes no parameter, no moment and no counter. Nothing in it
+    waits for the device.
+
+    It is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers, hooks,
+    `add_param_group` and `zero_grad` work, and `state_dict()` is the inner optimizer's own plus
+    `"loss_scale"`, so checkpoints go both ways.
+
+    Args:
+        optimizer: any torch.optim optimizer whose step can be traced; a subclass of yours too, if
+            it keeps its state in tensors. Its `foreach` and `fused` settings don't matter here.
+        loss_scale: a `LossScale` for the models it trains. By default each model's own.
+        max_grad_norm: clip the global 2-norm of the true gradients, between unscaling and the
+            update, as `torch.nn.utils.clip_grad_norm_` would.
+        emit: "inductor", or "aot_eager" / "eager": the rewritten step, operator by operator.
+        mode, options: Inductor's, as in `torch.compile`.
+        dump: directory for the graph of the step after every pass.
+
+    Attributes:
+        skipped: 0-d bool on the device: whether the last step was skipped.
+        grad_norm: 0-d FP32 on the device: the norm before clipping (with `max_grad_norm`).
+        skipped_steps: how many steps were skipped (an int; reading it waits for the device).
+        compilations: how many times a step was traced; each pattern of gradients needs one.
+
+    Raises:
+        MPCompileError: the step can't be traced (LBFGS, SparseAdam, ...), or a bad argument.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        emit: str = "inductor",
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        dump: str | Path | None = None,
+    ) -> None:
+        _check(optimizer, loss_scale, max_grad_norm, emit, mode)
+        self._inner = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
+        self._dump = Path(dump) if dump is not None else None
+        self._given_scale = loss_scale
+        self._start()
+
+    def _start(self) -> None:
+        # What torch's own __init__ sets up, without making a second set of groups.
+        for name in _HOOKS:
+            setattr(self, name, getattr(self._inner, name, OrderedDict()))
+        self._patch_step_function()
+        loss_scale.skips_by_itself(self)
+        self._own_scale = self._given_scale or LossScale.static(1.0)
+        self._steps: dict[StepKey, Step] = {}
+        self._results: dict[str, torch.Tensor] = {}
+        self._watch = Watch()
+        self.compilations = 0
+        copies.own(self._parameters(), self)
+
+    # -- the optimizer underneath ------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's. Takes effect in the next step."""
+        self._inner.add_param_group(param_group)
+        copies.own(self._parameters(), self)
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (p for group in self._inner.param_groups for p in group["params"])
+
+    def __repr__(self) -> str:
+        return f"MPOptimizer({self._inner!r})"
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step, if every gradient is finite. Returns the closure's loss, or None.
+
+        Raises:
+            MPCompileError: a sparse gradient, or a step that can't be traced; says what to use.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        key = self._key()
+        if key.members:
+            self._step(key)
+            self._watch.look()
+        return loss
+
+    def _key(self) -> StepKey:
+        members: list[Member] = []
+        for index, group in enumerate(self._inner.param_groups):
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.layout is not torch.strided:
+                    raise MPCompileError(
+                        f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
+                        "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
+                    )
+                members.append(Member(index, param))
+        return StepKey.of(members, self._own_scale)
+
+    def _step(self, key: StepKey) -> None:
+        step = self._steps.get(key)
+        if step is None or not step.still_holds(self._inner):
+            initialise_state(self._inner, key.members)
+            try:
+                step = Step(
+                    self._inner,
+                    key,
+                    checked=self._checked(key),
+                    max_grad_norm=self._max_grad_norm,
+                    results=self._results,
+                    emit=self._emit,
+                    dump=self._dump,
+                )
+            except StateAppeared:
+                # The state is made by the first step: do that one op by op, and trace the next.
+                eager_step(self._inner, key, self._max_grad_norm, self._results)
+                return
+            except CannotRewrite as error:
+                raise MPCompileError(
+                    f"MPOptimizer: the step of {type(self._inner).__name__} can't be traced: "
+                    f"{error}. Use it as it is: mpcompile(model) scales and skips for plain "
+                    "optimizers too"
+                ) from error
+            self._steps[key] = step
+            self.compilations += 1
+        step.run(self._inner)
+        self._watch.follow(key.scales)
+
+    def _checked(self, key: StepKey) -> bool:
+        return any(scale.active for scale in key.scales)
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """0-d bool on the device: whether the last step was skipped."""
+        return self._result("skipped", False)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """0-d FP32 on the device: the global norm before clipping, with `max_grad_norm`."""
+        return self._result("norm", math.nan)
+
+    def _result(self, name: str, before: Any) -> torch.Tensor:
+        return self._results[name] if name in self._results else torch.tensor(before)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; reading it waits for the device."""
+        return sum(scale.skipped_steps for scale in self._scales())
+
+    def _scales(self) -> list[LossScale]:
+        """The loss scales behind the gradients, without duplicates."""
+        known = [s for p in self._parameters() for s in loss_scale.scales_of(p)]
+        return list({id(s): s for s in known or [self._own_scale]}.values())
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's own, as plain PyTorch would have it, plus `"loss_scale"`."""
+        state = self._inner.state_dict()
+        for group in state["param_groups"]:
+            if not (group.get("capturable") or group.get("fused")):
+                for index in group["params"]:
+                    entry = state["state"].get(index, {})
+                    if isinstance(entry.get("step"), torch.Tensor):
+                        state["state"][index] = {**entry, "step": entry["step"].cpu()}
+        return {**state, "loss_scale": [scale.state_dict() for scale in self._scales()]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of ours or of the plain inner optimizer's.
+
+        Raises:
+            MPCompileError: the saved loss scales are more than this optimizer's models have.
+        """
+        plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
+        self._inner.load_state_dict(plain)
+        move_numbers(self._inner)
+        saved = state_dict.get("loss_scale", [])
+        scales = self._scales()
+        if len(saved) > len(scales):
+            raise MPCompileError(
+                f"MPOptimizer.load_state_dict: {len(saved)} loss scales were saved, {len(scales)} "
+                "are known here; run a forward of each model first, or load loss_scale_of(model)"
+            )
+        for scale, live in zip(scales, saved, strict=False):
+            scale.load_state_dict(live)
+        self._steps.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("_steps", "_results", "_watch", "_own_scale")
+        hooks = dict.fromkeys(_HOOKS)
+        kept = {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
+        return {**kept, "_given_scale": self._own_scale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+
+def _check(
+    optimizer: Any, scale: Any, max_grad_norm: float | None, emit: str, mode: str | None
+) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, MPOptimizer):
+        raise MPCompileError(
+            "MPOptimizer: this already is one; wrap the torch.optim optimizer once"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise MPCompileError(
+            f"MPOptimizer({name}): give a torch.optim optimizer, as in "
+            "MPOptimizer(torch.optim.AdamW(model.parameters()))"
+        )
+    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise MPCompileError(
+        raise MPCompileError(f"MPOptimizer(mode={mode!r}) means nothing to emit={emit!r}")
+            f"{name} as it is"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MPCompileError("MPOptimizer: SparseAdam wants sparse gradients; use it as it is")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
+        if any(p.is_complex() for p in group["params"]):
+            raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")
+    if scale is not None and not isinstance(scale, LossScale):
+        raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise MPCompileError(f"MPOptimizer(max_grad_norm={max_grad_norm}): must be positive")
+    if emit not in ("inductor", "aot_eager", "eager"):
+        raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
+    if mode is not None and emit != "inductor":
+        raise MPCompileError(
+            f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
+        )

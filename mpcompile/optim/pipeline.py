@@ -1,0 +1,49 @@
+"""The passes over a traced step, by name, in the order they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import fx
+
+from ..inspect.dump import Dump
+from ..passes.check_gradients import check_gradients
+from ..passes.clip_gradients import clip_gradients
+from ..passes.lift_numbers import lift_numbers
+from ..passes.measure_gradients import measure_gradients
+from ..passes.move_scale import move_scale
+from ..passes.predicate_writes import predicate_writes
+from ..passes.unscale_gradients import unscale_gradients
+from ..passes.write_copies import write_copies
+from ..step import StepConfig
+
+StepPass = Callable[[fx.GraphModule, StepConfig], bool]
+
+STEP_PASSES: tuple[StepPass, ...] = (
+    lift_numbers,  # the traced step itself, before anything is added
+    unscale_gradients,  # what stands for a gradient from here on is true to size
+    measure_gradients,  # of the gradients as they are stored: the one read before the update
+    check_gradients,  # needs the norms
+    clip_gradients,  # after unscaling, and from the same norms
+    predicate_writes,  # needs the verdict; before the copies, which follow what was kept
+    write_copies,
+    move_scale,  # last: everything else read the scale as it was
+)
+
+
+def run(gm: fx.GraphModule, config: StepConfig, *, traced_in: float, dump: Path | None) -> None:
+    """Run every pass over a traced step, in place; dump the graph after each if asked to."""
+    record = Dump(dump, "step") if dump is not None else None
+    if record:
+        record.stage("traced", gm, traced_in)
+    for pass_ in STEP_PASSES:
+        start = time.perf_counter()
+        pass_(gm, config)
+        spent = time.perf_counter() - start
+        gm.graph.lint()
+        if record:
+            record.stage(pass_.__name__, gm, spent)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()

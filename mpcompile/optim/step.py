@@ -1,0 +1,278 @@
+"""One compiled step: for one pattern of gradients, bound to its tensors."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .. import copies, loss_scale
+from ..loss_scale import LossScale
+from ..step import Gradient, ScaleRule, Slot, StepConfig
+from . import pipeline
+from .program import Emit, Program
+from .regions import split
+from .trace import Member, raw_step, trace
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What a step is compiled for: which parameters have a gradient, and how it is stored.
+
+    Attributes:
+        facts: compared; everything else follows from it.
+        members: the parameters of the step.
+        scales: the loss scales of their models.
+        gradients, copies: for each member.
+    """
+
+    facts: tuple[Any, ...]
+    members: tuple[Member, ...] = field(compare=False)
+    scales: tuple[LossScale, ...] = field(compare=False)
+    gradients: tuple[Gradient, ...] = field(compare=False)
+    copies: tuple[copies.WorkingCopy | None, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, members: Sequence[Member], own: LossScale) -> StepKey:
+        """The key of a step over these members; `own` is for parameters of no scaled model."""
+        scales: list[LossScale] = []
+        gradients: list[Gradient] = []
+        held: list[copies.WorkingCopy | None] = []
+        facts: list[Any] = []
+
+        def number(scale: LossScale) -> int:
+            for k, known in enumerate(scales):
+                if known is scale:
+                    return k
+            scales.append(scale)
+            return len(scales) - 1
+
+        for member in members:
+            grad = member.param.grad
+            assert grad is not None
+            copy = next(iter(copies.copies_of(member.param).values()), None)
+            known = tuple(number(s) for s in loss_scale.scales_of(member.param) or (own,))
+            stored = copy.scale if copy is not None and grad.dtype is copy.tensor.dtype else None
+            by = number(stored) if stored is not None and stored.active else None
+            gradients.append(Gradient(grad.dtype, known, by))
+            held.append(copy)
+            facts.append((id(member.param), grad.dtype, grad.stride(), known, by, id(copy)))
+        rules = tuple((id(s), _rule(s), s.active) for s in scales)
+        return cls((*facts, rules), tuple(members), tuple(scales), tuple(gradients), tuple(held))
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+
+def _rule(scale: LossScale) -> ScaleRule:
+    return ScaleRule(
+        dynamic=scale.kind == "dynamic",
+        growth_factor=scale.growth_factor,
+        backoff_factor=scale.backoff_factor,
+        growth_interval=scale.growth_interval,
+        hysteresis=scale.hysteresis,
+        min_scale=scale.min_scale,
+        max_scale=scale.max_scale,
+    )
+
+
+class Step:
+    """The compiled step of one optimizer for one key.
+
+    Raises:
+        StateAppeared, CannotRewrite: see `trace`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        key: StepKey,
+        *,
+        checked: bool,
+        max_grad_norm: float | None,
+        results: dict[str, torch.Tensor],
+        emit: Emit,
+        dump: Path | None,
+    ) -> None:
+        self.key = key
+        self.device = key.members[0].param.device
+        on_gpu = self.device.type != "cpu"
+        config = StepConfig(
+            gradients=key.gradients,
+            copies=tuple(c.tensor.dtype if c is not None else None for c in key.copies),
+            checked=checked,
+            scales=tuple(_rule(s) for s in key.scales),
+            max_grad_norm=max_grad_norm,
+            foreach=on_gpu,
+        )
+        start = time.perf_counter()
+        traced = trace(optimizer, key.members, foreach=on_gpu)
+        spent = time.perf_counter() - start
+        pipeline.run(traced.graph, config, traced_in=spent, dump=dump)
+        self.reads = traced.reads
+        self.states = [
+            (m.param, k, v)
+            for m in key.members
+            for k, v in optimizer.state.get(m.param, {}).items()
+        ]
+        self.lrs = {
+            g: torch.zeros((), dtype=torch.float64, device=self.device)
+            for g in {m.group for m in key.members}
+        }
+        self.lr_values: dict[int, float] = {}
+        self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
+        pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
+        self.program = Program(pieces, self._held(optimizer, results), emit)
+
+    def _held(self, optimizer: Optimizer, results: dict[str, torch.Tensor]) -> dict[Slot, Any]:
+        held: dict[Slot, Any] = {Slot("lr", g): lr for g, lr in self.lrs.items()}
+        for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
+            held[Slot("param", i)] = member.param
+            if copy is not None:
+                held[Slot("copy", i)] = copy.tensor
+            for key, value in optimizer.state.get(member.param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    held[Slot("state", i, str(key))] = value
+        for k, scale in enumerate(self.key.scales):
+            for field_, tensor in scale.reside(self.device).items():
+                held[Slot("scale", k, _SHORT.get(field_, field_))] = tensor
+        for name, dtype in (("skipped", torch.bool), ("norm", torch.float32)):
+            if name not in results:
+                results[name] = torch.zeros((), dtype=dtype, device=self.device)
+            held[Slot("result", key=name)] = results[name]
+        return held
+
+    def still_holds(self, optimizer: Optimizer) -> bool:
+        """Whether what the graph was made from is unchanged: settings, and which tensors the state
+        consists of (load_state_dict brings new ones).
+        """
+        groups = optimizer.param_groups
+        return all(_same(groups[g].get(k), v) for (g, k), v in self.reads.items()) and all(
+            _same(optimizer.state[param].get(k), v) for param, k, v in self.states
+        )
+
+    def run(self, optimizer: Optimizer) -> None:
+        """Do the step."""
+        given: dict[Slot, torch.Tensor] = {}
+        for i, member in enumerate(self.key.members):
+            given[Slot("grad", i)] = member.param.grad  # type: ignore[assignment]
+        for g, tensor in self.lrs.items():
+            lr = optimizer.param_groups[g]["lr"]
+            if isinstance(lr, torch.Tensor):
+                tensor.copy_(lr)
+            elif self.lr_values.get(g) != lr:
+                tensor.fill_(lr)
+                self.lr_values[g] = lr
+        for k, scale in enumerate(self.key.scales):
+            first, flag = scale.begin_step(self.device)
+            given[Slot("scale", k, "first")] = self.first[first]
+            given[Slot("scale", k, "flag")] = flag
+            if scale.used is not None:
+                given[Slot("scale", k, "used")] = scale.used
+        self.program.run(given)
+        torch.autograd.graph.increment_version([m.param for m in self.key.members])
+        for member, copy in zip(self.key.members, self.key.copies, strict=True):
+            if copy is not None:
+                copy.written(member.param)
+
+
+def _same(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+    return a is b or (not tensors and a == b)
+
+
+_SHORT = {"skipped_steps": "skipped"}
+
+
+def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
+    """Make the state that a first step would make, so that the step can be traced without it.
+
+    torch.optim's classes have `_init_group` for it (torch 2.11 to 2.13). SGD's momentum starts as a
+    copy of the gradient, which without dampening is what zeros become in one step.
+    """
+    init = getattr(optimizer, "_init_group", None)
+    for group in optimizer.param_groups:
+        if init is not None:
+            lists: list[list[Any]] = [
+                [] for _ in range(len(inspect.signature(init).parameters) - 1)
+            ]
+            asked: dict[str, Any] = {k: group[k] for k in ("capturable", "fused") if k in group}
+            for name in asked:
+                group[name] = name == "capturable"
+            try:
+                init(group, *lists)
+            finally:
+                group.update(asked)
+    if isinstance(optimizer, torch.optim.SGD):
+        for member in members:
+            group = optimizer.param_groups[member.group]
+            state = optimizer.state[member.param]
+            if (
+                group["momentum"]
+                and not group["dampening"]
+                and state.get("momentum_buffer") is None
+            ):
+                state["momentum_buffer"] = torch.zeros_like(member.param).detach()
+    move_numbers(optimizer)
+
+
+def move_numbers(optimizer: Optimizer) -> None:
+    """Keep step counters where their parameters are: a step must not read across devices."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:
+                state[key] = value.to(param.device)
+
+
+def eager_step(
+    optimizer: Optimizer,
+    key: StepKey,
+    max_grad_norm: float | None,
+    results: dict[str, torch.Tensor],
+) -> None:
+    """One step as the class does it, after the same checks made on the host."""
+    params = [m.param for m in key.members]
+    stored = [p.grad for p in params]
+    true: list[torch.Tensor] = []
+    for param, gradient in zip(params, key.gradients, strict=True):
+        assert param.grad is not None
+        grad = param.grad.to(param.dtype)
+        if gradient.scaled_by is not None:
+            used = key.scales[gradient.scaled_by].used
+            assert used is not None
+            grad = grad / used
+        true.append(grad)
+    norm = torch.nn.utils.get_total_norm(true)
+    active = any(scale.active for scale in key.scales)
+    skip = False
+    for k, scale in enumerate(key.scales):
+        own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
+        finite = all(bool(t.isfinite().all()) for t in own)
+        skip |= scale.settle(not finite)
+    skip = skip and active
+    results["skipped"] = torch.tensor(skip, device=norm.device)
+    results["norm"] = norm
+    if skip:
+        return
+    if max_grad_norm is not None:
+        factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        true = [t * factor for t in true]
+    try:
+        for param, grad in zip(params, true, strict=True):
+            param.grad = None
+            param.grad_dtype = param.dtype
+            param.grad = grad
+        with torch.no_grad():
+            raw_step(type(optimizer))(optimizer)
+    finally:
+        for param, grad_ in zip(params, stored, strict=True):
+            param.grad = None
+            assert grad_ is not None
+            param.grad_dtype = grad_.dtype
+            param.grad = grad_

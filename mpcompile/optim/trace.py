@@ -1,0 +1,323 @@
+"""A torch.optim optimizer's own step -> a functional graph.
+
+The step runs once on FakeTensors, on a shadow of the optimizer: an object of the same class, with
+the same attributes, whose parameters, gradients and state are the graph's inputs. make_fx records
+what it does, `functionalize` turns every in-place operator into its value and one `copy_` at the
+end. What comes out is exactly the optimizer's arithmetic, whoever wrote it:
+
+    p.mul_(1 - lr * decay)    ->    mul = mul(param0, sub)
+    m.lerp_(g, 0.1); ...            copy_(param0, mul); copy_(state0_m, lerp); ...
+
+* Learning rates are inputs (0-d, FP64), so a scheduler changes nothing. Every other setting that
+  the step reads from a param group is a constant of the graph, and part of what `Trace.reads` says.
+* 0-d state (step counters) is computed in FP64, as the Python numbers are that an optimizer makes
+  of it in eager mode, and stored back as it was.
+* Whatever a graph can't say is refused: state or settings kept as Python numbers and changed by
+  the step, a branch on a tensor's value, tensors that no parameter owns.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11: `_is_compiling_flag`, which
+makes torch.optim keep tensors instead of calling `.item()`, and the wrappers around `step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CannotRewrite
+from ..step import Slot
+
+# Settings that are inputs of the graph, or chosen here.
+_NOT_READ = ("params", "lr", "foreach", "fused", "capturable")
+_tracing = threading.Lock()  # the compiling flag is one for the process
+
+
+class StateAppeared(CannotRewrite):
+    """The step made new state: it can be traced once that is there."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter that takes part in a step: its param group's index, and itself."""
+
+    group: int
+    param: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced step.
+
+    Attributes:
+        graph: its inputs carry a `Slot` each, in `meta["mp_slot"]`.
+        reads: (group index, setting) -> value, for all settings that the step read.
+    """
+
+    graph: fx.GraphModule
+    reads: dict[tuple[int, str], Any]
+
+
+def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> Trace:
+    """Trace one step of `optimizer` over those of its parameters that have a gradient.
+
+    Args:
+        optimizer: its state for the members is there already, as far as it can be known.
+        members: the parameters of this step.
+        foreach: ask for the multi-tensor implementation, where the class has one.
+
+    Raises:
+        StateAppeared: the step makes state that isn't there yet.
+        CannotRewrite: the step can't be written as one graph; the message says why.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    slots: list[Slot] = []
+    fakes: list[torch.Tensor] = []
+
+    def add(slot: Slot, value: torch.Tensor) -> None:
+        slots.append(slot)
+        with mode:  # memory of its own: a fake of `value` would share it with its other fakes
+            fakes.append(
+                torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            )
+
+    with mode:
+        lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
+    for i, member in enumerate(members):
+        add(Slot("param", i), member.param)
+        add(Slot("grad", i), member.param)  # as the optimizer is to see it: of the same dtype
+        for key, value in optimizer.state.get(member.param, {}).items():
+            if isinstance(value, torch.Tensor):
+                add(Slot("state", i, str(key)), value)
+    for index in sorted({m.group for m in members}):
+        slots.append(Slot("lr", index))
+        fakes.append(lr.clone())
+
+    shadow = _Shadow(optimizer, members, foreach=foreach)
+
+    def step(*inputs: torch.Tensor) -> tuple[()]:
+        shadow.run(dict(zip(slots, inputs, strict=True)))
+        return ()
+
+    with _tracing, _compiling(), _numbers_stay_tensors(type(optimizer)), torch.no_grad():
+        try:
+            # First as the step is written: functionalize knows no composite in-place operators.
+            inplace = make_fx(step, tracing_mode="fake")(*fakes)
+            functional = torch.func.functionalize(inplace, remove="mutations_and_views")
+            gm = make_fx(functional, tracing_mode="fake")(*fakes)
+        except CannotRewrite:
+            raise
+        except Exception as error:  # whatever a step does that can't be traced
+            raise CannotRewrite(_describe(error)) from error
+    for node, slot in zip(gm.graph.find_nodes(op="placeholder"), slots, strict=True):
+        node.meta["mp_slot"] = slot
+        node._rename(str(slot))
+    if constants := gm.graph.find_nodes(op="get_attr"):
+        raise CannotRewrite(f"it uses a tensor of its own ({constants[0].target})")
+    return Trace(gm, shadow.reads)
+
+
+def _describe(error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _numbers_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
+    """`.item()` returns the 0-d tensor, and `min` and `max` in the file of `cls` take tensors.
+
+    So a step that reads numbers off the device to compute with them (Adafactor) becomes a graph
+    that does not. A branch on such a number still fails.
+    """
+    namespace = inspect.unwrap(cls.step).__globals__
+    theirs = {name: namespace[name] for name in ("min", "max") if name in namespace}
+    namespace.update(min=_of_tensors(min, torch.minimum), max=_of_tensors(max, torch.maximum))
+    try:
+        with _ItemIsTensor():
+            yield
+    finally:
+        for name in ("min", "max"):
+            del namespace[name]
+        namespace.update(theirs)
+
+
+def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if tensor is None or len(args) == 1:
+            return builtin(*args, **kwargs)
+        numbers = (a if isinstance(a, torch.Tensor) else torch.full_like(tensor, a) for a in args)
+        return functools.reduce(lambda x, y: pairwise(x, y.to(x.dtype)), numbers)
+
+    return choose
+
+
+class _ItemIsTensor(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return args[0].float()
+        return func(*args, **(kwargs or {}))
+
+
+class _Shadow:
+    """Runs the optimizer's step on other tensors, and looks at what else it changed."""
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> None:
+        self.optimizer = optimizer
+        self.members = members
+        self.foreach = foreach
+        self.reads: dict[tuple[int, str], Any] = {}
+
+    def run(self, tensors: dict[Slot, torch.Tensor]) -> None:
+        optimizer: Any = object.__new__(type(self.optimizer))
+        optimizer.__dict__.update(self.optimizer.__dict__)
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        given: dict[Any, dict[str, Any]] = {}
+        params: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for i, member in enumerate(self.members):
+            param = tensors[Slot("param", i)]
+            param.grad = tensors[Slot("grad", i)]
+            params[member.group].append(param)
+            if member.param in self.optimizer.state:
+                entries = self.optimizer.state[member.param]
+                state[param] = {k: self._working(tensors, i, k, v) for k, v in entries.items()}
+            given[param] = dict(state.get(param, {}))
+        optimizer.state = state
+        optimizer.param_groups = [
+            _Group(
+                self.reads, index, self._settings(group, tensors[Slot("lr", index)], params[index])
+            )
+            for index, group in enumerate(self.optimizer.param_groups)
+            if index in params
+        ]
+        attributes = _numbers(optimizer.__dict__)
+        settings = [_numbers(dict(group)) for group in optimizer.param_groups]
+        raw_step(type(self.optimizer))(optimizer)
+        _refuse_changes("attribute", attributes, _numbers(optimizer.__dict__))
+        for before, group in zip(settings, optimizer.param_groups, strict=True):
+            _refuse_changes("setting of its param group", before, _numbers(dict(group)))
+        for i in range(len(self.members)):
+            param = tensors[Slot("param", i)]
+            self._write_back(tensors, i, given[param], state.get(param, {}))
+
+    def _settings(
+        self, group: dict[str, Any], lr: torch.Tensor, params: list[torch.Tensor]
+    ) -> dict[str, Any]:
+        changed: dict[str, Any] = {"params": params, "lr": lr}
+        if "foreach" in group:
+            changed["foreach"] = self.foreach
+        if "fused" in group:
+            changed["fused"] = False
+        if "capturable" in group:
+            changed["capturable"] = True
+        return {**group, **changed}
+
+    def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensor = tensors[Slot("state", index, str(key))]
+        # The moments of a 0-d parameter are 0-d too; what counts its steps is called "step".
+        number = tensor.ndim == 0 and (tensors[Slot("param", index)].ndim > 0 or key == "step")
+        counts = number and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.double() if counts else tensor
+
+    def _write_back(
+        self,
+        tensors: dict[Slot, torch.Tensor],
+        index: int,
+        given: dict[str, Any],
+        after: dict[str, Any],
+    ) -> None:
+        if new := [k for k, v in after.items() if v is not None and given.get(k) is None]:
+            raise StateAppeared(f"its first step makes the state {', '.join(map(repr, new))}")
+        _refuse_changes("entry of its state", _numbers(given), _numbers(after))
+        for key, value in after.items():
+            if isinstance(value, torch.Tensor):
+                stored = tensors[Slot("state", index, str(key))]
+                if value is stored:
+                    continue
+                if value.shape != stored.shape:
+                    raise CannotRewrite(f"it changes the shape of its state {key!r}")
+                stored.copy_(value)
+
+
+class _Group(dict[str, Any]):
+    """A param group that notes which settings are read: they are constants of the graph."""
+
+    def __init__(
+        self, reads: dict[tuple[int, str], Any], index: int, settings: dict[str, Any]
+    ) -> None:
+        super().__init__(settings)
+        self._reads, self._index = reads, index
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if key not in _NOT_READ:
+            self._reads[self._index, key] = value
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 (reads through __getitem__)
+
+
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+def _numbers(table: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are plain Python values, or tuples and lists of them."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(plain(v) for v in value)
+        return isinstance(value, _NUMBERS)
+
+    return {k: list(v) if isinstance(v, list) else v for k, v in table.items() if plain(v)}
+
+
+def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            raise CannotRewrite(
+                f"it keeps the {what} {key!r} as a Python value and changes it in every step; "
+                "keep it as a tensor in `state`"
+            )
+
+
+def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """`cls.step` without torch's own wrappers (profiling and hooks, the grad mode switch).
+
+    Decorators of the user's, `@torch.no_grad()` among them, stay.
+    """
+    step: Any = cls.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    if getattr(step, "__code__", None) is not None and step.__code__.co_name == "_use_grad":
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
