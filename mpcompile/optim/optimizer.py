@@ -269,8 +269,8 @@ def _check(
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise MPCompileError(
-        raise MPCompileError(f"MPOptimizer(mode={mode!r}) means nothing to emit={emit!r}")
-            f"{name} as it is"
+            f"MPOptimizer: {name}.step() runs its closure several times, which can't be traced; "
+            f"use {name} as it is"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise MPCompileError("MPOptimizer: SparseAdam wants sparse gradients; use it as it is")
