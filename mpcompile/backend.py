@@ -17,6 +17,8 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from . import (
+    copies,
+    ir,
     kernels,
     library,  # noqa: F401  (registers the operators that scale gradients)
     loss_scale,
@@ -94,12 +96,14 @@ def _compile(
     low = settings.dtype or auto_dtype(device)[0]
     trained = [x for x in tensors if x.requires_grad]
     scale = _scale_for(trained, low, settings) if torch.is_grad_enabled() else None
+    owned = _owned(example_inputs) if settings.level is Level.O2 else {}
     config = Config(
         level=settings.level,
         low=low,
         device=device,
         policy=settings.policy,
         scaled=scale is not None,
+        copied=frozenset(owned),
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
     start = time.perf_counter()
@@ -109,13 +113,48 @@ def _compile(
         plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
         _accumulate_in_fp32()
-    if not plan.scaled:
-        return _emit(captured, example_inputs, settings, joint=joint_passes(config)), plan
-    assert scale is not None
-    inputs = [*example_inputs, *scale.inputs(device)]
+    scale = scale if plan.scaled else None
+    inputs = list(example_inputs)
+    read = [i for i, n in enumerate(captured.graph.find_nodes(op="placeholder")) if ir.is_copy(n)]
+    for i in read:
+        copies.check_one_scale(example_inputs[i], scale, f"input {i} of a graph")
+        inputs[i] = copies.copy_of(example_inputs[i], low).fresh(example_inputs[i]).detach()
+        inputs[i].requires_grad_(example_inputs[i].requires_grad)
+    if scale is not None:
+        inputs += scale.inputs(device)
     compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
-    leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
-    return _with_scale(compiled, scale, device, leaves, example_inputs), plan
+    if read:
+        # A scale that two optimizers move may move between two backwards of the same gradient.
+        alone = scale is None or len({id(owned[i]) for i in owned}) == 1
+        compiled = _with_copies(compiled, copies.Reader(low, scale, low_gradients=alone), read)
+    if scale is not None:
+        leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
+        compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
+    return compiled, plan
+
+
+def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
+    """The inputs that are parameters of an MPOptimizer, and which one."""
+    owners = {
+        i: copies.owner_of(x)
+        for i, x in enumerate(example_inputs)
+        if isinstance(x, torch.nn.Parameter) and x.dtype is torch.float32
+    }
+    return {i: owner for i, owner in owners.items() if owner is not None}
+
+
+def _with_copies(
+    compiled: Callable[..., Any], reader: copies.Reader, read: Sequence[int]
+) -> Callable[..., Any]:
+    """Hand working copies to the graph where it reads them."""
+
+    def call(*args: Any) -> Any:
+        inputs = list(args)
+        for i, copy in zip(read, reader.read([args[i] for i in read]), strict=True):
+            inputs[i] = copy
+        return compiled(*inputs)
+
+    return call
 
 
 def _emit(

@@ -97,6 +97,15 @@ def set_mutable(node: fx.Node) -> None:
     node.meta["mp_mutable"] = True
 
 
+def set_copy(node: fx.Node) -> None:
+    """Note that this input is handed over as a working copy in the low dtype."""
+    node.meta["mp_copy"] = True
+
+
+def is_copy(node: fx.Node) -> bool:
+    return "mp_copy" in node.meta
+
+
 def is_mutable(node: fx.Node) -> bool:
     return "mp_mutable" in node.meta
 

@@ -24,6 +24,7 @@ from .passes.guard_factorisations import guard_factorisations
 from .passes.outline import outline
 from .passes.place_casts import place_casts
 from .passes.plan import plan
+from .passes.read_copies import read_copies
 from .passes.scale_gradients import scale_gradients
 from .policy import Config
 from .spec import verify
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     plan,  # FOLLOW becomes LOW or FULL
     expand_attention,  # the decision is made; place_casts sees the products
     place_casts,  # marks are final from here on
+    read_copies,  # what the casts of parameters read; their gradients leave scaled
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes
     outline,  # last: it hides nodes in bodies, where no pass looks

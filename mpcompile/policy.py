@@ -207,6 +207,7 @@ class Config:
         device: where the graph's parameters live.
         policy: the user's overrides.
         scaled: whether gradients are scaled inside the graph.
+        copied: which inputs (by number) have a working copy in `low` that may be read instead.
         has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 
@@ -215,4 +216,5 @@ class Config:
     device: torch.device
     policy: Policy = Policy()
     scaled: bool = False
+    copied: frozenset[int] = frozenset()
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

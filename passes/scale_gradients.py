@@ -35,8 +35,9 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     inputs = graph.find_nodes(op="placeholder")
     if not config.scaled or any(node.target == SCALE for node in inputs):
         return False
-    trained = [n for n in inputs if ir.requires_grad(n)]
-    if not trained:
+    copies = [n for n in inputs if ir.is_copy(n) and ir.requires_grad(n)]
+    trained = [n for n in inputs if ir.requires_grad(n) and not ir.is_copy(n)]
+    if not trained and not copies:
         return False
     scaler = _Scaler(graph, _add_input(graph, SCALE, config), _add_input(graph, FOUND, config))
     for node in [n for n in graph.nodes if _is_nonlinear(n)]:
