@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import copies
 from .backend import mpcompile_backend
 from .errors import MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
@@ -116,7 +117,7 @@ def mpcompile(
         check_module(model, settings)
         # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
         # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
-        model._compiled_call_impl = _entry(model, record, compile_kwargs)
+        model._compiled_call_impl = _entry(model, settings.level, record, compile_kwargs)
         _records[model] = record
         return model
     compiled = torch.compile(model, **compile_kwargs)
@@ -128,7 +129,7 @@ _entries = itertools.count()
 
 
 def _entry(
-    module: nn.Module, record: _Record, compile_kwargs: dict[str, Any]
+    module: nn.Module, level: Level, record: _Record, compile_kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     """What a call of the module runs: the compiled call, and three things Dynamo needs help with.
 
@@ -138,19 +139,33 @@ def _entry(
     * Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing).
     * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
       the first LOW op narrows them again.
+
+    It is compiled anew when an `MPOptimizer` takes over parameters of an O2 model.
     """
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+    def build() -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
 
-    name = f"{type(module).__name__}_{next(_entries)}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    compiled: Any = torch.compile(forward, **compile_kwargs)
-    if any(isinstance(m, nn.RNNBase) for m in module.modules()):
-        compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
+        name = f"{type(module).__name__}_{next(_entries)}"
+        forward.__code__ = forward.__code__.replace(co_name=name)
+        compiled: Any = torch.compile(forward, **compile_kwargs)
+        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+            compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
+        return compiled  # type: ignore[no-any-return]
+
+    def owners() -> list[int]:
+        return [id(copies.owner_of(p)) for p in module.parameters()]
+
     widens = not any(p.dtype in _HALF for p in module.parameters())
+    compiled, built_at, built_for = build(), copies.generation(), owners()
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled, built_at, built_for
+        if level is Level.O2 and copies.generation() != built_at:
+            built_at = copies.generation()
+            if built_for != (built_for := owners()):  # an MPOptimizer came: its copies are read
+                compiled = build()
         if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(
                 lambda x: x.float() if _is_half(x) else x, (args, kwargs)

@@ -6,6 +6,7 @@ unchanged, with one warning that says why; under `strict=True` it is an error. N
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 import weakref
@@ -114,12 +115,16 @@ def _compile(
     if device.type == "cuda":
         _accumulate_in_fp32()
     scale = scale if plan.scaled else None
-    inputs = list(example_inputs)
-    read = [i for i, n in enumerate(captured.graph.find_nodes(op="placeholder")) if ir.is_copy(n)]
-    for i in read:
-        copies.check_one_scale(example_inputs[i], scale, f"input {i} of a graph")
-        inputs[i] = copies.copy_of(example_inputs[i], low).fresh(example_inputs[i]).detach()
-        inputs[i].requires_grad_(example_inputs[i].requires_grad)
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    read = {k: of for k, n in enumerate(placeholders) if (of := ir.copy_of(n)) is not None}
+    in_full = [x for i, x in enumerate(example_inputs) if i in owned and i not in read]
+    copies.read_in_full([x for x in in_full if _is_leaf(x)])
+    inputs = [*example_inputs, *itertools.repeat(None, sum(k >= len(example_inputs) for k in read))]
+    for k, of in read.items():
+        master = example_inputs[of]
+        copies.check_one_scale(master, scale, f"input {of} of a graph")
+        copy = copies.copy_of(master, low).fresh(master).detach()
+        inputs[k] = copy.requires_grad_(master.requires_grad)
     if scale is not None:
         inputs += scale.inputs(device)
     compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
@@ -144,15 +149,18 @@ def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
 
 
 def _with_copies(
-    compiled: Callable[..., Any], reader: copies.Reader, read: Sequence[int]
+    compiled: Callable[..., Any], reader: copies.Reader, read: Mapping[int, int]
 ) -> Callable[..., Any]:
-    """Hand working copies to the graph where it reads them."""
+    """Hand working copies to the graph: its input -> of which of the caller's."""
+    width = max(read) + 1
 
     def call(*args: Any) -> Any:
-        inputs = list(args)
-        for i, copy in zip(read, reader.read([args[i] for i in read]), strict=True):
-            inputs[i] = copy
-        return compiled(*inputs)
+        tensors = dict(zip(read, reader.read([args[of] for of in read.values()]), strict=True))
+        # Copies that are inputs of their own stand behind the caller's, before the loss scale.
+        plain = args[: len(args) - 2] if reader.scale is not None else args
+        own = [tensors[k] for k in range(len(plain), width)]
+        inputs = [tensors.get(k, x) for k, x in enumerate(plain)]
+        return compiled(*inputs, *own, *args[len(plain) :])
 
     return call
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import MPCompileError
-from .loss_scale import LossScale
+from .loss_scale import LossScale, skipping_itself
 
 
 class MasterWeight(nn.Parameter):
@@ -70,6 +71,12 @@ class WorkingCopy:
         self.tensor = torch.empty_like(master, dtype=dtype, requires_grad=False)
         self.scale: LossScale | None = None
         self._seen: tuple[int, int] | None = None
+        self._shape = tuple(master.shape)
+        self._reads = 0  # training forwards since a gradient last arrived
+        self._own: torch.Tensor | None = None  # our gradient in the backward `_task`
+        self._task = -1
+        self._arrived: tuple[int, int] | None = None
+        self._node: Any = None
 
     def fresh(self, master: torch.Tensor) -> torch.Tensor:
         """The copy, cast anew if the master may have changed since it was written."""
@@ -85,6 +92,74 @@ class WorkingCopy:
             master.mp_handed_out = False
         self._seen = _state(master)
 
+    # -- gradients ------------------------------------------------------------------------------
+
+    def store_low(self, master: torch.Tensor, scale: LossScale | None) -> None:
+        """Have the next gradient stored in the low dtype, multiplied by `scale` if there is one."""
+        self._reads += 1
+        if master.grad is not None or not master.requires_grad:
+            return
+        master.grad_dtype = self.tensor.dtype
+        self.scale = scale
+        if scale is not None and self._node is None:
+            self._node = torch.autograd.graph.get_gradient_edge(master).node
+            self._node.register_prehook(self._check)
+            alive = weakref.ref(master)
+            self._node.register_hook(lambda *_: self._note_arrival(alive()))
+
+    def store_full(self, master: torch.Tensor, used: torch.Tensor | None) -> None:
+        """Have gradients stored in FP32 and true to size from now on, the one that is there too."""
+        grad, scaled = master.grad, self.scale is not None
+        self.scale = None
+        if master.grad_dtype is torch.float32:
+            return
+        master.grad = None
+        master.grad_dtype = torch.float32
+        if grad is not None:
+            master.grad = grad.float() / used if scaled and used is not None else grad.float()
+
+    def contribute(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """One graph's scaled gradient: what to return to autograd for it.
+
+        The first one of a backward is handed on, further ones are added to it, so that the sum is
+        known to be all ours when it arrives (see `_check`).
+        """
+        task = torch._C._current_graph_task_id()  # as torch.utils.checkpoint does (torch 2.13)
+        if self._own is not None and self._task == task:
+            self._own.add_(grad)
+            return None
+        # What will be added to must be nobody else's gradient, too.
+        self._own, self._task = grad if self._reads == 1 else grad.clone(), task
+        return self._own
+
+    def _check(self, gradients: Sequence[torch.Tensor]) -> None:
+        own, self._own, self._reads = self._own, None, 0
+        if self.scale is not None and gradients[0] is not own:
+            raise MPCompileError(
+                f"a gradient from outside the compiled model reached an O2 parameter of shape "
+                f"{self._shape}, whose gradient is stored in FP16 times the loss scale: the sum "
+                "would be wrong. Compute that loss (a penalty on the weights?) inside the compiled "
+                "model, or use level='O1', or dtype=torch.bfloat16"
+            )
+
+    def _note_arrival(self, master: torch.Tensor | None) -> None:
+        if master is not None and master.grad is not None:
+            self._arrived = id(master.grad), master.grad._version
+
+    def check_untouched(self, grad: torch.Tensor) -> None:
+        """Refuse a scaled gradient that somebody changed since it arrived.
+
+        Raises:
+            MPCompileError: says what to do instead.
+        """
+        if self.scale is not None and self._arrived != (id(grad), grad._version):
+            raise MPCompileError(
+                f"the gradient of an O2 parameter of shape {self._shape} was changed between "
+                "backward() and step(). It is stored in FP16 times the loss scale, so a threshold "
+                "or a term meant for true gradients is off by that factor. To clip, use "
+                "MPOptimizer(..., max_grad_norm=...); otherwise level='O1' or dtype=torch.bfloat16"
+            )
+
 
 def _state(master: torch.Tensor) -> tuple[int, int]:
     return master.data_ptr(), master._version
@@ -92,6 +167,7 @@ def _state(master: torch.Tensor) -> tuple[int, int]:
 
 _owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
 _copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
+_in_full = WeakIdKeyDictionary()  # parameters that some graph reads in FP32, too
 _generation = 0
 
 
@@ -131,6 +207,12 @@ def copy_of(parameter: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
     return copy
 
 
+def read_in_full(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that a graph reads these in FP32: their gradients must be FP32 and true to size."""
+    for parameter in parameters:
+        _in_full[parameter] = True
+
+
 class Reader:
     """Hands the copies of some parameters to a compiled graph, and takes their gradients back.
 
@@ -150,38 +232,38 @@ class Reader:
         tensors = [c.fresh(p) for c, p in zip(copies, masters, strict=True)]
         if not torch.is_grad_enabled():
             return tensors
-        if self.low_gradients:
-            for copy, master in zip(copies, masters, strict=True):
-                copy.scale = self.scale
-                _store_low(master, self.dtype)
-        return _ReadCopies.apply(self, tensors, *masters)  # type: ignore[no-any-return, no-untyped-call]
+        for copy, master in zip(copies, masters, strict=True):
+            if self.stores_low(master):
+                copy.store_low(master, self.scale)
+        return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
-
-def _store_low(master: torch.Tensor, dtype: torch.dtype) -> None:
-    if master.requires_grad and master.grad is None and master.grad_dtype is not dtype:
-        master.grad_dtype = dtype
+    def stores_low(self, master: torch.Tensor) -> bool:
+        return self.low_gradients and master not in _in_full and owner_of(master) is not None
 
 
 class _ReadCopies(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, reader: Reader, tensors: Sequence[torch.Tensor], *masters: torch.Tensor
+        ctx: Any, reader: Reader, copies: Sequence[WorkingCopy], *masters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.reader, ctx.masters = reader, masters
+        ctx.reader, ctx.copies, ctx.masters = reader, copies, masters
         ctx.used = reader.scale.used if reader.scale is not None else None
         ctx.set_materialize_grads(False)
-        return tuple(t.detach() for t in tensors)
+        return tuple(copy.tensor.detach() for copy in copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[torch.Tensor | None] = []
-        for grad, master in zip(grads, ctx.masters, strict=True):
-            if grad is not None and master.grad_dtype is not grad.dtype:
-                grad = grad.float()
-                if ctx.used is not None:
-                    grad = grad * ctx.used.reciprocal()
-            results.append(grad)
+        for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
+            if grad is None:
+                results.append(None)
+            elif ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
+                results.append(copy.contribute(grad) if ctx.used is not None else grad)
+            else:
+                copy.store_full(master, ctx.used)
+                true = grad.float()
+                results.append(true if ctx.used is None else true * ctx.used.reciprocal())
         return (None, None, *results)
 
 
@@ -198,3 +280,23 @@ def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str)
                 "gradient can be stored under one only: hand both models the same "
                 "LossScale, mpcompile(..., loss_scale=scale)"
             )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A plain optimizer must not take a scaled gradient for a true one."""
+    if len(_copies) == 0 or skipping_itself(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for copy in copies_of(parameter).values():
+                grad = parameter.grad
+                if copy.scale is not None and grad is not None and grad.dtype is copy.tensor.dtype:
+                    raise MPCompileError(
+                        f"{type(optimizer).__name__} is about to use a gradient that is stored in "
+                        "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
+                        "too. Step each parameter with one of them"
+                    )
+
+
+register_optimizer_step_pre_hook(_refuse_scaled)

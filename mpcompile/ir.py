@@ -97,13 +97,16 @@ def set_mutable(node: fx.Node) -> None:
     node.meta["mp_mutable"] = True
 
 
-def set_copy(node: fx.Node) -> None:
-    """Note that this input is handed over as a working copy in the low dtype."""
-    node.meta["mp_copy"] = True
+def set_copy(node: fx.Node, *, of: int) -> None:
+    """Note that this input is the working copy, in the low dtype, of the parameter that the caller
+    hands over as input `of`.
+    """
+    node.meta["mp_copy"] = of
 
 
-def is_copy(node: fx.Node) -> bool:
-    return "mp_copy" in node.meta
+def copy_of(node: fx.Node) -> int | None:
+    """Of which input (by number) this one is the working copy, if it is one."""
+    return node.meta.get("mp_copy")
 
 
 def is_mutable(node: fx.Node) -> bool:
@@ -386,6 +389,18 @@ def scale_slot(
 ) -> fx.Node:
     """The 0-d input that holds one field of a loss scale's state."""
     return scalar_slot(graph, Slot("scale", index, key), dtype)
+
+
+def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
+    """A new input behind the last one, tracked by autograd as `like` is."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node._dynamo_source = None
+    node.meta.update(
+        val=val, mp_captured=like.meta["mp_captured"], tensor_meta=like.meta["tensor_meta"]
+    )
+    return node
 
 
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:

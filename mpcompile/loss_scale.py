@@ -347,6 +347,10 @@ def skips_by_itself(optimizer: Optimizer) -> None:
     _self_skipping.add(optimizer)
 
 
+def skipping_itself(optimizer: Optimizer) -> bool:
+    return optimizer in _self_skipping
+
+
 def scales_of(parameter: torch.Tensor) -> Sequence[LossScale]:
     """The scales of all graphs over this parameter."""
     known: Sequence[LossScale] = _scales_of.get(parameter, ())
@@ -362,7 +366,7 @@ def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if optimizer in _self_skipping:
+    if skipping_itself(optimizer):
         return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if closure is None:

@@ -35,10 +35,10 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     inputs = graph.find_nodes(op="placeholder")
     if not config.scaled or any(node.target == SCALE for node in inputs):
         return False
-    copies = [n for n in inputs if ir.is_copy(n) and ir.requires_grad(n)]
-    trained = [n for n in inputs if ir.requires_grad(n) and not ir.is_copy(n)]
-    if not trained and not copies:
+    if not any(ir.requires_grad(n) for n in inputs):
         return False
+    # The gradient of a working copy leaves scaled: the optimizer's step unscales it.
+    trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     scaler = _Scaler(graph, _add_input(graph, SCALE, config), _add_input(graph, FOUND, config))
     for node in [n for n in graph.nodes if _is_nonlinear(n)]:
         scaler.isolate(node)

@@ -161,7 +161,12 @@ class Step:
         """Do the step."""
         given: dict[Slot, torch.Tensor] = {}
         for i, member in enumerate(self.key.members):
-            given[Slot("grad", i)] = member.param.grad  # type: ignore[assignment]
+            grad = member.param.grad
+            assert grad is not None
+            copy = self.key.copies[i]
+            if copy is not None and self.key.gradients[i].scaled_by is not None:
+                copy.check_untouched(grad)
+            given[Slot("grad", i)] = grad
         for g, tensor in self.lrs.items():
             lr = optimizer.param_groups[g]["lr"]
             if isinstance(lr, torch.Tensor):
