@@ -198,8 +198,11 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     """Change the dtype of an input."""
+    old = value(node)
     with fake_mode(node.graph):
-        node.meta["val"] = torch.empty_like(value(node), dtype=dtype)
+        node.meta["val"] = torch.empty_strided(
+            old.shape, old.stride(), dtype=dtype, device=old.device
+        )
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -248,7 +248,9 @@ class LossScale:
                 self._tensors[device] = held
             self.used = held[1]
         if device not in self._found:
-            self._found[device] = torch.zeros((), device=device, requires_grad=True)
+            self._found[device] = torch.zeros(
+                (), dtype=torch.float32, device=device, requires_grad=True
+            )
         return self.used, self._found[device]
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -280,7 +282,7 @@ class LossScale:
             leaf.grad = None
         seen = [] if first or self._flag is None else [self._flag]
         total = [flag.to(device) for flag in (*seen, *flags)]
-        self._flag = sum(total[1:], total[0]) if total else torch.zeros((), device=device)
+        self._flag = sum(total[1:], total[0]) if total else _no_overflow(device)
         return first, self._flag
 
     def saw_forward(self) -> None:
@@ -318,6 +320,10 @@ class LossScale:
             )
 
 
+def _no_overflow(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
 # -- the optimizer hook ---------------------------------------------------------------------------
 
 # optimizers whose step skips by itself
@@ -325,9 +331,22 @@ _self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 # parameter -> the LossScales of the graphs that read it
 _scales_of = WeakIdKeyDictionary()
+# called whenever a graph's scale becomes known
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _hidden: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+class Listener(Protocol):
+    """Who waits for the scales of its parameters."""
+
+    def scales_appeared(self) -> None: ...
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener.scales_appeared()` after each call of `watch`, as long as it lives."""
+    _listeners.add(listener)
 
 
 def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
@@ -336,6 +355,8 @@ def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
         scales = _scales_of.setdefault(parameter, [])
         if not any(known is scale for known in scales):
             scales.append(scale)
+    for listener in list(_listeners):
+        listener.scales_appeared()
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -44,6 +44,8 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
         for gradient in ir.noted(gm, "gradients"):
             readers = [u for u in gradient.users if u not in norms and u.target is not _FOREACH]
             clipped = ir.call(graph, aten.mul.Tensor, gradient, factor, why=why)
+            if (dtype := ir.dtype(gradient)) is not ir.dtype(clipped):  # of a 0-d gradient
+                clipped = ir.call(graph, aten._to_copy.default, clipped, why=why, dtype=dtype)
             for reader in readers:
                 reader.replace_input_with(gradient, clipped)
     with graph.inserting_before(graph.output_node()):

@@ -23,11 +23,13 @@ from mpcompile.step import ScaleRule, StepConfig
 
 
 def move_scale(gm: fx.GraphModule, config: StepConfig) -> bool:
-    overflows = ir.noted(gm, "overflows") or []
+    overflows = ir.noted(gm, "overflows")
+    if overflows is None:
+        return False
     for k, (overflow, rule) in enumerate(zip(overflows, config.scales, strict=True)):
         with gm.graph.inserting_before(gm.graph.output_node()):
             _Mover(gm.graph, k, overflow).run(rule)
-    return bool(overflows)
+    return True
 
 
 class _Mover:

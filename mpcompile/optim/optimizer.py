@@ -81,6 +81,7 @@ class MPOptimizer(Optimizer):
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
         self._dump = Path(dump) if dump is not None else None
         self._given_scale = loss_scale
+        self._saved_scales: list[Mapping[str, Any]] = []  # loaded before their models' first run
         self._start()
 
     def _start(self) -> None:
@@ -95,24 +96,42 @@ class MPOptimizer(Optimizer):
         self._watch = Watch()
         self.compilations = 0
         copies.own(self._parameters(), self)
+        loss_scale.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's. Takes effect in the next step."""
+        """As torch.optim's. Takes effect in the next step.
+
+        Raises:
+            MPCompileError: complex parameters, or `differentiable=True`.
+        """
         self._inner.add_param_group(param_group)
+        try:
+            _check_group(type(self._inner).__name__, self._inner.param_groups[-1])
+        except MPCompileError:
+            del self._inner.param_groups[-1]
+            raise
         copies.own(self._parameters(), self)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
@@ -134,6 +153,7 @@ class MPOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # for its own schedulers
         key = self._key()
         if key.members:
             self._step(key)
@@ -144,7 +164,7 @@ class MPOptimizer(Optimizer):
         members: list[Member] = []
         for index, group in enumerate(self._inner.param_groups):
             for param in group["params"]:
-                if param.grad is None:
+                if param.grad is None or param.numel() == 0:
                     continue
                 if param.grad.layout is not torch.strided:
                     raise MPCompileError(
@@ -206,8 +226,37 @@ class MPOptimizer(Optimizer):
 
     def _scales(self) -> list[LossScale]:
         """The loss scales behind the gradients, without duplicates."""
+        return self._models_scales() or [self._own_scale]
+
+    def _models_scales(self) -> list[LossScale]:
         known = [s for p in self._parameters() for s in loss_scale.scales_of(p)]
-        return list({id(s): s for s in known or [self._own_scale]}.values())
+        return list({id(s): s for s in known}.values())
+
+    def scales_appeared(self) -> None:
+        """A model ran for the first time: what was loaded for its loss scale takes effect."""
+        scales = self._models_scales()
+        if self._saved_scales and len(scales) >= len(self._saved_scales):
+            for scale, saved in zip(scales, self._saved_scales, strict=False):
+                scale.load_state_dict(saved)
+            self._saved_scales = []
+
+    def memory(self) -> dict[str, float]:
+        """Bytes held for each element of a parameter, on average: of the FP32 `masters`, their
+        low-precision `copies`, the `gradients` that are there now, and the optimizer's `state`.
+        """
+        params = list(self._parameters())
+        states = [v for p in params for v in self.state.get(p, {}).values()]
+        kinds = {
+            "masters": params,
+            "copies": [c.tensor for p in params for c in copies.copies_of(p).values()],
+            "gradients": [p.grad for p in params if p.grad is not None],
+            "state": [v for v in states if isinstance(v, torch.Tensor)],
+        }
+        elements = sum(p.numel() for p in params)
+        return {
+            kind: sum(t.numel() * t.element_size() for t in tensors) / elements
+            for kind, tensors in kinds.items()
+        }
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -220,10 +269,13 @@ class MPOptimizer(Optimizer):
                     entry = state["state"].get(index, {})
                     if isinstance(entry.get("step"), torch.Tensor):
                         state["state"][index] = {**entry, "step": entry["step"].cpu()}
-        return {**state, "loss_scale": [scale.state_dict() for scale in self._scales()]}
+        live = self._saved_scales or [scale.state_dict() for scale in self._scales()]
+        return {**state, "loss_scale": live}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of ours or of the plain inner optimizer's.
+        """Take over a state of ours or of the plain inner optimizer's. As `"loss_scale"` it may
+        hold a `torch.amp.GradScaler`'s state, too. Loss scales that are not known yet, because
+        their models never ran, are set when they do.
 
         Raises:
             MPCompileError: the saved loss scales are more than this optimizer's models have.
@@ -232,18 +284,22 @@ class MPOptimizer(Optimizer):
         self._inner.load_state_dict(plain)
         move_numbers(self._inner)
         saved = state_dict.get("loss_scale", [])
-        scales = self._scales()
-        if len(saved) > len(scales):
+        saved = [saved] if isinstance(saved, Mapping) else list(saved)
+        known = self._models_scales()
+        if known and len(saved) > len(known):
             raise MPCompileError(
-                f"MPOptimizer.load_state_dict: {len(saved)} loss scales were saved, {len(scales)} "
+                f"MPOptimizer.load_state_dict: {len(saved)} loss scales were saved, {len(known)} "
                 "are known here; run a forward of each model first, or load loss_scale_of(model)"
             )
-        for scale, live in zip(scales, saved, strict=False):
-            scale.load_state_dict(live)
+        if saved and not known:
+            self._own_scale.load_state_dict(saved[0])
+        self._saved_scales = saved
+        self.scales_appeared()
         self._steps.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("_steps", "_results", "_watch", "_own_scale")
+        # A scheduler puts a `step` on its optimizer; torch's own pickles leave it behind too.
+        passing = ("_steps", "_results", "_watch", "_own_scale", "step")
         hooks = dict.fromkeys(_HOOKS)
         kept = {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
         return {**kept, "_given_scale": self._own_scale}
@@ -275,10 +331,7 @@ def _check(
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise MPCompileError("MPOptimizer: SparseAdam wants sparse gradients; use it as it is")
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
-        if any(p.is_complex() for p in group["params"]):
-            raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")
+        _check_group(name, group)
     if scale is not None and not isinstance(scale, LossScale):
         raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
@@ -289,3 +342,10 @@ def _check(
         raise MPCompileError(
             f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
         )
+
+
+def _check_group(name: str, group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
+    if any(p.is_complex() for p in group["params"]):
+        raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")

@@ -18,7 +18,7 @@ from ..step import Gradient, ScaleRule, Slot, StepConfig
 from . import pipeline
 from .program import Emit, Program
 from .regions import split
-from .trace import Member, raw_step, trace
+from .trace import Member, has_lr, raw_step, trace
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ class Step:
         spent = time.perf_counter() - start
         pipeline.run(traced.graph, config, traced_in=spent, dump=dump)
         self.reads = traced.reads
+        self.attributes = traced.attributes
+        self.memory = [_memory(m.param) for m in key.members]
         self.states = [
             (m.param, k, v)
             for m in key.members
@@ -124,6 +126,7 @@ class Step:
         self.lrs = {
             g: torch.zeros((), dtype=torch.float64, device=self.device)
             for g in {m.group for m in key.members}
+            if has_lr(optimizer.param_groups[g])
         }
         self.lr_values: dict[int, float] = {}
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
@@ -142,19 +145,23 @@ class Step:
         for k, scale in enumerate(self.key.scales):
             for field_, tensor in scale.reside(self.device).items():
                 held[Slot("scale", k, _SHORT.get(field_, field_))] = tensor
-        for name, dtype in (("skipped", torch.bool), ("norm", torch.float32)):
-            if name not in results:
-                results[name] = torch.zeros((), dtype=dtype, device=self.device)
-            held[Slot("result", key=name)] = results[name]
+        for name in _RESULTS:
+            held[Slot("result", key=name)] = result_of(results, name, self.device)
         return held
 
     def still_holds(self, optimizer: Optimizer) -> bool:
         """Whether what the graph was made from is unchanged: settings, and which tensors the state
-        consists of (load_state_dict brings new ones).
+        consists of (load_state_dict brings new ones), and where the parameters are stored
+        (`p.data = ...` moves them).
         """
-        groups = optimizer.param_groups
-        return all(_same(groups[g].get(k), v) for (g, k), v in self.reads.items()) and all(
-            _same(optimizer.state[param].get(k), v) for param, k, v in self.states
+        groups, attributes = optimizer.param_groups, vars(optimizer)
+        return (
+            all(_same(groups[g].get(k), v) for (g, k), v in self.reads.items())
+            and all(_same(attributes.get(k), v) for k, v in self.attributes.items())
+            and all(_same(optimizer.state[param].get(k), v) for param, k, v in self.states)
+            and all(
+                _memory(m.param) == at for m, at in zip(self.key.members, self.memory, strict=True)
+            )
         )
 
     def run(self, optimizer: Optimizer) -> None:
@@ -187,9 +194,23 @@ class Step:
                 copy.written(member.param)
 
 
+_RESULTS = {"skipped": torch.bool, "norm": torch.float32}
+
+
+def result_of(results: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
+    """The one tensor that every step of an optimizer reports `name` in."""
+    if name not in results:
+        results[name] = torch.zeros((), dtype=_RESULTS[name], device=device)
+    return results[name]
+
+
 def _same(a: Any, b: Any) -> bool:
     tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
     return a is b or (not tensors and a == b)
+
+
+def _memory(param: torch.Tensor) -> tuple[object, ...]:
+    return param.data_ptr(), param.dtype, param.stride()
 
 
 _SHORT = {"skipped_steps": "skipped"}
@@ -202,8 +223,9 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
     copy of the gradient, which without dampening is what zeros become in one step.
     """
     init = getattr(optimizer, "_init_group", None)
+    ours = getattr(init, "__module__", "").startswith("torch.optim.")  # a user's may do anything
     for group in optimizer.param_groups:
-        if init is not None:
+        if init is not None and ours:
             lists: list[list[Any]] = [
                 [] for _ in range(len(inspect.signature(init).parameters) - 1)
             ]
@@ -217,13 +239,10 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
     if isinstance(optimizer, torch.optim.SGD):
         for member in members:
             group = optimizer.param_groups[member.group]
-            state = optimizer.state[member.param]
-            if (
-                group["momentum"]
-                and not group["dampening"]
-                and state.get("momentum_buffer") is None
-            ):
-                state["momentum_buffer"] = torch.zeros_like(member.param).detach()
+            if group["momentum"] and not group["dampening"]:
+                state = optimizer.state[member.param]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(member.param).detach()
     move_numbers(optimizer)
 
 
@@ -259,10 +278,10 @@ def eager_step(
     for k, scale in enumerate(key.scales):
         own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
         finite = all(bool(t.isfinite().all()) for t in own)
-        skip |= scale.settle(not finite)
-    skip = skip and active
-    results["skipped"] = torch.tensor(skip, device=norm.device)
-    results["norm"] = norm
+        if active:
+            skip |= scale.settle(not finite)
+    for name, value in (("skipped", torch.tensor(skip)), ("norm", norm)):
+        result_of(results, name, norm.device).copy_(value)
     if skip:
         return
     if max_grad_norm is not None:
@@ -273,7 +292,7 @@ def eager_step(
             param.grad = None
             param.grad_dtype = param.dtype
             param.grad = grad
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             raw_step(type(optimizer))(optimizer)
     finally:
         for param, grad_ in zip(params, stored, strict=True):

@@ -42,7 +42,7 @@ from ..errors import CannotRewrite
 from ..step import Slot
 
 # Settings that are inputs of the graph, or chosen here.
-_NOT_READ = ("params", "lr", "foreach", "fused", "capturable")
+_NOT_READ = ("params", "foreach", "fused", "capturable")
 _tracing = threading.Lock()  # the compiling flag is one for the process
 
 
@@ -65,10 +65,12 @@ class Trace:
     Attributes:
         graph: its inputs carry a `Slot` each, in `meta["mp_slot"]`.
         reads: (group index, setting) -> value, for all settings that the step read.
+        attributes: the optimizer's own attributes that are plain values: the step may read them.
     """
 
     graph: fx.GraphModule
     reads: dict[tuple[int, str], Any]
+    attributes: dict[str, Any]
 
 
 def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> Trace:
@@ -87,26 +89,27 @@ def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> 
     slots: list[Slot] = []
     fakes: list[torch.Tensor] = []
 
-    def add(slot: Slot, value: torch.Tensor) -> None:
+    def add(slot: Slot, value: torch.Tensor, layout: torch.Tensor | None = None) -> None:
         slots.append(slot)
+        stride = (value if layout is None else layout).stride()
         with mode:  # memory of its own: a fake of `value` would share it with its other fakes
             fakes.append(
-                torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
+                torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
             )
 
     with mode:
         lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
     for i, member in enumerate(members):
         add(Slot("param", i), member.param)
-        add(Slot("grad", i), member.param)  # as the optimizer is to see it: of the same dtype
+        # As the optimizer is to see it: of the parameter's dtype, in the memory it has.
+        add(Slot("grad", i), member.param, layout=member.param.grad)
         for key, value in optimizer.state.get(member.param, {}).items():
             if isinstance(value, torch.Tensor):
                 add(Slot("state", i, str(key)), value)
     for index in sorted({m.group for m in members}):
-        slots.append(Slot("lr", index))
-        fakes.append(lr.clone())
+        if has_lr(optimizer.param_groups[index]):
+            slots.append(Slot("lr", index))
+            fakes.append(lr.clone())
 
     shadow = _Shadow(optimizer, members, foreach=foreach)
 
@@ -114,7 +117,15 @@ def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> 
         shadow.run(dict(zip(slots, inputs, strict=True)))
         return ()
 
-    with _tracing, _compiling(), _numbers_stay_tensors(type(optimizer)), torch.no_grad():
+    cls = type(optimizer)
+    with (
+        _tracing,
+        _compiling(),
+        _unwrapped(cls),
+        _numbers_stay_tensors(cls),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):
         try:
             # First as the step is written: functionalize knows no composite in-place operators.
             inplace = make_fx(step, tracing_mode="fake")(*fakes)
@@ -129,7 +140,22 @@ def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> 
         node._rename(str(slot))
     if constants := gm.graph.find_nodes(op="get_attr"):
         raise CannotRewrite(f"it uses a tensor of its own ({constants[0].target})")
-    return Trace(gm, shadow.reads)
+    _keep_gradients(gm.graph)
+    return Trace(gm, shadow.reads, shadow.attributes)
+
+
+def has_lr(group: dict[str, Any]) -> bool:
+    """Whether the learning rate of a param group is a number, and thereby an input of the graph."""
+    lr = group.get("lr")
+    return isinstance(lr, (int, float, torch.Tensor)) and not isinstance(lr, bool)
+
+
+def _keep_gradients(graph: fx.Graph) -> None:
+    """Drop the writes into gradients: `p.grad.add_(p, alpha=decay)` is for the step's own use."""
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target = write.args[0]
+        if target.op == "placeholder" and target.meta["mp_slot"].kind == "grad":
+            graph.erase_node(write)
 
 
 def _describe(error: Exception) -> str:
@@ -166,6 +192,20 @@ def _numbers_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
         namespace.update(theirs)
 
 
+@contextlib.contextmanager
+def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
+    """No hooks and no profiler ranges in `super().step()`: they are no part of the arithmetic."""
+    wrapped: list[Any] = [c for c in cls.__mro__ if getattr(vars(c).get("step"), "hooked", False)]
+    steps = [c.step for c in wrapped]
+    for base, step in zip(wrapped, steps, strict=True):
+        base.step = step.__wrapped__
+    try:
+        yield
+    finally:
+        for base, step in zip(wrapped, steps, strict=True):
+            base.step = step
+
+
 def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
         tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
@@ -194,10 +234,12 @@ class _Shadow:
         self.members = members
         self.foreach = foreach
         self.reads: dict[tuple[int, str], Any] = {}
+        self.attributes = _numbers(_own_attributes(optimizer))
 
     def run(self, tensors: dict[Slot, torch.Tensor]) -> None:
         optimizer: Any = object.__new__(type(self.optimizer))
         optimizer.__dict__.update(self.optimizer.__dict__)
+        optimizer.__dict__.update(_numbers(self.attributes))  # to be changed without consequence
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         given: dict[Any, dict[str, Any]] = {}
         params: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -212,32 +254,39 @@ class _Shadow:
         optimizer.state = state
         optimizer.param_groups = [
             _Group(
-                self.reads, index, self._settings(group, tensors[Slot("lr", index)], params[index])
+                self.reads,
+                index,
+                self._settings(group, tensors.get(Slot("lr", index)), params[index]),
             )
             for index, group in enumerate(self.optimizer.param_groups)
             if index in params
         ]
-        attributes = _numbers(optimizer.__dict__)
         settings = [_numbers(dict(group)) for group in optimizer.param_groups]
         raw_step(type(self.optimizer))(optimizer)
-        _refuse_changes("attribute", attributes, _numbers(optimizer.__dict__))
+        _refuse_changes("attribute", self.attributes, _numbers(_own_attributes(optimizer)))
         for before, group in zip(settings, optimizer.param_groups, strict=True):
             _refuse_changes("setting of its param group", before, _numbers(dict(group)))
+        if other := [key for key in state if not any(key is p for p in given)]:
+            raise CannotRewrite(
+                f"it keeps state that belongs to no parameter of this step ({other[0]!r})"
+            )
         for i in range(len(self.members)):
             param = tensors[Slot("param", i)]
             self._write_back(tensors, i, given[param], state.get(param, {}))
 
     def _settings(
-        self, group: dict[str, Any], lr: torch.Tensor, params: list[torch.Tensor]
+        self, group: dict[str, Any], lr: torch.Tensor | None, params: list[torch.Tensor]
     ) -> dict[str, Any]:
-        changed: dict[str, Any] = {"params": params, "lr": lr}
+        changed: dict[str, Any] = {"params": params}
+        if lr is not None:
+            changed["lr"] = lr
         if "foreach" in group:
             changed["foreach"] = self.foreach
         if "fused" in group:
             changed["fused"] = False
         if "capturable" in group:
             changed["capturable"] = True
-        return {**group, **changed}
+        return {**_fresh(group), **changed}
 
     def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -279,8 +328,8 @@ class _Group(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if key not in _NOT_READ:
-            self._reads[self._index, key] = value
+        if key not in _NOT_READ and not (key == "lr" and isinstance(value, torch.Tensor)):
+            self._reads[self._index, key] = _fresh(value)
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -291,14 +340,29 @@ _NUMBERS = (bool, int, float, str, type(None))
 
 
 def _numbers(table: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are plain Python values, or tuples and lists of them."""
+    """The entries that are plain Python values, or tuples, lists and dicts of them; copies."""
+    return {k: _fresh(v) for k, v in table.items() if _is_plain(v)}
 
-    def plain(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(plain(v) for v in value)
-        return isinstance(value, _NUMBERS)
 
-    return {k: list(v) if isinstance(v, list) else v for k, v in table.items() if plain(v)}
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    return isinstance(value, _NUMBERS)
+
+
+def _fresh(value: Any) -> Any:
+    """The same, in lists and dicts of its own."""
+    if isinstance(value, list):
+        return [_fresh(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _fresh(v) for k, v in value.items()}
+    return value
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
 
 
 def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
