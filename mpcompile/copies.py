@@ -107,16 +107,16 @@ class WorkingCopy:
             alive = weakref.ref(master)
             self._node.register_hook(lambda *_: self._note_arrival(alive()))
 
-    def store_full(self, master: torch.Tensor, used: torch.Tensor | None) -> None:
+    def store_full(self, master: torch.Tensor) -> None:
         """Have gradients stored in FP32 and true to size from now on, the one that is there too."""
-        grad, scaled = master.grad, self.scale is not None
+        grad, used = master.grad, self.scale.used if self.scale is not None else None
         self.scale = None
         if master.grad_dtype is torch.float32:
             return
         master.grad = None
         master.grad_dtype = torch.float32
         if grad is not None:
-            master.grad = grad.float() / used if scaled and used is not None else grad.float()
+            master.grad = grad.float() if used is None else grad.float() / used
 
     def contribute(self, grad: torch.Tensor) -> torch.Tensor | None:
         """One graph's scaled gradient: what to return to autograd for it.
@@ -211,6 +211,8 @@ def read_in_full(parameters: Iterable[torch.Tensor]) -> None:
     """Note that a graph reads these in FP32: their gradients must be FP32 and true to size."""
     for parameter in parameters:
         _in_full[parameter] = True
+        for copy in copies_of(parameter).values():
+            copy.store_full(parameter)
 
 
 class Reader:
@@ -261,7 +263,7 @@ class _ReadCopies(torch.autograd.Function):
             elif ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
                 results.append(copy.contribute(grad) if ctx.used is not None else grad)
             else:
-                copy.store_full(master, ctx.used)
+                copy.store_full(master)
                 true = grad.float()
                 results.append(true if ctx.used is None else true * ctx.used.reciprocal())
         return (None, None, *results)

@@ -30,6 +30,10 @@ _ROUND_AS_WRITTEN = {"emulate_precision_casts": True}
 
 _HINT = 1 << 20  # elements of a flattened tensor, as far as the compiler is told
 
+# Waking the other threads costs more than updating this many elements.
+_FEW = 1 << 14
+_ONE_THREAD = {"cpp.threads": 1}
+
 _compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
 _compiling = threading.Lock()
 
@@ -47,7 +51,7 @@ def compile_region(region: Region, emit: Emit) -> Callable[..., Any]:
     """A function of the region's inputs; compiled once for all regions of its kind."""
     if emit.how != "inductor":
         return region.graph.forward
-    key = (emit, *signature(region))
+    key = (emit, _is_small(region), *signature(region))
     with _compiling:
         if key not in _compiled:
             _compiled[key] = _inductor(region, emit)
@@ -59,10 +63,15 @@ def _inductor(region: Region, emit: Emit) -> Callable[..., Any]:
     values = [ir.value(n) for n in region.inputs]
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = (_flat_values if region.flat else _same_values)(mode, values)
-    options = {**_ROUND_AS_WRITTEN, **dict(emit.options)}
+    threads = _ONE_THREAD if _is_small(region) else {}
+    options = {**_ROUND_AS_WRITTEN, **threads, **dict(emit.options)}
     compiler = torch._TorchCompileInductorWrapper(emit.mode, options, None)
     with torch.no_grad(), torch._C._DisableAutocast(), tracing(TracingContext(mode)):
         return compiler(gm, values)  # type: ignore[no-any-return]
+
+
+def _is_small(region: Region) -> bool:
+    return max(ir.value(n).numel() for n in region.inputs) <= _FEW
 
 
 def _flat_values(mode: FakeTensorMode, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
