@@ -10,8 +10,9 @@ however many graphs read it.
 Freshness. Before each forward every copy is compared with its master: same memory, same version
 counter (torch bumps it at every write in place: load_state_dict, an initialiser, another optimizer,
 an EMA that copies under no_grad). A write through `p.data` bumps nothing. So a master's class is
-`MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`; its copy is then
-cast anew before the next forward, changed or not.
+`MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`: its copy is then
+cast anew before the next forward, changed or not, and before each one while that tensor is kept.
+(A view of it that outlives it, and memory written through NumPy, nobody can see.)
 """
 
 from __future__ import annotations
@@ -39,14 +40,25 @@ class MasterWeight(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        self.mp_handed_out = True
         data: torch.Tensor = _DATA.__get__(self)
+        self._mp_handles = [*self._living_handles(), weakref.ref(data)]
+        self._mp_written = True
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.mp_handed_out = True
+        self._mp_written = True
         _DATA.__set__(self, value)
+
+    def _living_handles(self) -> list[weakref.ref[torch.Tensor]]:
+        return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
+
+    def may_be_written(self) -> bool:
+        """Whether somebody took `.data` since `settled`, or still holds what it returned."""
+        return getattr(self, "_mp_written", False) or bool(self._living_handles())
+
+    def settled(self) -> None:
+        self._mp_written = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -80,7 +92,8 @@ class WorkingCopy:
 
     def fresh(self, master: torch.Tensor) -> torch.Tensor:
         """The copy, cast anew if the master may have changed since it was written."""
-        if self._seen != _state(master) or getattr(master, "mp_handed_out", False):
+        exposed = isinstance(master, MasterWeight) and master.may_be_written()
+        if exposed or self._seen != _state(master):
             with torch.no_grad():
                 self.tensor.copy_(master)
             self.written(master)
@@ -89,7 +102,7 @@ class WorkingCopy:
     def written(self, master: torch.Tensor) -> None:
         """Note that the copy holds what the master holds now."""
         if isinstance(master, MasterWeight):
-            master.mp_handed_out = False
+            master.settled()
         self._seen = _state(master)
 
     # -- gradients ------------------------------------------------------------------------------

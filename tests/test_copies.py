@@ -119,13 +119,6 @@ def _vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
 
 
-def _kept_data(model: nn.Module) -> None:
-    """`.data` was taken before the last forward and is written after it."""
-    handles = model.handles  # type: ignore[union-attr]
-    for data in handles:  # type: ignore[union-attr]
-        data.fill_(0.1)
-
-
 def _other_optimizer(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
@@ -182,6 +175,17 @@ def test_a_change_from_outside_is_read_by_the_next_forward(
         after = model(x)
     assert torch.equal(after, without_copies(model, torch.bfloat16, x))
     assert not torch.equal(after, before)
+
+
+def test_data_taken_earlier_and_written_later_is_seen() -> None:
+    model, optimizer = trained(Net(), torch.bfloat16)
+    one_step(model, optimizer)
+    handles = [p.data for p in model.parameters()]
+    x = torch.randn(4, 8)
+    model(x)
+    for data in handles:
+        data.mul_(0.5)
+    assert torch.equal(model(x), without_copies(model, torch.bfloat16, x))
 
 
 def test_the_step_leaves_the_copies_fresh() -> None:
