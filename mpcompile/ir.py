@@ -400,9 +400,9 @@ def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> f
     with graph.inserting_after(last):
         node = graph.placeholder(name)
     node._dynamo_source = None
-    node.meta.update(
-        val=val, mp_captured=like.meta["mp_captured"], tensor_meta=like.meta["tensor_meta"]
-    )
+    # With "tensor_dict" Dynamo says that a parameter keeps its address.
+    kept = ("mp_captured", "tensor_meta", "tensor_dict")
+    node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)
     return node
 
 

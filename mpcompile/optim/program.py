@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from .. import ir
 from ..step import Slot
-from .regions import Region, Split, signature
+from .regions import Region, Split, is_held, signature
 
 # Muon iterates in BF16; a fused kernel would keep FP32 and walk off to another orthogonal matrix.
 _ROUND_AS_WRITTEN = {"emulate_precision_casts": True}
@@ -60,6 +60,7 @@ def compile_region(region: Region, emit: Emit) -> Callable[..., Any]:
 
 def _inductor(region: Region, emit: Emit) -> Callable[..., Any]:
     gm = fx.GraphModule(region.graph, region.graph.graph)
+    _mark_static(gm, region)
     values = [ir.value(n) for n in region.inputs]
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = (_flat_values if region.flat else _same_values)(mode, values)
@@ -72,6 +73,18 @@ def _inductor(region: Region, emit: Emit) -> Callable[..., Any]:
 
 def _is_small(region: Region) -> bool:
     return max(ir.value(n).numel() for n in region.inputs) <= _FEW
+
+
+def _mark_static(gm: fx.GraphModule, region: Region) -> None:
+    """Tell CUDA graphs which inputs keep their address, in the form in which Dynamo tells it
+    (`mark_static_address`): a graph that writes to any other input is not recorded.
+    """
+    gm.meta["dynamo_compile_id"] = None
+    gm._param_name_to_source = {}  # type: ignore[assignment]
+    for node, given in zip(gm.graph.find_nodes(op="placeholder"), region.inputs, strict=True):
+        node._dynamo_source = None
+        if is_held(given):
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 def _flat_values(mode: FakeTensorMode, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -175,6 +175,19 @@ def _is_dense(value: torch.Tensor) -> bool:
     return dense
 
 
+def is_held(node: fx.Node) -> bool:
+    """Whether a region's input is the same tensor in every step: neither a gradient, nor what
+    another region returns, nor what the loss scale hands over anew.
+    """
+    if node.op != "placeholder":
+        return False
+    slot = ir.slot_of(node)
+    return slot.kind != "grad" and (slot.kind, slot.key) not in _FRESH
+
+
+_FRESH = (("scale", "used"), ("scale", "flag"), ("scale", "first"))
+
+
 def signature(region: Region) -> tuple[object, ...]:
     """What makes two regions the same program, flattened sizes aside."""
     numbers = {node: i for i, node in enumerate(region.graph.graph.nodes)}
@@ -189,7 +202,7 @@ def signature(region: Region) -> tuple[object, ...]:
     def of_input(node: fx.Node) -> tuple[object, ...]:
         value = ir.value(node)
         layout = ("flat",) if region.flat and value.ndim else (tuple(value.shape), value.stride())
-        return (value.dtype, value.device, *layout)
+        return (value.dtype, value.device, is_held(node), *layout)
 
     return (
         region.flat,
