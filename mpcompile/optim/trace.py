@@ -9,7 +9,9 @@ end. What comes out is exactly the optimizer's arithmetic, whoever wrote it:
     m.lerp_(g, 0.1); ...            copy_(param0, mul); copy_(state0_m, lerp); ...
 
 * Learning rates are inputs (0-d, FP64), so a scheduler changes nothing. Every other setting that
-  the step reads from a param group is a constant of the graph, and part of what `Trace.reads` says.
+  the step reads from a param group is a constant of the graph, and part of what `Trace.reads` says;
+  floats that were seen to change (`varying`) become inputs too, and what the step asks about them
+  (`if momentum != 0`) a guard.
 * 0-d state (step counters) is computed in FP64, as the Python numbers are that an optimizer makes
   of it in eager mode, and stored back as it was.
 * Whatever a graph can't say is refused: state or settings kept as Python numbers and changed by
@@ -26,15 +28,17 @@ import functools
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -58,6 +62,9 @@ class Member:
     param: torch.Tensor
 
 
+Setting = tuple[int, str]  # of a param group, by its index
+
+
 @dataclass(frozen=True)
 class Trace:
     """A traced step.
@@ -66,28 +73,62 @@ class Trace:
         graph: its inputs carry a `Slot` each, in `meta["mp_slot"]`.
         reads: (group index, setting) -> value, for all settings that the step read.
         attributes: the optimizer's own attributes that are plain values: the step may read them.
+        guards: what the step assumed of the settings that are inputs, over the symbols of `numbers`.
+        numbers: the slot of each setting that is an input -> its symbol.
     """
 
     graph: fx.GraphModule
-    reads: dict[tuple[int, str], Any]
+    reads: dict[Setting, Any]
     attributes: dict[str, Any]
+    guards: tuple[sympy.Expr, ...]
+    numbers: dict[Slot, sympy.Symbol]
+
+    def holds_for(self, values: Mapping[Slot, float]) -> bool:
+        """Whether the graph is right for these values of the settings that are inputs."""
+        known = {symbol: values[slot] for slot, symbol in self.numbers.items()}
+        return all(bool(guard.subs(known)) for guard in self.guards)
 
 
-def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> Trace:
+def varying_numbers(
+    groups: Sequence[Mapping[str, Any]], varying: Iterable[Setting]
+) -> dict[Slot, float]:
+    """The floats in these settings, each with the slot that it has as an input of the graph."""
+    found = {}
+    for group, key in varying:
+        value = groups[group][key]
+        parts = {f"{key}.{i}": v for i, v in enumerate(value)} if _listed(value) else {key: value}
+        found |= {Slot("setting", group, k): v for k, v in parts.items() if isinstance(v, float)}
+    return found
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def trace(
+    optimizer: Optimizer,
+    members: Sequence[Member],
+    *,
+    foreach: bool,
+    varying: Iterable[Setting] = (),
+) -> Trace:
     """Trace one step of `optimizer` over those of its parameters that have a gradient.
 
     Args:
         optimizer: its state for the members is there already, as far as it can be known.
         members: the parameters of this step.
         foreach: ask for the multi-tensor implementation, where the class has one.
+        varying: settings whose floats are to be inputs: they change from step to step (momentum,
+            under a OneCycleLR).
 
     Raises:
         StateAppeared: the step makes state that isn't there yet.
         CannotRewrite: the step can't be written as one graph; the message says why.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
     slots: list[Slot] = []
-    fakes: list[torch.Tensor] = []
+    fakes: list[Any] = []
 
     def add(slot: Slot, value: torch.Tensor, layout: torch.Tensor | None = None) -> None:
         slots.append(slot)
@@ -111,9 +152,18 @@ def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> 
             slots.append(Slot("lr", index))
             fakes.append(lr.clone())
 
+    numbers: dict[Slot, sympy.Symbol] = {}
+    for slot, number in varying_numbers(optimizer.param_groups, varying).items():
+        source = ConstantSource(str(slot))
+        numbers[slot] = env.create_unspecified_symbol(
+            number, source=source, dynamic_dim=DimDynamic.DYNAMIC
+        )
+        slots.append(slot)
+        fakes.append(env.create_symfloatnode(numbers[slot], hint=number, source=source))
+
     shadow = _Shadow(optimizer, members, foreach=foreach)
 
-    def step(*inputs: torch.Tensor) -> tuple[()]:
+    def step(*inputs: Any) -> tuple[()]:
         shadow.run(dict(zip(slots, inputs, strict=True)))
         return ()
 
@@ -138,10 +188,12 @@ def trace(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> 
     for node, slot in zip(gm.graph.find_nodes(op="placeholder"), slots, strict=True):
         node.meta["mp_slot"] = slot
         node._rename(str(slot))
-    if constants := gm.graph.find_nodes(op="get_attr"):
-        raise CannotRewrite(f"it uses a tensor of its own ({constants[0].target})")
+    if owned := gm.graph.find_nodes(op="get_attr"):
+        raise CannotRewrite(f"it uses a tensor of its own ({owned[0].target})")
     _keep_gradients(gm.graph)
-    return Trace(gm, shadow.reads, shadow.attributes)
+    guards = tuple(guard.expr for guard in env.guards)
+    constants = {key: value for key, value in shadow.reads.items() if key not in set(varying)}
+    return Trace(gm, constants, shadow.attributes, guards, numbers)
 
 
 def has_lr(group: dict[str, Any]) -> bool:
@@ -233,10 +285,10 @@ class _Shadow:
         self.optimizer = optimizer
         self.members = members
         self.foreach = foreach
-        self.reads: dict[tuple[int, str], Any] = {}
+        self.reads: dict[Setting, Any] = {}
         self.attributes = _numbers(_own_attributes(optimizer))
 
-    def run(self, tensors: dict[Slot, torch.Tensor]) -> None:
+    def run(self, tensors: dict[Slot, Any]) -> None:
         optimizer: Any = object.__new__(type(self.optimizer))
         optimizer.__dict__.update(self.optimizer.__dict__)
         optimizer.__dict__.update(_numbers(self.attributes))  # to be changed without consequence
@@ -256,7 +308,7 @@ class _Shadow:
             _Group(
                 self.reads,
                 index,
-                self._settings(group, tensors.get(Slot("lr", index)), params[index]),
+                self._settings(group, index, tensors, params[index]),
             )
             for index, group in enumerate(self.optimizer.param_groups)
             if index in params
@@ -275,18 +327,30 @@ class _Shadow:
             self._write_back(tensors, i, given[param], state.get(param, {}))
 
     def _settings(
-        self, group: dict[str, Any], lr: torch.Tensor | None, params: list[torch.Tensor]
+        self,
+        group: dict[str, Any],
+        index: int,
+        inputs: dict[Slot, Any],
+        params: list[torch.Tensor],
     ) -> dict[str, Any]:
-        changed: dict[str, Any] = {"params": params}
-        if lr is not None:
-            changed["lr"] = lr
+        def taken(key: str, value: Any) -> Any:  # an input of the graph, where it is one
+            if _listed(value):
+                return type(value)(taken(f"{key}.{i}", v) for i, v in enumerate(value))
+            return inputs.get(Slot("setting", index, key), value)
+
+        changed = {
+            key: taken(key, value) for key, value in _fresh(group).items() if key != "params"
+        }
+        changed["params"] = params
+        if Slot("lr", index) in inputs:
+            changed["lr"] = inputs[Slot("lr", index)]
         if "foreach" in group:
             changed["foreach"] = self.foreach
         if "fused" in group:
             changed["fused"] = False
         if "capturable" in group:
             changed["capturable"] = True
-        return {**_fresh(group), **changed}
+        return changed
 
     def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -320,9 +384,7 @@ class _Shadow:
 class _Group(dict[str, Any]):
     """A param group that notes which settings are read: they are constants of the graph."""
 
-    def __init__(
-        self, reads: dict[tuple[int, str], Any], index: int, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, reads: dict[Setting, Any], index: int, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self._reads, self._index = reads, index
 
@@ -366,6 +428,8 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    if new := after.keys() - before.keys():
+        raise StateAppeared(f"its first step makes the {what} {min(new)!r}")
     for key in before.keys() | after.keys():
         if before.get(key) != after.get(key):
             raise CannotRewrite(

@@ -1,0 +1,618 @@
+"""MPOptimizer in a training loop: whatever the loop does, what plain PyTorch would have made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from twins import Twins
+
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+
+INF = float("inf")
+momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
+decayed = functools.partial(AdamW, lr=0.1, weight_decay=0.1)
+fp16 = functools.partial(mpcompile, dtype=torch.float16, emit="eager", strict=True)
+
+
+# -- settings that change ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: StepLR(o, 2, 0.5),
+        lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
+        lambda o: ReduceLROnPlateau(o, patience=0),
+    ],
+    ids=["StepLR", "LambdaLR", "ReduceLROnPlateau"],
+)
+@pytest.mark.parametrize("make", [momentum, decayed])
+def test_a_schedule_of_the_learning_rate_compiles_once(
+    make: Any, schedule: Callable[[Optimizer], Any]
+) -> None:
+    twins = Twins(make)
+    schedulers = [schedule(o) for o in twins.both]
+    for _ in range(6):
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+    assert twins.optimizer.param_groups[0]["lr"] != 0.1
+    twins.agree()
+    assert twins.optimizer.compilations == 1
+
+
+@pytest.mark.parametrize("make", [momentum, decayed])
+def test_one_cycle_moves_momentum_too(make: Any) -> None:
+    twins = Twins(make)
+    schedulers = [OneCycleLR(o, max_lr=0.2, total_steps=5) for o in twins.both]
+    for _ in range(4):
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.agree()
+
+
+def test_a_scheduler_over_the_inner_optimizer_works_too() -> None:
+    """And does not warn that nobody stepped."""
+    parameter = nn.Parameter(torch.zeros(2))
+    inner = SGD([parameter], lr=1.0)
+    scheduler = StepLR(inner, 1, 0.5)
+    optimizer = MPOptimizer(inner, emit="eager")
+    for expected in (-1.0, -1.5):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+        assert parameter.tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize("cls", [SGD, AdamW])
+def test_a_tensor_for_a_learning_rate(cls: type[Optimizer]) -> None:
+    twins = Twins(lambda p: cls(p, lr=torch.tensor(0.1)))  # type: ignore[call-arg]
+    for _ in range(3):
+        twins.step()
+        for optimizer in twins.both:
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    twins.agree()
+    assert twins.optimizer.compilations == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "value"),
+    [
+        (momentum, "weight_decay", 0.3),
+        (momentum, "momentum", 0.5),
+        (momentum, "nesterov", True),
+        (momentum, "maximize", True),
+        (decayed, "betas", (0.5, 0.6)),
+        (decayed, "eps", 0.1),
+        (functools.partial(SGD, lr=0.1), "momentum", 0.9),
+    ],
+)
+def test_a_setting_changed_between_steps_is_honoured(make: Any, setting: str, value: Any) -> None:
+    twins = Twins(make)
+    for step in range(5):
+        if step == 2:
+            for optimizer in twins.both:
+                optimizer.param_groups[0][setting] = value
+        twins.step()
+    twins.agree()
+    assert twins.optimizer.compilations == 2
+
+
+def test_param_groups_with_settings_of_their_own() -> None:
+    def make(p: Any) -> Optimizer:
+        return AdamW([{"params": p[:1], "lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+                      {"params": p[1:2], "amsgrad": True}, {"params": p[2:], "maximize": True}],
+                     lr=0.1)  # fmt: skip
+
+    twins = Twins(make)
+    for _ in range(3):
+        twins.step()
+    twins.agree()
+
+
+def test_a_param_group_added_between_steps() -> None:
+    twins = Twins(lambda p: momentum(p[:2]))
+    for step in range(5):
+        if step == 2:
+            for optimizer, params in zip(twins.both, (twins.theirs, twins.mine), strict=True):
+                optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+        twins.step()
+    twins.agree()
+    assert twins.optimizer.compilations == 2
+    assert len(twins.optimizer.param_groups) == 2
+
+
+def test_a_param_group_removed_between_steps() -> None:
+    twins = Twins(lambda p: momentum([{"params": p[:1]}, {"params": p[1:]}]))
+    for step in range(4):
+        if step == 2:
+            for optimizer in twins.both:
+                optimizer.param_groups = optimizer.param_groups[1:]
+        twins.step()
+    twins.agree()
+
+
+def test_state_thrown_away_starts_anew() -> None:
+    twins = Twins(decayed)
+    for step in range(4):
+        if step == 2:
+            for optimizer in twins.both:
+                optimizer.state = type(optimizer.state)(dict)
+        twins.step()
+    twins.agree()
+    assert twins.optimizer.state[twins.mine[0]]["step"] == 2
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    twins = Twins(momentum)
+    twins.step()
+    for optimizer in twins.both:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    for p, q in zip(twins.mine, twins.theirs, strict=True):
+        assert p.grad is None if set_to_none else torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    for optimizer in twins.both:
+        optimizer.step()
+    twins.agree()
+
+
+def test_each_pattern_of_gradients_is_compiled_once() -> None:
+    twins = Twins(decayed)
+    patterns = [(1, 1, 1), (1, 0, 1), (0, 1, 0), (1, 1, 1), (1, 0, 1), (0, 0, 0), (0, 1, 0)]
+    for pattern in patterns:
+        twins.step([torch.randn_like(p) if on else None
+                    for p, on in zip(twins.mine, pattern, strict=True)])  # fmt: skip
+    twins.agree()
+    assert twins.optimizer.compilations == 3
+
+
+def test_frozen_parameters_stay() -> None:
+    twins = Twins(decayed)
+    for params in (twins.mine, twins.theirs):
+        params[1].requires_grad_(False)
+    before = twins.mine[1].clone()
+    for _ in range(3):
+        for params, optimizer in zip((twins.theirs, twins.mine), twins.both, strict=True):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    twins.agree()
+    assert torch.equal(twins.mine[1], before)
+    assert twins.mine[1] not in twins.optimizer.state
+
+
+def test_parameters_that_start_without_a_gradient_or_an_element() -> None:
+    twins = Twins(decayed, [torch.randn(3), torch.randn(0, 4)])
+    for _ in range(2):
+        twins.step()
+    torch.testing.assert_close(twins.mine, twins.theirs)
+    MPOptimizer(decayed([nn.Parameter(torch.ones(2))])).step()  # nothing to do, nothing done
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 3.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_clipping_is_clip_grad_norm(max_norm: float, dtype: torch.dtype) -> None:
+    twins = Twins(functools.partial(momentum, weight_decay=0.1),
+                  [torch.randn(s, dtype=dtype) for s in [(3, 4), (5,), ()]],
+                  max_grad_norm=max_norm)  # fmt: skip
+    for _ in range(3):
+        twins.give()
+        total = torch.nn.utils.clip_grad_norm_(twins.theirs, max_norm)
+        for optimizer in twins.both:
+            optimizer.step()
+        rtol = 1e-3 if dtype is torch.float16 else 1e-6
+        torch.testing.assert_close(twins.optimizer.grad_norm, total.float(), rtol=rtol, atol=0)
+    tolerance = {"rtol": 5e-3, "atol": 5e-3} if dtype is torch.float16 else {}
+    twins.agree(**tolerance)
+
+
+def test_the_gradients_are_left_as_they_were() -> None:
+    twins = Twins(functools.partial(decayed, maximize=True), max_grad_norm=0.1)
+    twins.give()
+    before = [p.grad.clone() for p in twins.mine]  # type: ignore[union-attr]
+    twins.optimizer.step()
+    for p, grad in zip(twins.mine, before, strict=True):
+        assert torch.equal(p.grad, grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_parameters_of_other_dtypes(dtype: torch.dtype, emit: str) -> None:
+    """What the class computes in their own dtype, it computes in their own dtype."""
+    tensors = [torch.randn(s, dtype=dtype) for s in [(3, 4), ()]]
+    twins = Twins(functools.partial(decayed, eps=1e-3), [*tensors, torch.randn(5)], emit=emit)
+    for _ in range(3):
+        twins.step()
+    eps = torch.finfo(dtype).eps
+    assert {p.dtype for p in twins.mine} == {dtype, torch.float32}
+    twins.agree(rtol=max(8 * eps, 1e-5), atol=max(8 * eps, 1e-6))
+
+
+def test_double_gradients_have_the_range_of_double() -> None:
+    twins = Twins(momentum, [torch.randn(3, dtype=torch.float64)])
+    twins.step([torch.full((3,), 1e200, dtype=torch.float64)])
+    assert not twins.optimizer.skipped
+    twins.agree()
+
+
+# -- memory layouts ---------------------------------------------------------------------------
+
+
+def dense(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def last(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+
+def gaps(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+def flipped(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def spread(*shape: int) -> torch.Tensor:
+    return torch.randn(1, *shape[1:]).expand(shape)
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("weight", "gradient"),
+    [(last, dense), (dense, last), (last, last), (gaps, dense), (dense, gaps), (flipped, dense),
+     (dense, spread)],
+)  # fmt: skip
+def test_layouts_of_weight_and_gradient(
+    weight: Callable[..., torch.Tensor], gradient: Callable[..., torch.Tensor], emit: str
+) -> None:
+    shape = (4, 3, 3, 2)
+    start = weight(*shape)
+    twins = Twins(momentum, [start], emit=emit)
+    assert twins.mine[0].stride() == start.stride()
+    for _ in range(3):
+        twins.step([gradient(*shape)])
+    twins.agree()
+
+
+def test_a_gradient_that_changes_its_layout() -> None:
+    twins = Twins(momentum, [last(4, 3, 2, 2)], emit="inductor")
+    for make in (dense, last, dense):
+        twins.step([make(4, 3, 2, 2)])
+    twins.agree()
+    assert twins.optimizer.compilations == 2
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_parameters_in_one_buffer(emit: str) -> None:
+    """As flattened parameters are: each writes its own part and no other."""
+    buffer = torch.randn(24)
+    params = [nn.Parameter(buffer[:10].view(2, 5)), nn.Parameter(buffer[10:15])]
+    expected = buffer.clone()
+    optimizer = MPOptimizer(SGD(params, lr=1.0), emit=emit)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    expected[:15] -= 1
+    assert torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda p: torch.nn.utils.vector_to_parameters(torch.arange(12.0), [p]),
+        lambda p: setattr(p, "data", p.data.double()),
+        lambda p: setattr(p, "data", p.data.t().contiguous().t()),
+    ],
+    ids=["vector_to_parameters", "double", "transposed"],
+)
+def test_a_parameter_that_was_moved_is_still_trained(move: Callable[[Any], Any]) -> None:
+    twins = Twins(functools.partial(SGD, lr=0.1), [torch.randn(3, 4)])
+    for step in range(3):
+        if step == 1:
+            for params in (twins.mine, twins.theirs):
+                move(params[0])
+        twins.step()
+    twins.agree()
+
+
+# -- hooks, closures, contexts ----------------------------------------------------------------
+
+
+def test_hooks_of_either_object_and_of_torch_run_once_in_each_step() -> None:
+    seen: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: seen.append(name)
+
+    twins = Twins(decayed)
+    inner = twins.optimizer._inner
+    inner.register_step_pre_hook(note("inner pre"))
+    inner.register_step_post_hook(note("inner post"))
+    twins.optimizer.register_step_pre_hook(note("outer pre"))
+    twins.optimizer.register_step_post_hook(note("outer post"))
+    handle = register_optimizer_step_pre_hook(note("global pre"))
+    twins.give()
+    seen.clear()
+    try:
+        twins.optimizer.step()
+        twins.optimizer.step()
+    finally:
+        handle.remove()
+    once = ["global pre", "inner pre", "outer pre", "inner post", "outer post"]
+    assert seen == once * 2
+
+
+def test_a_hook_before_the_step_may_change_the_gradients() -> None:
+    twins = Twins(momentum)
+    for optimizer in twins.both:
+        optimizer.register_step_pre_hook(
+            lambda o, *_: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]] and None  # type: ignore[func-returns-value]
+        )
+    for _ in range(2):
+        twins.step()
+    twins.agree()
+
+
+def test_hooks_of_the_state_dict() -> None:
+    twins = Twins(momentum)
+    twins.step()
+    twins.optimizer.register_state_dict_post_hook(lambda o, s: {**s, "epoch": 3})
+    loaded: list[Any] = []
+    twins.optimizer.register_load_state_dict_pre_hook(lambda o, s: loaded.append(s.pop("epoch")))
+    state = twins.optimizer.state_dict()
+    assert state["epoch"] == 3
+    twins.optimizer.load_state_dict(state)
+    assert loaded == [3]
+
+
+def test_a_closure_makes_the_gradients() -> None:
+    twins = Twins(momentum)
+
+    def closure(params: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum((p.square().sum() for p in params), torch.zeros(()))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        with torch.no_grad():
+            wanted = twins.reference.step(lambda: closure(twins.theirs, twins.reference))  # type: ignore[arg-type, func-returns-value]
+            loss = twins.optimizer.step(lambda: closure(twins.mine, twins.optimizer))
+        torch.testing.assert_close(loss, wanted)
+    twins.agree()
+    twins.give()
+    assert twins.optimizer.step() is None
+
+
+class Matmul(SGD):
+    """A step that autocast would change."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad @ p, alpha=0.1)
+
+
+@pytest.mark.parametrize("cls", [Matmul, SGD, AdamW])
+def test_the_step_is_the_same_in_any_context(cls: type[Optimizer]) -> None:
+    def make(p: Any) -> Optimizer:
+        return cls(p, lr=0.1)  # type: ignore[call-arg]
+
+    contexts: list[Callable[[], Any]] = [
+        torch.no_grad,
+        torch.enable_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ]
+    for context in contexts:
+        twins = Twins(make, [torch.randn(4, 4)])
+        for _ in range(2):
+            twins.give()
+            twins.reference.step()
+            with context():
+                twins.optimizer.step()
+        twins.agree()
+
+
+def test_a_graph_of_the_gradients_themselves() -> None:
+    """`create_graph=True` leaves gradients that autograd tracks; the update is no part of it."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = MPOptimizer(Adam([parameter], lr=0.1))
+    (parameter.grad,) = torch.autograd.grad(parameter.pow(3).sum(), parameter, create_graph=True)
+    optimizer.step()
+    assert parameter.is_leaf
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), 0.9))
+
+
+def test_autograd_knows_that_the_parameters_changed() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = MPOptimizer(SGD([parameter], lr=0.1), emit="inductor")
+    loss = parameter.square().sum()
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        twins = Twins(decayed, [torch.randn(3, 4, dtype=torch.float32)], emit="inductor")
+        for _ in range(3):
+            twins.step()
+        twins.agree()
+        twins.optimizer.zero_grad()
+        twins.mine[0].grad = torch.full((3, 4), INF, dtype=torch.float32)
+        twins.optimizer.step()
+        assert twins.optimizer.skipped
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_fused_and_foreach_settings_do_not_matter() -> None:
+    for setting in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+        twins = Twins(functools.partial(decayed, **setting))  # type: ignore[arg-type]
+        for _ in range(2):
+            twins.step()
+        twins.agree()
+
+
+def test_an_optimizer_that_took_steps_before_goes_on() -> None:
+    twins = Twins(decayed)
+    twins.optimizer = twins.optimizer._inner  # type: ignore[assignment]
+    for step in range(6):
+        if step == 3:
+            twins.optimizer = MPOptimizer(twins.optimizer, emit="eager")
+        twins.step()
+    twins.agree()
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def test_accumulation_over_two_backwards() -> None:
+    model, reference = fp16(mlp()), mlp()
+    optimizers: list[Optimizer] = [
+        MPOptimizer(SGD(model.parameters(), lr=0.1), emit="eager", max_grad_norm=0.1),
+        SGD(reference.parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        batches = [torch.randn(4, 8) for _ in range(2)]
+        for network, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            for x in batches:
+                (network(x).square().mean() / 2).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-2, atol=1e-3)
+    assert loss_scale_of(model).state.good_steps == 3
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_an_overflow_reaches_every_optimizer_over_the_model(bad: int) -> None:
+    """And moves the scale once, whichever of the two steps first."""
+    model = fp16(mlp())
+    optimizers = [MPOptimizer(momentum(model[i].parameters()), emit="eager") for i in (0, 2)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model(torch.full((4, 8), 1e6)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer.skipped
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert loss_scale_of(model).value == 2.0**15
+    assert loss_scale_of(model).state.good_steps == 0
+
+
+def test_a_plain_optimizer_and_a_generated_one_share_a_scale() -> None:
+    model = fp16(mlp())
+    optimizers: list[Optimizer] = [
+        MPOptimizer(momentum(model[0].parameters()), emit="eager"),
+        momentum(model[2].parameters()),
+    ]
+    for x in (torch.randn(4, 8), torch.full((4, 8), 1e6), torch.randn(4, 8)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    scale = loss_scale_of(model)
+    assert (scale.value, scale.state.good_steps) == (2.0**15, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_one_optimizer_over_two_models_and_a_parameter_of_none() -> None:
+    first, second = fp16(mlp()), fp16(mlp())
+    free = nn.Parameter(torch.ones(2))
+    optimizer = MPOptimizer(
+        momentum([*first.parameters(), *second.parameters(), free]), emit="eager"
+    )
+
+    def step(x: torch.Tensor, y: torch.Tensor, z: float = 1.0) -> None:
+        optimizer.zero_grad()
+        loss = first(x).square().mean() + second(y).square().mean()
+        (loss + (free * z).sum()).backward()
+        optimizer.step()
+
+    fine, huge = torch.randn(4, 8), torch.full((4, 8), 1e6)
+    step(fine, fine)
+    before = {k: v.clone() for k, v in first.state_dict().items()}
+    step(fine, huge)  # one overflow: nobody moves, and each scale knows whose it was
+    assert optimizer.skipped
+    torch.testing.assert_close(first.state_dict(), before, rtol=0, atol=0)
+    assert (loss_scale_of(first).value, loss_scale_of(second).value) == (2.0**16, 2.0**15)
+    step(fine, fine, z=INF)  # nor is this one anybody's overflow
+    assert optimizer.skipped
+    torch.testing.assert_close(first.state_dict(), before, rtol=0, atol=0)
+    assert (loss_scale_of(first).value, loss_scale_of(second).value) == (2.0**16, 2.0**15)
+    step(fine, fine)
+    assert not optimizer.skipped
+    assert not torch.equal(first[0].weight, before["0.weight"])
+    assert optimizer.compilations == 1
+
+
+def test_parameters_of_no_scaled_model() -> None:
+    """A plain FP32 model: an inf still skips, and nothing is scaled."""
+    twins = Twins(momentum)
+    twins.step()
+    before = [p.detach().clone() for p in twins.mine]
+    twins.give([torch.full_like(p, INF) for p in twins.mine])
+    twins.optimizer.step()
+    torch.testing.assert_close([p.detach() for p in twins.mine], before, rtol=0, atol=0)
+    assert twins.optimizer.skipped_steps == 1
+    assert len(twins.optimizer.state_dict()["loss_scale"]) == 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_without_a_loss_scale_nothing_is_skipped(max_grad_norm: float | None) -> None:
+    twins = Twins(momentum, loss_scale=LossScale.none(), max_grad_norm=max_grad_norm)
+    for gradients in (None, [torch.full_like(p, INF) for p in twins.mine]):
+        twins.give(gradients)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(twins.theirs, max_grad_norm)
+        for optimizer in twins.both:
+            optimizer.step()
+    for p, q in zip(twins.mine, twins.theirs, strict=True):
+        torch.testing.assert_close(p, q, equal_nan=True)
+        assert not p.isfinite().any()
+    assert not twins.optimizer.skipped
+    assert twins.optimizer.skipped_steps == 0
+
+
+def test_a_dump_has_a_text_for_every_pass(tmp_path: Path) -> None:
+    from mpcompile.optim.pipeline import STEP_PASSES
+
+    twins = Twins(momentum, dump=tmp_path)
+    twins.step()
+    (directory,) = tmp_path.iterdir()
+    names = sorted(path.name for path in directory.iterdir())
+    stages = ["traced", *(p.__name__ for p in STEP_PASSES)]
+    assert names == [f"{i:02}_{name}.txt" for i, name in enumerate(stages)]
+    assert "where" in (directory / names[stages.index("predicate_writes")]).read_text()

@@ -1,0 +1,390 @@
+"""Optimizers people write themselves: what works, and what is refused in which words."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from twins import Twins
+
+from mpcompile import LossScale, MPCompileError, MPOptimizer
+
+
+class Mine(Optimizer):
+    """Momentum, as people write it: everything in `update`, state where it is first needed."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(group, p, self.state[p])
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if "m" not in state:
+            state["m"] = torch.zeros_like(p)
+            state["step"] = torch.zeros((), device=p.device)
+        state["step"] += 1
+        state["m"].lerp_(p.grad, 1 - group["beta"])
+        p.sub_(state["m"] / (1 - group["beta"] ** state["step"]) * group["lr"])
+
+
+# -- what works -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_state_made_inside_the_step(emit: str) -> None:
+    """The first step runs op by op and makes it; the second is compiled."""
+    twins = Twins(Mine, emit=emit, max_grad_norm=1e6)
+    for step, compilations in enumerate([0, 1, 1, 1]):
+        twins.step()
+        assert twins.optimizer.compilations == compilations, step
+    twins.agree()
+
+
+def test_the_first_step_is_checked_and_clipped_too() -> None:
+    twins = Twins(Mine, max_grad_norm=0.1)
+    before = [p.detach().clone() for p in twins.mine]
+    twins.give([torch.full_like(p, float("nan")) for p in twins.mine])
+    twins.optimizer.step()
+    assert twins.optimizer.skipped
+    torch.testing.assert_close([p.detach() for p in twins.mine], before, rtol=0, atol=0)
+    assert not twins.optimizer.state
+    for _ in range(3):
+        twins.give()
+        norm = torch.nn.utils.clip_grad_norm_(twins.theirs, 0.1)
+        for optimizer in twins.both:
+            optimizer.step()
+        torch.testing.assert_close(twins.optimizer.grad_norm, norm)
+        assert not twins.optimizer.skipped
+    twins.agree()
+    assert twins.optimizer.skipped_steps == 1
+
+
+def test_a_first_step_without_a_scale_counts_nothing() -> None:
+    twins = Twins(Mine, loss_scale=LossScale.none())
+    twins.step([torch.full_like(p, float("nan")) for p in twins.mine])
+    assert not twins.optimizer.skipped
+    assert twins.optimizer.skipped_steps == 0
+
+
+def test_what_is_reported_is_of_the_last_step() -> None:
+    """Though some steps run compiled, some op by op, and each pattern has its own."""
+    twins = Twins(Mine)
+    only = [True, False, False]
+    patterns = [only, only, [True, True, False], only]
+    for pattern in patterns:
+        twins.step([torch.randn_like(p) if on else None
+                    for p, on in zip(twins.mine, pattern, strict=True)])  # fmt: skip
+        assert not twins.optimizer.skipped
+    twins.give([torch.full((3, 4), float("inf")), None, None])
+    twins.optimizer.step()
+    assert twins.optimizer.skipped
+
+
+class OldStyle(Mine):
+    """As in many papers' code: `.data`, and the gradient itself for scratch."""
+
+    def step(self, closure: Any = None) -> None:  # no torch.no_grad
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad.data
+                grad.add_(p.data, alpha=0.1)
+                state = self.state[p]
+                if len(state) == 0:
+                    state["m"] = torch.zeros_like(p.data)
+                state["m"].mul_(group["beta"]).add_(grad)
+                p.data.add_(state["m"], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+def test_a_step_that_works_on_data_and_in_the_gradient(
+    max_grad_norm: float | None, emit: str
+) -> None:
+    twins = Twins(OldStyle, max_grad_norm=max_grad_norm, emit=emit)
+    for _ in range(4):
+        twins.step()
+    twins.agree()
+    assert twins.optimizer.compilations == 1
+
+
+class Shrinking(Adam):
+    """Adam, and something before it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_bases() -> None:
+    """Which torch wrapped in hooks and a profiler range when first it made one."""
+    Adam([nn.Parameter(torch.ones(1))])
+    twins = Twins(functools.partial(Shrinking, lr=0.1))
+    calls: list[Any] = []
+    twins.optimizer._inner.register_step_pre_hook(lambda *_: calls.append(_))
+    for _ in range(3):
+        twins.step()
+    twins.agree()
+    assert len(calls) == 3
+    assert twins.optimizer.compilations == 1
+    assert Adam.step.hooked  # type: ignore[attr-defined]  # put back
+
+
+class Unlike(Optimizer):
+    """Other names for its settings, an `_init_group` of its own, and no closure."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {"size": 0.1, "weights": [1.0, 2.0], **settings})
+        self.boost = 1.0
+
+    def _init_group(self) -> None:
+        self.started = True
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._init_group()
+        for group in self.param_groups:
+            size = group["size"] if group.get("lr") is None else group["lr"]
+            for p in group["params"]:
+                p.sub_(p.grad * (size * self.boost * group["weights"][1]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": None}, {"lr": 0.3}])
+def test_settings_of_any_name(settings: dict[str, Any]) -> None:
+    twins = Twins(functools.partial(Unlike, **settings))
+    for _ in range(3):
+        twins.step()
+    twins.agree()
+
+
+def test_settings_changed_in_place_and_attributes_are_honoured() -> None:
+    twins = Twins(Unlike)
+    for step in range(3):
+        twins.step()
+        for optimizer in (twins.reference, twins.optimizer._inner):
+            optimizer.param_groups[0]["weights"][1] += 1
+            optimizer.boost = 2.0 + step
+    twins.step()
+    twins.agree()
+
+
+def test_a_learning_rate_kept_in_the_state() -> None:
+    class Remembers(Mine):
+        def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+            state.setdefault("last", torch.zeros((), dtype=torch.float64))
+            state["last"].copy_(torch.as_tensor(group["lr"]))
+            p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+
+    for scale in (None, LossScale.none()):
+        twins = Twins(Remembers, loss_scale=scale)
+        for _ in range(3):
+            twins.step()
+            for optimizer in twins.both:
+                optimizer.param_groups[0]["lr"] *= 0.5
+        twins.agree()
+
+
+# -- what is refused, and how -----------------------------------------------------------------
+
+
+def refused(cls: type[Optimizer], message: str, steps: int = 3) -> None:
+    """Says why and what to do instead, and has changed no more than the steps it took."""
+    twins = Twins(cls)
+
+    def run() -> None:
+        for _ in range(steps):
+            before = [p.detach().clone() for p in twins.mine]
+            twins.give()
+            try:
+                twins.optimizer.step()
+            except MPCompileError:
+                torch.testing.assert_close([p.detach() for p in twins.mine], before)
+                raise
+
+    with pytest.raises(MPCompileError, match=message) as caught:
+        run()
+    assert cls.__name__ in str(caught.value)
+    assert "Use it as it is: mpcompile(model) scales and skips" in str(caught.value)
+
+
+class CountsInState(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / state["step"])  # type: ignore[arg-type]
+
+
+class CountsInGroup(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / group["step"])  # type: ignore[arg-type]
+
+
+class CountsInItself(Mine):
+    count = 0
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        self.count += 1
+        p.sub_(p.grad, alpha=group["lr"] / self.count)  # type: ignore[arg-type]
+
+
+class CountsInADict(Mine):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen = {"steps": [0]}
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        self.seen["steps"][0] += 1
+        p.sub_(p.grad, alpha=group["lr"] / self.seen["steps"][0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cls", "where"),
+    [
+        (CountsInState, "the entry of its state 'step'"),
+        (CountsInGroup, "the setting of its param group 'step'"),
+        (CountsInItself, "the attribute 'count'"),
+        (CountsInADict, "the attribute 'seen'"),
+    ],
+)
+def test_a_count_in_python(cls: type[Optimizer], where: str) -> None:
+    refused(cls, f"it keeps {where} as a Python value and changes it in every step; "
+                 "keep it as a tensor in `state`")  # fmt: skip
+
+
+def test_tracing_leaves_the_optimizers_own_values_alone() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    inner = CountsInADict([parameter])
+    parameter.grad = torch.ones(2)
+    with pytest.raises(MPCompileError):
+        MPOptimizer(inner, emit="eager").step()
+    assert inner.seen == {"steps": [0]}
+
+
+class Branches(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.norm() > 1:
+            p.sub_(p.grad, alpha=group["lr"])
+
+
+class BranchesOnItem(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.norm().item() > 1:
+            p.sub_(p.grad, alpha=group["lr"])
+
+
+class Rounds(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad, alpha=float(int(p.grad.abs().max()) + 1))
+
+
+@pytest.mark.parametrize("cls", [Branches, BranchesOnItem, Rounds])
+def test_a_branch_on_a_value(cls: type[Optimizer]) -> None:
+    refused(cls, "can't be traced", steps=1)
+
+
+class Shares(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        everyone = self.state["everyone"]
+        everyone["n"] = everyone.get("n", torch.zeros(())) + 1
+        p.sub_(p.grad / everyone["n"], alpha=group["lr"])  # type: ignore[operator]
+
+
+def test_state_of_no_parameter() -> None:
+    refused(Shares, "it keeps state that belongs to no parameter of this step .'everyone'.")
+
+
+class Holds(Mine):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factor = torch.tensor([0.1])
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        p.sub_(p.grad * self.factor)  # type: ignore[operator]
+
+
+def test_a_tensor_of_its_own() -> None:
+    refused(Holds, "can't be traced", steps=1)
+
+
+class Grows(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        past = state.get("past")
+        state["past"] = p.grad[None] if past is None else torch.cat([past, p.grad[None]])
+        p.sub_(state["past"].mean(0), alpha=group["lr"])
+
+
+def test_state_that_changes_its_shape() -> None:
+    refused(Grows, "it changes the shape of its state 'past'")
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = MPOptimizer(SGD(table.parameters(), lr=0.1), emit="eager")
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(MPCompileError, match=r"shape \(5, 3\) is sparse; make it dense"):
+        optimizer.step()
+
+
+# -- bad arguments ----------------------------------------------------------------------------
+
+
+def sgd(**settings: Any) -> SGD:
+    return SGD([nn.Parameter(torch.ones(2))], lr=0.1, **settings)
+
+
+COMPLEX = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MPOptimizer(MPOptimizer(sgd())), "this already is one; wrap the torch.optim"),
+        (lambda: MPOptimizer(nn.Linear(2, 2)), r"MPOptimizer\(Linear\): give a torch.optim opti"),
+        (lambda: MPOptimizer([nn.Parameter(torch.ones(2))]), r"MPOptimizer\(list\): give a torch"),
+        (lambda: MPOptimizer(SGD), r"give a torch.optim optimizer, as in"),
+        (lambda: MPOptimizer(sgd(differentiable=True)), r"SGD\(differentiable=True\) can't be"),
+        (lambda: MPOptimizer(SGD([COMPLEX])), "SGD holds complex parameters; use it as it is"),
+        (lambda: MPOptimizer(sgd(), loss_scale=128.0), r"\(loss_scale=128.0\): give a LossScale"),
+        (lambda: MPOptimizer(sgd(), max_grad_norm=0.0), r"\(max_grad_norm=0.0\): must be positive"),
+        (lambda: MPOptimizer(sgd(), max_grad_norm=-1), r"\(max_grad_norm=-1\): must be positive"),
+        (lambda: MPOptimizer(sgd(), max_grad_norm=float("nan")), "must be positive"),
+        (lambda: MPOptimizer(sgd(), emit="triton"), r"\(emit='triton'\): use inductor, aot_eager"),
+        (lambda: MPOptimizer(sgd(), emit="eager", mode="max-autotune"),
+         r"\(mode='max-autotune'\) is Inductor's; it means nothing to eager"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        make()
+
+
+def test_a_bad_param_group_is_not_added() -> None:
+    optimizer = MPOptimizer(sgd(), emit="eager")
+    with pytest.raises(MPCompileError, match="complex"):
+        optimizer.add_param_group({"params": [COMPLEX]})
+    with pytest.raises(MPCompileError, match="differentiable"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(MPOptimizer(sgd())).startswith("MPOptimizer(SGD (")
+    assert isinstance(MPOptimizer(sgd()), Optimizer)
