@@ -406,6 +406,13 @@ def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> f
     return node
 
 
+def become_number(node: fx.Node) -> None:
+    """Turn an input that is a symbolic number into the 0-d FP64 tensor that holds it."""
+    device = value(next(iter(slots(node.graph).values()))).device
+    with fake_mode(node.graph):
+        node.meta["val"] = torch.empty((), dtype=torch.float64, device=device)
+
+
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
     """A new input, behind the last one."""
     last = graph.find_nodes(op="placeholder")[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from .. import copies, loss_scale
-from ..errors import CannotRewrite, MPCompileError
+from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..loss_scale import LossScale
 from .program import Emit
 from .step import Step, StepKey, eager_step, initialise_state, move_numbers
-from .trace import Member, StateAppeared, raw_step
+from .trace import Member, Setting, StateAppeared, raw_step
 from .watch import Watch
 
 _HOOKS = (
@@ -92,6 +93,8 @@ class MPOptimizer(Optimizer):
         loss_scale.skips_by_itself(self)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, Step] = {}
+        self._varying: set[Setting] = set()
+        self._warned = False
         self._results: dict[str, torch.Tensor] = {}
         self._watch = Watch()
         self.compilations = 0
@@ -177,17 +180,11 @@ class MPOptimizer(Optimizer):
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
         if step is None or not step.still_holds(self._inner):
+            if step is not None:  # what changed once will change again: an input from now on
+                self._varying |= step.changed_settings(self._inner)
             initialise_state(self._inner, key.members)
             try:
-                step = Step(
-                    self._inner,
-                    key,
-                    checked=self._checked(key),
-                    max_grad_norm=self._max_grad_norm,
-                    results=self._results,
-                    emit=self._emit,
-                    dump=self._dump,
-                )
+                step = self._compiled(key)
             except StateAppeared:
                 # The state is made by the first step: do that one op by op, and trace the next.
                 eager_step(self._inner, key, self._max_grad_norm, self._results)
@@ -202,6 +199,41 @@ class MPOptimizer(Optimizer):
             self.compilations += 1
         step.run(self._inner)
         self._watch.follow(key.scales)
+
+    def _compiled(self, key: StepKey) -> Step:
+        def compiled(varying: frozenset[Setting]) -> Step:
+            return Step(
+                self._inner,
+                key,
+                checked=self._checked(key),
+                max_grad_norm=self._max_grad_norm,
+                results=self._results,
+                emit=self._emit,
+                dump=self._dump,
+                varying=varying,
+            )
+
+        if self._varying:
+            # A step may do what no graph can with a number that is an input; then it is constant.
+            try:
+                return compiled(frozenset(self._varying))
+            except StateAppeared:
+                raise
+            except CannotRewrite as error:
+                self._warn_of_retracing(error)
+        return compiled(frozenset())
+
+    def _warn_of_retracing(self, error: CannotRewrite) -> None:
+        if not self._warned:
+            self._warned = True
+            names = ", ".join(sorted({key for _, key in self._varying}))
+            warnings.warn(
+                f"MPOptimizer: {names} changed between steps and can't be an input of the compiled "
+                f"step ({error}): each new value compiles it anew. Keep it constant "
+                "(OneCycleLR: cycle_momentum=False)",
+                MPCompileWarning,
+                stacklevel=2,
+            )
 
     def _checked(self, key: StepKey) -> bool:
         return any(scale.active for scale in key.scales)
@@ -299,7 +331,7 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler puts a `step` on its optimizer; torch's own pickles leave it behind too.
-        passing = ("_steps", "_results", "_watch", "_own_scale", "step")
+        passing = ("_steps", "_varying", "_results", "_watch", "_own_scale", "step")
         hooks = dict.fromkeys(_HOOKS)
         kept = {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
         return {**kept, "_given_scale": self._own_scale}

@@ -126,6 +126,7 @@ class Program:
     """
 
     def __init__(self, pieces: Split, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
+        self.pieces = pieces
         self.calls = [self._call(region, held, emit) for region in pieces.regions]
         self.targets = [held[slot] for slot, _ in pieces.commits]
         self.values = [value for _, value in pieces.commits]

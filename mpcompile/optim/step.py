@@ -18,7 +18,7 @@ from ..step import Gradient, ScaleRule, Slot, StepConfig
 from . import pipeline
 from .program import Emit, Program
 from .regions import split
-from .trace import Member, has_lr, raw_step, trace
+from .trace import Member, Setting, has_lr, raw_step, trace, varying_numbers
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class Step:
         results: dict[str, torch.Tensor],
         emit: Emit,
         dump: Path | None,
+        varying: frozenset[Setting] = frozenset(),
     ) -> None:
         self.key = key
+        self.varying = varying
         self.device = key.members[0].param.device
         on_gpu = self.device.type != "cpu"
         config = StepConfig(
@@ -109,14 +111,14 @@ class Step:
             checked=checked,
             scales=tuple(_rule(s) for s in key.scales),
             max_grad_norm=max_grad_norm,
-            foreach=on_gpu,
+            foreach=on_gpu and not varying,  # lists take no tensors for numbers
         )
         start = time.perf_counter()
-        traced = trace(optimizer, key.members, foreach=on_gpu)
+        self.traced = traced = trace(
+            optimizer, key.members, foreach=config.foreach, varying=varying
+        )
         spent = time.perf_counter() - start
         pipeline.run(traced.graph, config, traced_in=spent, dump=dump)
-        self.reads = traced.reads
-        self.attributes = traced.attributes
         self.memory = [_memory(m.param) for m in key.members]
         self.states = [
             (m.param, k, v)
@@ -129,12 +131,20 @@ class Step:
             if has_lr(optimizer.param_groups[g])
         }
         self.lr_values: dict[int, float] = {}
+        self.settings = {
+            slot: torch.zeros((), dtype=torch.float64, device=self.device)
+            for slot in traced.numbers
+        }
+        self.setting_values = self._numbers(optimizer)
+        for slot, number in self.setting_values.items():
+            self.settings[slot].fill_(number)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
 
     def _held(self, optimizer: Optimizer, results: dict[str, torch.Tensor]) -> dict[Slot, Any]:
         held: dict[Slot, Any] = {Slot("lr", g): lr for g, lr in self.lrs.items()}
+        held |= self.settings
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
             held[Slot("param", i)] = member.param
             if copy is not None:
@@ -149,15 +159,26 @@ class Step:
             held[Slot("result", key=name)] = result_of(results, name, self.device)
         return held
 
+    def _numbers(self, optimizer: Optimizer) -> dict[Slot, float]:
+        return varying_numbers(optimizer.param_groups, self.varying)
+
+    def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
+        """The settings that were constants of the graph and have another value now."""
+        groups = optimizer.param_groups
+        reads = self.traced.reads
+        return frozenset(s for s, v in reads.items() if not _same(groups[s[0]].get(s[1]), v))
+
     def still_holds(self, optimizer: Optimizer) -> bool:
         """Whether what the graph was made from is unchanged: settings, and which tensors the state
         consists of (load_state_dict brings new ones), and where the parameters are stored
         (`p.data = ...` moves them).
         """
-        groups, attributes = optimizer.param_groups, vars(optimizer)
+        attributes, numbers = vars(optimizer), self._numbers(optimizer)
         return (
-            all(_same(groups[g].get(k), v) for (g, k), v in self.reads.items())
-            and all(_same(attributes.get(k), v) for k, v in self.attributes.items())
+            not self.changed_settings(optimizer)
+            and all(_same(attributes.get(k), v) for k, v in self.traced.attributes.items())
+            and numbers.keys() == self.setting_values.keys()
+            and (numbers == self.setting_values or self.traced.holds_for(numbers))
             and all(_same(optimizer.state[param].get(k), v) for param, k, v in self.states)
             and all(
                 _memory(m.param) == at for m, at in zip(self.key.members, self.memory, strict=True)
@@ -181,6 +202,10 @@ class Step:
             elif self.lr_values.get(g) != lr:
                 tensor.fill_(lr)
                 self.lr_values[g] = lr
+        for slot, number in self._numbers(optimizer).items():
+            if self.setting_values[slot] != number:
+                self.settings[slot].fill_(number)
+                self.setting_values[slot] = number
         for k, scale in enumerate(self.key.scales):
             first, flag = scale.begin_step(self.device)
             given[Slot("scale", k, "first")] = self.first[first]

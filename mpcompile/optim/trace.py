@@ -73,7 +73,7 @@ class Trace:
         graph: its inputs carry a `Slot` each, in `meta["mp_slot"]`.
         reads: (group index, setting) -> value, for all settings that the step read.
         attributes: the optimizer's own attributes that are plain values: the step may read them.
-        guards: what the step assumed of the settings that are inputs, over the symbols of `numbers`.
+        guards: what the step assumed of settings that are inputs, over the symbols of `numbers`.
         numbers: the slot of each setting that is an input -> its symbol.
     """
 
@@ -93,7 +93,7 @@ def varying_numbers(
     groups: Sequence[Mapping[str, Any]], varying: Iterable[Setting]
 ) -> dict[Slot, float]:
     """The floats in these settings, each with the slot that it has as an input of the graph."""
-    found = {}
+    found: dict[Slot, float] = {}
     for group, key in varying:
         value = groups[group][key]
         parts = {f"{key}.{i}": v for i, v in enumerate(value)} if _listed(value) else {key: value}
