@@ -1,0 +1,217 @@
+"""The loss scale inside the step: moved on the device as on the host, and nobody waits for it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.ir import aten
+
+INF, NAN = float("inf"), float("nan")
+
+
+def stepper(scale: LossScale, emit: str = "eager") -> tuple[MPOptimizer, Any]:
+    """An optimizer of one number, and its step after a training forward."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = MPOptimizer(SGD([parameter], lr=0.1), loss_scale=scale, emit=emit)
+
+    def step(gradient: float) -> None:
+        scale.saw_forward()
+        parameter.grad = torch.tensor([1.0, gradient])
+        optimizer.step()
+
+    return optimizer, step
+
+
+SCALES = st.builds(
+    LossScale.dynamic,
+    init_scale=st.sampled_from([1.0, 4.0, 1024.0]),
+    growth_factor=st.sampled_from([2.0, 4.0, 1.5]),
+    backoff_factor=st.sampled_from([0.5, 0.25, 0.7]),
+    growth_interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    min_scale=st.sampled_from([0.1, 0.5, 1.0]),
+    max_scale=st.sampled_from([1024.0, 3000.0, 2.0**24]),
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(SCALES, st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), max_size=30))
+def test_the_device_moves_the_scale_as_update_does(
+    scale: LossScale, gradients: list[float]
+) -> None:
+    state = scale.state
+    optimizer, step = stepper(scale)
+    for gradient in gradients:
+        overflow = not math.isfinite(gradient)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MPCompileWarning)  # at the floor; tested below
+            step(gradient)
+        assert bool(optimizer.skipped) == overflow
+        state = scale.update(state, overflow)
+        live = scale.state
+        assert live.scale == pytest.approx(state.scale, rel=1e-5)
+        assert live.good_steps == state.good_steps
+        assert live.overflows_left == state.overflows_left
+        assert live.skipped_steps == state.skipped_steps == optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_a_long_run_of_powers_of_two_is_exact(emit: str) -> None:
+    """The largest steps of the default scale: up to its ceiling, and down to its floor."""
+    scale = LossScale.dynamic(growth_interval=2, min_scale=2.0**-3)
+    state = scale.state
+    _, step = stepper(scale, emit)
+    with pytest.warns(MPCompileWarning, match="floor"):
+        for gradient in [1.0] * 20 + [INF] * 30 + [1.0, NAN, 1.0, 1.0, 1.0]:
+            step(gradient)
+            state = scale.update(state, not math.isfinite(gradient))
+            assert scale.state == state
+    assert state.scale == 2.0**-2
+
+
+def test_a_static_scale_stays_and_counts() -> None:
+    scale = LossScale.static(128.0)
+    _, step = stepper(scale)
+    for gradient in (1.0, INF, INF, 1.0):
+        step(gradient)
+    assert (scale.value, scale.skipped_steps) == (128.0, 2)
+
+
+def test_without_a_forward_the_scale_stays() -> None:
+    """Of several steps after one forward the first moves it; all count what they skip."""
+    scale = LossScale.dynamic(init_scale=8.0)
+    optimizer, step = stepper(scale)
+    step(INF)
+    optimizer.step()
+    assert (scale.value, scale.skipped_steps, scale.state.good_steps) == (4.0, 2, 0)
+
+
+def test_two_optimizers_over_one_model_move_it_once() -> None:
+    scale = LossScale.dynamic(init_scale=8.0, growth_interval=3)
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [MPOptimizer(SGD([p], lr=0.1), loss_scale=scale, emit="eager") for p in params]
+    for step in range(1, 7):
+        scale.saw_forward()
+        for p, optimizer in zip(params, optimizers, strict=True):
+            p.grad = torch.ones(2)
+            optimizer.step()
+        assert scale.value == 8.0 * 2 ** (step // 3)
+
+
+@pytest.mark.parametrize("floor", [2.0, 0.1])
+def test_it_warns_at_the_floor_once(floor: float) -> None:
+    scale = LossScale.dynamic(init_scale=2 * floor, min_scale=floor)
+    _, step = stepper(scale)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(INF)  # down to the floor, which is no reason to worry yet
+        step(1.0)
+        assert not caught
+        for _ in range(4):
+            step(INF)
+    assert [w.category for w in caught] == [MPCompileWarning]
+    assert f"at its floor ({floor:g})" in str(caught[0].message)
+    assert scale.value == pytest.approx(floor)
+
+
+# -- nobody waits -----------------------------------------------------------------------------
+
+
+class NoRead(TorchDispatchMode):
+    """Fails where a value leaves the device, or would on one."""
+
+    READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default,
+             aten.equal.default)  # fmt: skip
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func not in self.READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_read_can_fail() -> None:
+    with NoRead(), pytest.raises(AssertionError, match="waits"):
+        bool(torch.ones(()) > 0)
+
+
+def train(
+    make: Any, emit: str, device: str, quiet: Any, dump: Path | None = None
+) -> tuple[MPOptimizer, Any, list[float]]:
+    """100 steps: an lr schedule, an accumulation of 2, and two overflows. Returns the lrs too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    model = mpcompile(plain, dtype=torch.float16, emit="eager", strict=True)
+    optimizer = MPOptimizer(make(model.parameters()), emit=emit, max_grad_norm=1.0, dump=dump)
+    scheduler = StepLR(optimizer, 10, 0.9)
+    lrs: list[float] = []
+    for i in range(100):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(4, 8, device=device) * (1e6 if i in (30, 60) else 1)
+            (model(x).square().mean() / 2).backward()
+        if i < 2:
+            optimizer.step()  # traced, and compiled
+        else:
+            with quiet():
+                optimizer.step()
+                optimizer.skipped, optimizer.grad_norm  # reading these is free
+        scheduler.step()
+        lrs.append(optimizer.param_groups[0]["lr"])
+    return optimizer, model, lrs
+
+
+def check_trained(optimizer: MPOptimizer, model: Any, lrs: list[float]) -> None:
+    assert len(set(lrs)) == 11
+    assert optimizer.compilations <= 2
+    assert optimizer.skipped_steps == 2
+    assert loss_scale_of(model).value == 2.0**14
+    assert loss_scale_of(model).state.good_steps == 39
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+MAKES = pytest.mark.parametrize(
+    "make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: AdamW(p, lr=1e-2)]
+)
+
+
+@MAKES
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_a_hundred_steps_read_nothing_back(make: Any, emit: str, tmp_path: Path) -> None:
+    before = torch._dynamo.utils.counters["graph_break"].copy()
+    optimizer, model, lrs = train(make, emit, "cpu", NoRead, tmp_path)
+    assert torch._dynamo.utils.counters["graph_break"] == before
+    check_trained(optimizer, model, lrs)
+    texts = {path: path.read_text() for path in tmp_path.rglob("*.txt")}
+    final = [text for path, text in texts.items() if "move_scale" in path.name]
+    assert len(final) == optimizer.compilations
+    for text in final:
+        assert "where" in text
+        assert "_local_scalar_dense" not in text
+
+
+@pytest.mark.gpu
+@MAKES
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_a_hundred_steps_do_not_wait_for_the_gpu(make: Any, emit: str) -> None:
+    class Quiet:
+        def __enter__(self) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_: object) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    check_trained(*train(make, emit, "cuda", Quiet))
