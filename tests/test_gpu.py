@@ -1,0 +1,123 @@
+"""What only a CUDA device shows: kernels in FP16, no host synchronisation, CUDA graphs.
+
+pytest -m gpu
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from mpcompile import MPOptimizer, mpcompile
+
+pytestmark = pytest.mark.gpu
+
+LEVELS = ["O1", "O2"]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _cuda() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        logits: torch.Tensor = self.head(F.gelu(x))
+        return logits
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, no_sync: bool = False
+) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    losses = []
+    for step in range(steps):
+        if no_sync and step == 3:  # everything is compiled by then
+            torch.cuda.set_sync_debug_mode("error")
+        tokens = torch.randint(0, 256, (4, 64), device="cuda", generator=generator)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() * 3 + 1) % 256)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.cuda.set_sync_debug_mode("default")
+    return losses
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("generated", [False, True], ids=["plain", "MPOptimizer"])
+def test_training_follows_fp32(level: str, dtype: torch.dtype, generated: bool) -> None:
+    torch.manual_seed(0)
+    reference = Block().cuda()
+    model = mpcompile(copy.deepcopy(reference), level=level, dtype=dtype)
+    wanted = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), 60)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    got = train(model, MPOptimizer(optimizer) if generated else optimizer, 60)
+    assert wanted[-1] < 0.9 * wanted[0]
+    assert abs(got[-1] - wanted[-1]) < 0.02 * wanted[-1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_training_step_never_waits_for_the_device(level: str) -> None:
+    model = mpcompile(Block().cuda(), level=level, dtype=torch.float16)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = MPOptimizer(adamw, max_grad_norm=1.0)
+    train(model, optimizer, 8, no_sync=True)
+    assert optimizer.compilations == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_cuda_graphs_record_the_model_and_the_step(level: str) -> None:
+    counters.clear()
+    mode = "reduce-overhead"
+    model = mpcompile(Block().cuda(), level=level, dtype=torch.float16, mode=mode)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = train(model, MPOptimizer(adamw, mode=mode), 20)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor", "NAdam"])
+def test_the_step_equals_eager(optimizer: str) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(s, device="cuda")) for s in ((64, 32), (32,), (3, 8, 3, 3))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    make = getattr(torch.optim, optimizer)
+    generated, eager = MPOptimizer(make(ours, lr=1e-2)), make(theirs, lr=1e-2)
+    for step in range(20):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if step == 7:
+            kept, ours[0].grad = [p.detach().clone() for p in ours], ours[0].grad / 0
+            generated.step()
+            assert generated.skipped
+            assert all(torch.equal(p, k) for p, k in zip(ours, kept, strict=True))
+            ours[0].grad = theirs[0].grad
+        generated.step()
+        eager.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
