@@ -47,6 +47,9 @@ from ..step import Slot
 
 # Settings that are inputs of the graph, or chosen here.
 _NOT_READ = ("params", "foreach", "fused", "capturable")
+# Their single-tensor step for graphs divides by the learning rate: at 0, where a warmup starts, an
+# element whose moments are 0 becomes 0 / 0. Their other one can be traced as well.
+_BETTER_NOT_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
 _tracing = threading.Lock()  # the compiling flag is one for the process
 
 
@@ -349,7 +352,9 @@ class _Shadow:
         if "fused" in group:
             changed["fused"] = False
         if "capturable" in group:
-            changed["capturable"] = True
+            changed["capturable"] = self.foreach or not isinstance(
+                self.optimizer, _BETTER_NOT_CAPTURABLE
+            )
         return changed
 
     def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
