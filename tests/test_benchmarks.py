@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpt_cpu, parity
+from benchmarks import gpt_cpu, optimizer_step, parity
 from benchmarks.__main__ import main, registry
 from benchmarks.harness import (
     Arm,
@@ -152,7 +152,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "gpt_cpu", "gtp"])
-    assert "no benchmark 'gtp'; known: gpt_cpu" in capsys.readouterr().err
+    assert "no benchmark 'gtp'; known: ablations, gpt_cpu" in capsys.readouterr().err
 
 
 def test_gpt_cpu_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +175,18 @@ def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = report.data["runs"]["Convolutional net on digits"]
     full, mixed = (digits[arm][0]["metrics"]["test loss"] for arm in ("FP32", "BF16 O1"))
     assert abs(full - mixed) < 0.01
+
+
+def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
+    arms = (*optimizer_step.OURS, *optimizer_step.PEERS)
+    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_step.COPY}
+    # p, m, v read and written; gradients read twice; the copy written; counters on top.
+    for ours in optimizer_step.OURS:
+        moved = data["bytes_per_parameter"][ours.name]
+        assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
+    assert "GradScaler + fused AdamW" in capsys.readouterr().out
 
 
 def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:
