@@ -108,6 +108,20 @@ def test_a_setting_changed_between_steps_is_honoured(make: Any, setting: str, va
     assert twins.optimizer.compilations == 2
 
 
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_a_warmup_starts_from_zero(emit: str) -> None:
+    """Where a step divides by the learning rate, elements without a gradient would become nan."""
+    twins = Twins(decayed, [torch.randn(4, 3)], emit=emit)
+    schedulers = [LambdaLR(o, lambda step: step / 10) for o in twins.both]
+    for _ in range(4):
+        gradient = torch.randn(4, 3)
+        gradient[1] = 0  # a row of an embedding that no token asked for
+        twins.step([gradient])
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.agree()
+
+
 def test_param_groups_with_settings_of_their_own() -> None:
     def make(p: Any) -> Optimizer:
         return AdamW([{"params": p[:1], "lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.9)},

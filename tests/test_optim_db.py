@@ -1,7 +1,8 @@
 """MPOptimizer against torch's own list of optimizers: every class, every configuration.
 
 Twenty steps from the same gradients, two of them not finite. What must come out is what the eager
-optimizer makes of the eighteen others.
+optimizer makes of the eighteen others. The first has a learning rate of zero, as a warmup does, and
+some elements never see a gradient.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
 
 from mpcompile import MPCompileError, MPOptimizer
+from mpcompile.optim import step as step_module
 
 REFUSED = ("LBFGS", "SparseAdam")
 STEPS, BAD = 20, {7: float("inf"), 12: float("nan")}
@@ -77,12 +79,28 @@ def copied(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.clone() if torch.is_tensor(v) else v for k, v in e.items()} for e in entries]
 
 
+def set_lr(optimizer: torch.optim.Optimizer, value: float) -> float:
+    """Set the learning rate; return what it was."""
+    (group,) = optimizer.param_groups
+    before = float(group["lr"])
+    if torch.is_tensor(group["lr"]):
+        group["lr"].fill_(value)
+    else:
+        group["lr"] = value
+    return before
+
+
 def check(case: Case, emit: str) -> None:
     mine, theirs = parameters(case), parameters(case)
     reference = case.optimizer(theirs)
     optimizer = MPOptimizer(case.optimizer(mine), emit=emit)
+    rates = [set_lr(o, 0.0) for o in (optimizer, reference)]
     for step in range(STEPS):
+        if step == 1:
+            for o, rate in zip((optimizer, reference), rates, strict=True):
+                set_lr(o, rate)
         gradients = [torch.randn_like(p) for p in mine]
+        gradients[0][0] = 0.0
         for p, g in zip(mine, gradients, strict=True):
             p.grad = g
         if step in BAD:
@@ -106,6 +124,15 @@ def check(case: Case, emit: str) -> None:
 
 @pytest.mark.parametrize("case", ALL)
 def test_operator_by_operator(case: Case) -> None:
+    check(case, "eager")
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs that a GPU gets, run here."""
+    trace, config = step_module.trace, step_module.StepConfig
+    monkeypatch.setattr(step_module, "trace", lambda *a, **k: trace(*a, **{**k, "foreach": True}))
+    monkeypatch.setattr(step_module, "StepConfig", lambda **k: config(**{**k, "foreach": True}))
     check(case, "eager")
 
 
