@@ -25,7 +25,7 @@ from . import (
     loss_scale,
     pipeline,
 )
-from .capture import capture
+from .capture import capture, fake_input
 from .device import SUPPORTED, auto_dtype
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
@@ -124,7 +124,7 @@ def _compile(
         master = example_inputs[of]
         copies.check_one_scale(master, scale, f"input {of} of a graph")
         copy = copies.copy_of(master, low).fresh(master).detach()
-        inputs[k] = copy.requires_grad_(master.requires_grad)
+        inputs[k] = fake_input(copy.requires_grad_(master.requires_grad))
     if scale is not None:
         inputs += scale.inputs(device)
     compiled = _emit(captured, inputs, settings, joint=joint_passes(config))

@@ -113,6 +113,15 @@ def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> A
     )
 
 
+def fake_input(value: torch.Tensor) -> torch.Tensor:
+    """A fake of fixed size for an input that Dynamo knows nothing of: for its real self AOTAutograd
+    would make symbolic sizes, and nobody guards those.
+    """
+    context = TracingContext.get()
+    assert context.fake_mode is not None
+    return context.fake_mode.from_tensor(value, static_shapes=True)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where the replay stands, bodies included.
