@@ -199,6 +199,14 @@ def test_as_few_as_the_order_allows() -> None:
     assert not targets(update) & POWERS
 
 
+def test_multi_tensor_operators_are_not_flat() -> None:
+    """Nor in the way, where all tensors have one layout: a model of one parameter."""
+    for sizes in (((3, 4),), ((3, 4), (3, 4))):
+        pieces = cut(*sizes, whole=True, foreach=True)
+        assert len(pieces.regions) == 2
+        assert not any(r.flat for r in pieces.regions)
+
+
 def test_stages_only_grow() -> None:
     stages = _stages(passed((3,), (), make=adam, max_grad_norm=1.0, scales=(DYNAMIC,)).gm)
     assert {MEASURE, UPDATE} <= set(stages.values())

@@ -296,7 +296,7 @@ class Rounds(Mine):
 
 @pytest.mark.parametrize("cls", [Branches, BranchesOnItem, Rounds])
 def test_a_branch_on_a_value(cls: type[Optimizer]) -> None:
-    refused(cls, "can't be traced", steps=1)
+    refused(cls, "it branches on the value of a tensor, or makes a Python number of it", steps=1)
 
 
 class Shares(Mine):

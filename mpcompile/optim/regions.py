@@ -159,7 +159,10 @@ def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
             return False
         if _reduces_all(node):
             continue
-        shape = tuple(ir.value(node).shape)
+        value = ir.tensor(node)
+        if value is None:  # a multi-tensor operator
+            return False
+        shape = tuple(value.shape)
         pointwise = torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
         if not pointwise or shape not in ((), tuple(large[0].shape)):
             return False

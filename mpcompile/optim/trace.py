@@ -36,9 +36,13 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -214,6 +218,8 @@ def _keep_gradients(graph: fx.Graph) -> None:
 
 
 def _describe(error: Exception) -> str:
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return "it branches on the value of a tensor, or makes a Python number of it"
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"
 
