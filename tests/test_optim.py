@@ -59,6 +59,7 @@ def test_one_cycle_moves_momentum_too(make: Any) -> None:
         for scheduler in schedulers:
             scheduler.step()
     twins.agree()
+    assert twins.optimizer.compilations <= 2
 
 
 def test_a_scheduler_over_the_inner_optimizer_works_too() -> None:
