@@ -44,12 +44,15 @@ class Region:
         outputs: the nodes that it returns.
         flat: all its tensors have one shape and layout, and no operator looks at it: it may be
             called with all of them flattened.
+        numbers: it computes numbers from numbers, one by one: regions of one kind may be done at
+            once, on vectors of them.
     """
 
     graph: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     flat: bool
+    numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:
     members = set(nodes)
     inputs = tuple(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members))
     outputs = tuple(n for n in nodes if any(u not in members for u in n.users))
+    numbers = all(_is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
@@ -146,7 +150,7 @@ def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(env[n] for n in outputs))
-    return Region(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs))
+    return Region(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs), numbers)
 
 
 def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
@@ -163,10 +167,15 @@ def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
         if value is None:  # a multi-tensor operator
             return False
         shape = tuple(value.shape)
-        pointwise = torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
-        if not pointwise or shape not in ((), tuple(large[0].shape)):
+        if not _is_pointwise(node) or shape not in ((), tuple(large[0].shape)):
             return False
     return True
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
+    )
 
 
 def _reduces_all(node: fx.Node) -> bool:
