@@ -113,7 +113,7 @@ class WorkingCopy:
         if master.grad is not None or not master.requires_grad:
             return
         master.grad_dtype = self.tensor.dtype
-        self.scale = scale
+        self._set_scale(scale)
         if scale is not None and self._node is None:
             self._node = torch.autograd.graph.get_gradient_edge(master).node
             self._node.register_prehook(self._check)
@@ -123,13 +123,19 @@ class WorkingCopy:
     def store_full(self, master: torch.Tensor) -> None:
         """Have gradients stored in FP32 and true to size from now on, the one that is there too."""
         grad, used = master.grad, self.scale.used if self.scale is not None else None
-        self.scale = None
+        self._set_scale(None)
         if master.grad_dtype is torch.float32:
             return
         master.grad = None
         master.grad_dtype = torch.float32
         if grad is not None:
             master.grad = grad.float() if used is None else grad.float() / used
+
+    def _set_scale(self, scale: LossScale | None) -> None:
+        global _changes
+        if scale is not self.scale:
+            self.scale = scale
+            _changes += 1
 
     def contribute(self, grad: torch.Tensor) -> torch.Tensor | None:
         """One graph's scaled gradient: what to return to autograd for it.
@@ -182,6 +188,7 @@ _owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
 _copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
 _in_full = WeakIdKeyDictionary()  # parameters that some graph reads in FP32, too
 _generation = 0
+_changes = 0
 
 
 def own(parameters: Iterable[torch.Tensor], owner: Any) -> None:
@@ -203,6 +210,11 @@ def generation() -> int:
     return _generation
 
 
+def changes() -> int:
+    """Grows whenever a copy was made or is stored under another scale."""
+    return _changes
+
+
 def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
     """All copies of a parameter, by dtype."""
     found: dict[torch.dtype, WorkingCopy] = _copies.get(parameter, {})
@@ -211,11 +223,13 @@ def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
 
 def copy_of(parameter: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
     """The copy of a parameter in `dtype`; made, and its class changed, at the first call."""
+    global _changes
     known = _copies.setdefault(parameter, {})
     if dtype not in known:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = MasterWeight
         known[dtype] = WorkingCopy(parameter, dtype)
+        _changes += 1
     copy: WorkingCopy = known[dtype]
     return copy
 

@@ -15,6 +15,7 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -329,6 +330,9 @@ def _no_overflow(device: torch.device) -> torch.Tensor:
 # optimizers whose step skips by itself
 _self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+_changes = 0
+_counter = itertools.count(1)
+
 # parameter -> the LossScales of the graphs that read it
 _scales_of = WeakIdKeyDictionary()
 # called whenever a graph's scale becomes known
@@ -351,16 +355,23 @@ def listen(listener: Listener) -> None:
 
 def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
     """Let optimizers that hold these parameters know whose scale their gradients depend on."""
+    global _changes
     for parameter in parameters:
         scales = _scales_of.setdefault(parameter, [])
         if not any(known is scale for known in scales):
             scales.append(scale)
+            _changes = next(_counter)
     for listener in list(_listeners):
         listener.scales_appeared()
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def changes() -> int:
+    """Grows whenever some parameter got a scale: what was known of `scales_of` may be outdated."""
+    return _changes
 
 
 def skips_by_itself(optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from .. import copies, loss_scale
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..loss_scale import LossScale
 from .program import Emit
-from .step import Step, StepKey, eager_step, initialise_state, move_numbers
+from .step import Step, StepKey, eager_step, initialise_state, move_numbers, rules_of
 from .trace import Member, Setting, StateAppeared, raw_step
 from .watch import Watch
 
@@ -93,6 +93,7 @@ class MPOptimizer(Optimizer):
         loss_scale.skips_by_itself(self)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, Step] = {}
+        self._last: tuple[Any, StepKey] | None = None
         self._varying: set[Setting] = set()
         self._warned = False
         self._results: dict[str, torch.Tensor] = {}
@@ -165,17 +166,25 @@ class MPOptimizer(Optimizer):
 
     def _key(self) -> StepKey:
         members: list[Member] = []
+        facts: list[Any] = []
         for index, group in enumerate(self._inner.param_groups):
             for param in group["params"]:
-                if param.grad is None or param.numel() == 0:
+                grad = param.grad
+                if grad is None or param.numel() == 0:
                     continue
-                if param.grad.layout is not torch.strided:
+                if grad.layout is not torch.strided:
                     raise MPCompileError(
                         f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
                         "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                     )
                 members.append(Member(index, param))
-        return StepKey.of(members, self._own_scale)
+                facts.append((index, id(param), grad.dtype, grad.stride()))
+        # Most steps are like the one before, and to know that is cheaper than to make a key.
+        facts += [loss_scale.changes(), copies.changes()]
+        if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
+            key = StepKey.of(members, self._own_scale)
+            self._last = (facts, rules_of(key.scales)), key
+        return self._last[1]
 
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
@@ -331,7 +340,7 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler puts a `step` on its optimizer; torch's own pickles leave it behind too.
-        passing = ("_steps", "_varying", "_results", "_watch", "_own_scale", "step")
+        passing = ("_steps", "_last", "_varying", "_results", "_watch", "_own_scale", "step")
         hooks = dict.fromkeys(_HOOKS)
         kept = {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
         return {**kept, "_given_scale": self._own_scale}

@@ -144,8 +144,7 @@ class _Call:
         arguments = self.arguments.copy()
         for i, node, flattened in self.fresh:
             arguments[i] = _flatten(env[node]) if flattened else env[node]
-        for node, result in zip(self.outputs, self.run(*arguments), strict=True):
-            env[node] = result
+        env.update(zip(self.outputs, self.run(*arguments), strict=True))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,20 @@ class StepKey:
             by = number(stored) if stored is not None and stored.active else None
             gradients.append(Gradient(grad.dtype, known, by))
             held.append(copy)
-            facts.append((id(member.param), grad.dtype, grad.stride(), known, by, id(copy)))
-        rules = tuple((id(s), _rule(s), s.active) for s in scales)
-        return cls((*facts, rules), tuple(members), tuple(scales), tuple(gradients), tuple(held))
+            facts.append(
+                (member.group, id(member.param), grad.dtype, grad.stride(), known, by, id(copy))
+            )
+        return cls(
+            (*facts, rules_of(scales)), tuple(members), tuple(scales), tuple(gradients), tuple(held)
+        )
 
     def __hash__(self) -> int:
         return hash(self.facts)
+
+
+def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
+    """What a step is compiled for, of these scales."""
+    return tuple((id(s), _rule(s), s.active) for s in scales)
 
 
 def _rule(scale: LossScale) -> ScaleRule:
