@@ -175,6 +175,9 @@ class Program:
         pieces: the step.
         held: the tensors that are the same in every step, by slot; all others are given to `run`.
         emit: how to run them.
+
+    Attributes:
+        given: the inputs that `run` wants, by slot.
     """
 
     def __init__(self, pieces: Split, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
@@ -224,9 +227,8 @@ class Program:
         run = _cached(kind[0], self.emit, differ)
         return _Batch(run, arguments, [region.outputs for region in kind])
 
-    def run(self, given: Mapping[Slot, torch.Tensor]) -> None:
-        """Do the step. `given`: the tensors of this step, gradients among them."""
-        env: dict[fx.Node, torch.Tensor] = {n: given[slot] for slot, n in self.given.items()}
+    def run(self, env: dict[fx.Node, torch.Tensor]) -> None:
+        """Do the step. `env`: the tensors of this step for the inputs in `given`; taken over."""
         with torch.no_grad(), torch._C._DisableAutocast():
             for call in self.calls:
                 call(env)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
 from .. import copies, loss_scale
@@ -128,10 +129,10 @@ class Step:
         spent = time.perf_counter() - start
         pipeline.run(traced.graph, config, traced_in=spent, dump=dump)
         self.memory = [_memory(m.param) for m in key.members]
-        self.states = [
-            (m.param, k, v)
+        self.states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
+            (m.param, entries, tuple(entries.items()))
             for m in key.members
-            for k, v in optimizer.state.get(m.param, {}).items()
+            if (entries := optimizer.state.get(m.param)) is not None
         ]
         self.lrs = {
             g: torch.zeros((), dtype=torch.float64, device=self.device)
@@ -149,6 +150,21 @@ class Step:
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
+        given = self.program.given
+        self.params = [m.param for m in key.members]
+        self.gradients = [
+            (node, m)
+            for i, m in enumerate(key.members)
+            if (node := given.get(Slot("grad", i))) is not None
+        ]
+        self.copied = [
+            (m, copy) for m, copy in zip(key.members, key.copies, strict=True) if copy is not None
+        ]
+        self.scaled = [
+            (m, copy)
+            for m, copy, gradient in zip(key.members, key.copies, key.gradients, strict=True)
+            if copy is not None and gradient.scaled_by is not None
+        ]
 
     def _held(self, optimizer: Optimizer, results: dict[str, torch.Tensor]) -> dict[Slot, Any]:
         held: dict[Slot, Any] = {Slot("lr", g): lr for g, lr in self.lrs.items()}
@@ -187,22 +203,28 @@ class Step:
             and all(_same(attributes.get(k), v) for k, v in self.traced.attributes.items())
             and numbers.keys() == self.setting_values.keys()
             and (numbers == self.setting_values or self.traced.holds_for(numbers))
-            and all(_same(optimizer.state[param].get(k), v) for param, k, v in self.states)
+            and self._state_holds(optimizer.state)
             and all(
                 _memory(m.param) == at for m, at in zip(self.key.members, self.memory, strict=True)
             )
         )
 
+    def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
+        # In every step for every tensor, after the gradients have pushed all this out of the cache.
+        for param, entries, items in self.states:
+            if state.get(param) is not entries:
+                return False
+            for key, value in items:
+                if entries.get(key) is not value and not _same(entries.get(key), value):
+                    return False
+        return True
+
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""
-        given: dict[Slot, torch.Tensor] = {}
-        for i, member in enumerate(self.key.members):
-            grad = member.param.grad
-            assert grad is not None
-            copy = self.key.copies[i]
-            if copy is not None and self.key.gradients[i].scaled_by is not None:
-                copy.check_untouched(grad)
-            given[Slot("grad", i)] = grad
+        for member, copy in self.scaled:
+            assert member.param.grad is not None
+            copy.check_untouched(member.param.grad)
+        env: dict[fx.Node, Any] = {node: member.param.grad for node, member in self.gradients}
         for g, tensor in self.lrs.items():
             lr = optimizer.param_groups[g]["lr"]
             if isinstance(lr, torch.Tensor):
@@ -214,17 +236,21 @@ class Step:
             if self.setting_values[slot] != number:
                 self.settings[slot].fill_(number)
                 self.setting_values[slot] = number
+        given = self.program.given
         for k, scale in enumerate(self.key.scales):
             first, flag = scale.begin_step(self.device)
-            given[Slot("scale", k, "first")] = self.first[first]
-            given[Slot("scale", k, "flag")] = flag
-            if scale.used is not None:
-                given[Slot("scale", k, "used")] = scale.used
-        self.program.run(given)
-        torch.autograd.graph.increment_version([m.param for m in self.key.members])
-        for member, copy in zip(self.key.members, self.key.copies, strict=True):
-            if copy is not None:
-                copy.written(member.param)
+            fresh: dict[str, Any] = {
+                "first": self.first[first],
+                "flag": flag,
+                "used": scale.used,
+            }
+            for name, tensor in fresh.items():
+                if (node := given.get(Slot("scale", k, name))) is not None:
+                    env[node] = tensor
+        self.program.run(env)
+        torch.autograd.graph.increment_version(self.params)
+        for member, copy in self.copied:
+            copy.written(member.param)
 
 
 _RESULTS = {"skipped": torch.bool, "norm": torch.float32}
