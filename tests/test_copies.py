@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.copies import MasterWeight, copies_of
+from mpcompile.demo import GPT, GPTConfig
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -470,6 +471,27 @@ def test_training_follows_fp32(dtype: torch.dtype) -> None:
         plain.step()
         plain.zero_grad()
     assert abs(loss - wanted) < 0.02 * wanted
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> None:
+    torch.manual_seed(0)
+    start = GPT(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2))
+    tokens = torch.randint(61, (3, 2, 16))
+    losses = []
+    for how in ("eager", emit):
+        model = mpcompile(
+            copy.deepcopy(start), level="O2", dtype=torch.bfloat16, emit=how, strict=True
+        )
+        optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), emit=how)
+        for x in tokens:
+            loss = model(x, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        assert any(copies_of(p) for p in model.parameters())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
 
 
 def test_an_overflow_changes_neither_masters_nor_copies() -> None:
