@@ -77,7 +77,7 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
     threads = _ONE_THREAD if _is_small(region) else {}
     options = {**_ALWAYS, **threads, **dict(emit.options)}
     patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
-    inner: list[Callable[[list[Any]], Sequence[Any]]] = []
+    inner: list[Any] = []
 
     def compile_inner(*args: Any, **kwargs: Any) -> Any:
         inner.append(compile_fx_inner(*args, **kwargs))
@@ -92,8 +92,8 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
     ):
         compile_fx(gm, values, compile_inner, config_patches=patches)
     # What AOTAutograd wraps around it (views, aliases, gradients) does not occur here, and costs as
-    # much as the call of a small kernel.
-    run = inner[-1]
+    # much as the call of a small kernel; so does what Inductor's own object looks up in each call.
+    run = inner[-1].current_callable
     return lambda *arguments: run(list(arguments))
 
 
