@@ -159,12 +159,14 @@ def _entry(
 
     widens = not any(p.dtype in _HALF for p in module.parameters())
     compiled, built_at, built_for = build(), copies.generation(), owners()
+    unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled, built_at, built_for
+        nonlocal compiled, built_at, built_for, unheard
         if level is Level.O2 and copies.generation() != built_at:
             built_at = copies.generation()
-            if built_for != (built_for := owners()):  # an MPOptimizer came: its copies are read
+            before, built_for = built_for, owners()
+            if before != built_for:  # an MPOptimizer came: its copies are read
                 compiled = build()
         if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(
@@ -172,12 +174,11 @@ def _entry(
             )
         result = compiled(*args, **kwargs)
         if unheard and not torch.compiler.is_compiling():
-            unheard.clear()
+            unheard = False
             if record.graphs == 0:
                 _warn_nothing_compiled(module)
         return result
 
-    unheard = [True] if any(True for _ in module.parameters()) else []
     return call
 
 
@@ -201,7 +202,10 @@ def loss_scale_of(model: Any) -> LossScale:
     Raises:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
-    return _record_of(model).loss_scale
+    own = _record_of(model).loss_scale
+    if own.fp16_only and isinstance(model, nn.Module):
+        return copies.given_scale(model.parameters()) or own
+    return own
 
 
 def compiled_plans(model: Any) -> list[Plan]:

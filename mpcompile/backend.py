@@ -190,6 +190,9 @@ def _scale_for(
     trained: Sequence[torch.Tensor], low: torch.dtype, settings: Settings
 ) -> LossScale | None:
     """The scale this graph multiplies by: the user's, its parameters' own, or a new one."""
+    given = copies.given_scale(trained)
+    if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
+        return given if given.active else None
     if not trained or (low is torch.bfloat16 and not settings.scale_any_dtype):
         return None
     if settings.loss_scale is not None:

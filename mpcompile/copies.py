@@ -185,24 +185,34 @@ def _state(master: torch.Tensor) -> tuple[int, int]:
 
 
 _owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
+_given = WeakIdKeyDictionary()  # parameter -> the LossScale that its optimizer was given
 _copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
 _in_full = WeakIdKeyDictionary()  # parameters that some graph reads in FP32, too
 _generation = 0
 _changes = 0
 
 
-def own(parameters: Iterable[torch.Tensor], owner: Any) -> None:
-    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters."""
+def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
+    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters; with
+    `scale`, models of theirs that have no loss scale from the user take this one.
+    """
     global _generation
     _generation += 1
     for parameter in parameters:
         _owners[parameter] = weakref.ref(owner)
+        _given[parameter] = scale
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
     """The living MPOptimizer that holds this parameter, or None."""
     reference = _owners.get(parameter)
     return reference() if reference is not None else None
+
+
+def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
+    """The loss scale that the living optimizer of these parameters was given, if any."""
+    scales = (_given.get(p) for p in parameters if owner_of(p) is not None)
+    return next((scale for scale in scales if scale is not None), None)
 
 
 def generation() -> int:

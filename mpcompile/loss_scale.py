@@ -15,7 +15,6 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -331,7 +330,6 @@ def _no_overflow(device: torch.device) -> torch.Tensor:
 _self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _changes = 0
-_counter = itertools.count(1)
 
 # parameter -> the LossScales of the graphs that read it
 _scales_of = WeakIdKeyDictionary()
@@ -360,7 +358,7 @@ def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
         scales = _scales_of.setdefault(parameter, [])
         if not any(known is scale for known in scales):
             scales.append(scale)
-            _changes = next(_counter)
+            _changes += 1
     for listener in list(_listeners):
         listener.scales_appeared()
 

@@ -16,7 +16,14 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPCompileWarning,
+    MPOptimizer,
+    loss_scale_of,
+    mpcompile,
+)
 from mpcompile.ir import aten
 
 INF, NAN = float("inf"), float("nan")
@@ -216,3 +223,32 @@ def test_a_hundred_steps_do_not_wait_for_the_gpu(make: Any, emit: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     check_trained(*train(make, emit, "cuda", Quiet))
+
+
+def test_a_given_scale_is_the_one_its_models_use() -> None:
+    scale = LossScale.dynamic(init_scale=2.0**9)
+    model = mpcompile(nn.Linear(4, 4), dtype=torch.float16, emit="eager")
+    adam = torch.optim.Adam(model.parameters())
+    optimizer = MPOptimizer(adam, emit="eager", loss_scale=scale)
+    assert loss_scale_of(model) is scale
+    model(torch.randn(2, 4)).mean().backward()
+    assert scale.used is not None
+    assert scale.used.item() == 2.0**9
+    optimizer.step()
+    model(torch.full((2, 4), 1e4)).mul(1e5).sum().backward()  # overflows on its way through FP16
+    optimizer.step()
+    assert optimizer.skipped
+    assert scale.value == 2.0**8
+
+
+@pytest.mark.parametrize("handed", ["to the model, too", "too late"])
+def test_a_given_scale_that_its_model_does_not_use_is_refused(handed: str) -> None:
+    own = {"loss_scale": LossScale.static(4.0)} if handed == "to the model, too" else {}
+    model = mpcompile(nn.Linear(4, 4), dtype=torch.float16, emit="eager", **own)
+    if handed == "too late":
+        model(torch.randn(2, 4)).sum()
+    adam = torch.optim.Adam(model.parameters())
+    optimizer = MPOptimizer(adam, emit="eager", loss_scale=LossScale.static(8.0))
+    model(torch.randn(2, 4)).mean().backward()
+    with pytest.raises(MPCompileError, match="scales by another"):
+        optimizer.step()

@@ -48,7 +48,8 @@ class MPOptimizer(Optimizer):
     Args:
         optimizer: any torch.optim optimizer whose step can be traced; a subclass of yours too, if
             it keeps its state in tensors. Its `foreach` and `fused` settings don't matter here.
-        loss_scale: a `LossScale` for the models it trains. By default each model's own.
+        loss_scale: a `LossScale` for the models it trains, in place of the one that each makes for
+            itself. Not for a model that was handed one, or has run already: that is refused.
         max_grad_norm: clip the global 2-norm of the true gradients, between unscaling and the
             update, as `torch.nn.utils.clip_grad_norm_` would.
         emit: "inductor", or "aot_eager" / "eager": the rewritten step, operator by operator.
@@ -99,7 +100,7 @@ class MPOptimizer(Optimizer):
         self._results: dict[str, torch.Tensor] = {}
         self._watch = Watch()
         self.compilations = 0
-        copies.own(self._parameters(), self)
+        copies.own(self._parameters(), self, self._given_scale)
         loss_scale.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -136,7 +137,7 @@ class MPOptimizer(Optimizer):
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
-        copies.own(self._parameters(), self)
+        copies.own(self._parameters(), self, self._given_scale)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -183,8 +184,18 @@ class MPOptimizer(Optimizer):
         facts += [loss_scale.changes(), copies.changes()]
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
+            self._check_scales(key)
             self._last = (facts, rules_of(key.scales)), key
         return self._last[1]
+
+    def _check_scales(self, key: StepKey) -> None:
+        given = self._given_scale
+        if given is not None and any(scale is not given for scale in key.scales):
+            raise MPCompileError(
+                f"MPOptimizer(loss_scale={given!r}): a model of these parameters scales by another "
+                "one. Make the MPOptimizer before the model's first forward, and don't hand the "
+                "model a scale of its own; or hand both the same LossScale"
+            )
 
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
@@ -340,14 +351,14 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler puts a `step` on its optimizer; torch's own pickles leave it behind too.
-        passing = ("_steps", "_last", "_varying", "_results", "_watch", "_own_scale", "step")
+        passing = ("_steps", "_last", "_varying", "_results", "_watch", "step")
         hooks = dict.fromkeys(_HOOKS)
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
-        return {**kept, "_given_scale": self._own_scale}
+        return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+        self._own_scale = state["_own_scale"]
 
 
 def _check(
