@@ -115,16 +115,7 @@ def _compile(
     if device.type == "cuda":
         _accumulate_in_fp32()
     scale = scale if plan.scaled else None
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    read = {k: of for k, n in enumerate(placeholders) if (of := ir.copy_of(n)) is not None}
-    in_full = [x for i, x in enumerate(example_inputs) if i in owned and i not in read]
-    copies.read_in_full([x for x in in_full if _is_leaf(x)])
-    inputs = [*example_inputs, *itertools.repeat(None, sum(k >= len(example_inputs) for k in read))]
-    for k, of in read.items():
-        master = example_inputs[of]
-        copies.check_one_scale(master, scale, f"input {of} of a graph")
-        copy = copies.copy_of(master, low).fresh(master).detach()
-        inputs[k] = fake_input(copy.requires_grad_(master.requires_grad))
+    read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
     if scale is not None:
         inputs += scale.inputs(device)
     compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
@@ -136,6 +127,29 @@ def _compile(
         leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
         compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
     return compiled, plan
+
+
+def _with_working_copies(
+    captured: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    owned: Mapping[int, Any],
+    low: torch.dtype,
+    scale: LossScale | None,
+) -> tuple[dict[int, int], list[Any]]:
+    """The graph's inputs with working copies where it reads them: which input is the copy of which
+    of the caller's, and all of them to compile with.
+    """
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    read = {k: of for k, n in enumerate(placeholders) if (of := ir.copy_of(n)) is not None}
+    in_full = [x for i, x in enumerate(example_inputs) if i in owned and i not in read]
+    copies.read_in_full([x for x in in_full if _is_leaf(x)])
+    inputs = [*example_inputs, *itertools.repeat(None, sum(k >= len(example_inputs) for k in read))]
+    for k, of in read.items():
+        master = example_inputs[of]
+        copies.check_one_scale(master, scale, f"input {of} of a graph")
+        copy = copies.copy_of(master, low).fresh(master).detach()
+        inputs[k] = fake_input(copy.requires_grad_(master.requires_grad))
+    return read, inputs
 
 
 def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from . import ops
 from .policy import Precision, op_key
-from .step import Slot
+from .step_graph import Slot
 
 aten = torch.ops.aten
 

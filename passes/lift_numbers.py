@@ -20,7 +20,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.step import StepConfig
+from mpcompile.step_graph import StepConfig
 
 _TO = aten._to_copy.default
 _WHY = "the number stays on the device"

@@ -16,7 +16,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.step import Slot, StepConfig
+from mpcompile.step_graph import Slot, StepConfig
 
 
 def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:

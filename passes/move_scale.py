@@ -19,7 +19,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.step import ScaleRule, StepConfig
+from mpcompile.step_graph import ScaleRule, StepConfig
 
 
 def move_scale(gm: fx.GraphModule, config: StepConfig) -> bool:

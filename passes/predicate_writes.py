@@ -13,7 +13,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.step import StepConfig
+from mpcompile.step_graph import StepConfig
 
 _PREDICATED = ("param", "state")
 

@@ -12,7 +12,7 @@ from mpcompile import ir
 from mpcompile.optim.pipeline import STEP_PASSES, StepPass
 from mpcompile.optim.step import initialise_state
 from mpcompile.optim.trace import Member, trace
-from mpcompile.step import Gradient, ScaleRule, StepConfig
+from mpcompile.step_graph import Gradient, ScaleRule, StepConfig
 
 DYNAMIC = ScaleRule(
     dynamic=True,

@@ -13,7 +13,7 @@ from mpcompile.ir import aten
 from mpcompile.optim.regions import MEASURE, UPDATE, Region, Split, _stages, signature, split
 from mpcompile.passes.lift_numbers import lift_numbers
 from mpcompile.passes.move_scale import move_scale
-from mpcompile.step import StepConfig
+from mpcompile.step_graph import StepConfig
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from mpcompile.passes.move_scale import move_scale
 from mpcompile.passes.predicate_writes import predicate_writes
 from mpcompile.passes.unscale_gradients import unscale_gradients
 from mpcompile.passes.write_copies import write_copies
-from mpcompile.step import Gradient
+from mpcompile.step_graph import Gradient
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 SCALED = Gradient(F16, (0,), scaled_by=0)

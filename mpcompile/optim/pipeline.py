@@ -17,7 +17,7 @@ from ..passes.move_scale import move_scale
 from ..passes.predicate_writes import predicate_writes
 from ..passes.unscale_gradients import unscale_gradients
 from ..passes.write_copies import write_copies
-from ..step import StepConfig
+from ..step_graph import StepConfig
 
 StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 

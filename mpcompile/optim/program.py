@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
-from ..step import Slot
+from ..step_graph import Slot
 from .regions import Region, Split, is_held, signature
 
 _ALWAYS = {

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .. import copies, loss_scale
 from ..loss_scale import LossScale
-from ..step import Gradient, ScaleRule, Slot, StepConfig
+from ..step_graph import Gradient, ScaleRule, Slot, StepConfig
 from . import pipeline
 from .program import Emit, Program
 from .regions import split

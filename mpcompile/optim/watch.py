@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -27,32 +26,27 @@ class Watch:
 
 
 class _Look:
+    """One flag and what the host knows of it."""
+
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
         self.flag: torch.Tensor | None = None
-        self.view: Any = None
-        self.event: torch.cuda.Event | None = None
+        self.mirror: torch.Tensor  # the flag itself on a CPU, else its copy in pinned memory
+        self.event: torch.cuda.Event | None = None  # after the last copy
 
     def look(self) -> None:
         flag = self.scale.floor
         if flag is None:
             return
+        on_cpu = flag.device.type == "cpu"
         if flag is not self.flag:
-            self.flag = flag
-            mirror = (
-                flag
-                if flag.device.type == "cpu"
-                else torch.empty_like(flag, device="cpu").pin_memory()
-            )
-            self.view, self.mirror = mirror.numpy(), mirror
-        if flag.device.type != "cpu":
-            if self.event is not None and not self.event.query():
-                return
-            seen = self.event is not None and bool(self.view[()])
+            self.flag, self.event = flag, None
+            self.mirror = flag if on_cpu else torch.zeros_like(flag, device="cpu").pin_memory()
+        if self.event is not None and not self.event.query():
+            return
+        if self.mirror.numpy()[()]:  # a read of memory: `.item()` would be a synchronisation
+            self.scale.warn_at_floor()
+        if not on_cpu:
             self.mirror.copy_(flag, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
-        else:
-            seen = bool(self.view[()])
-        if seen:
-            self.scale.warn_at_floor()
