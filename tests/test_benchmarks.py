@@ -6,11 +6,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import gpt_cpu, optimizer_step, parity
+from benchmarks import conv_cpu, gpt_cpu, optimizer_step, parity, saved_bytes, small_cpu, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.harness import (
     Arm,
@@ -22,6 +23,7 @@ from benchmarks.harness import (
     summarize,
     take_turns,
 )
+from benchmarks.saved_bytes import Saved, excess
 
 CPU = torch.device("cpu")
 
@@ -152,7 +154,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "gpt_cpu", "gtp"])
-    assert "no benchmark 'gtp'; known: ablations, gpt_cpu" in capsys.readouterr().err
+    assert "no benchmark 'gtp'; known: ablations, conv_cpu" in capsys.readouterr().err
 
 
 def test_gpt_cpu_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +189,49 @@ def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         moved = data["bytes_per_parameter"][ours.name]
         assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
+
+
+def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "saved_bytes", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "saved_bytes.json").read_text())
+    *_, small = data["bytes"].values()
+    assert {way: total["all"] for way, total in small.items()} == data["held_by_autograd"]
+    for model in data["bytes"].values():
+        half, full = model[saved_bytes.HALF.name], model[saved_bytes.FP32.name]
+        assert half["all"] < model[saved_bytes.O1.name]["all"] < full["all"]
+        assert full["copies"] == model[saved_bytes.STEPPED.name]["copies"] == 0
+        assert model[saved_bytes.AUTOCAST.name]["copies"] > 0
+    assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
+
+
+def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
+    def saved(op: str, elements: int, dtype: torch.dtype, *, copied: bool = False) -> Saved:
+        return Saved(op, "", (elements,), dtype, elements * dtype.itemsize, copied)
+
+    low, full = torch.bfloat16, torch.float32
+    ours = [saved("mul", 8, full), saved("add", 4, low), saved("cast", 9, low, copied=True)]
+    theirs = [saved("div", 4, low), saved("sub", 2, low), saved("sub", 2, low)]
+    found = [(group.op, more, size) for group, more, size in excess(ours, theirs)]
+    assert found == [("1 mul", 1, 32), ("2 sub", -2, -8)]
+
+
+@pytest.mark.parametrize("benchmark", [conv_cpu, small_cpu])
+def test_step_times_tiny(benchmark: ModuleType) -> None:
+    report = benchmark.run(Settings(device=CPU, quick=True))
+    models = [model.name for model in benchmark.TINY.models]
+    assert list(report.data["first_loss"]) == models
+    for losses in report.data["first_loss"].values():
+        full = losses[step_times.FP32]
+        assert all(abs(loss - full) < 0.05 * full for loss in losses.values())
+    assert len(report.verdicts) == len(models) * len(step_times.OURS)
+
+
+def test_the_better_peer_is_the_base() -> None:
+    seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
+    ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
+    base, found = step_times.over_better({**seconds, **ours})
+    assert base == step_times.AUTOCAST
+    assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
 
 
 def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:

@@ -1,0 +1,56 @@
+"""Convolutional networks in BF16 on the CPU: ResNet-18 and a U-Net against torch.compile.
+
+On a CPU a convolution's backward may be slower in BF16 than in FP32, so a rule that lowers every
+convolution can lose. Images and models are in the order that a user gives without a thought for it,
+NCHW; whoever wants another has to change to it within the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file: `python benchmarks/conv_cpu.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import step_times
+from benchmarks.harness import Report, Settings
+from benchmarks.models import Sample, UNet, resnet18
+from benchmarks.step_times import Timed, Work
+
+WORK = Work(
+    models=(
+        Timed("ResNet-18, B8, 112 px", resnet18, Sample((8, 3, 112, 112), (8,), 1000), steps=2),
+        Timed("U-Net, B2, 128 px", UNet, Sample((2, 3, 128, 128), (2, 128, 128), 4), steps=2),
+    )
+)
+
+TINY = Work(
+    models=(
+        Timed("ResNet-18", functools.partial(resnet18, width=8),
+              Sample((2, 3, 32, 32), (2,), 1000), steps=1),
+        Timed("U-Net", functools.partial(UNet, width=8, levels=2),
+              Sample((1, 3, 8, 8), (1, 8, 8), 4), steps=1),
+    ),
+    rounds=1,
+    emit="eager",
+)  # fmt: skip
+
+
+def run(settings: Settings) -> Report:
+    """Time both networks; under `settings.quick` narrow ones, once, without compiling."""
+    return step_times.measure(
+        "conv_cpu",
+        "Convolutional networks in BF16 on the CPU",
+        ["ResNet-18 is the original at a smaller image; the U-Net has four levels, 32 channels at "
+         "the first, batch norm and padding. Both in NCHW."],
+        TINY if settings.quick else WORK,
+        settings.device,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["run", "conv_cpu", *sys.argv[1:]]))

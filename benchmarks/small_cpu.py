@@ -1,0 +1,73 @@
+"""Networks of small matrix products on the CPU: an MLP, a narrow transformer, an LSTM.
+
+Below a hundred or so rows and columns, a product in BF16 may take longer than one in FP32, and a
+cast as long as the product. What is won here is won by leaving things alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file: `python benchmarks/small_cpu.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import step_times
+from benchmarks.harness import Report, Settings
+from benchmarks.models import GPT2, MLP, Sample, Tagger
+from benchmarks.step_times import Timed, Work
+
+
+def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
+    return functools.partial(
+        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2, dropout=0.0,
+        attention_dropout=0.0,
+    )  # fmt: skip
+
+
+def _tokens(batch: int, length: int, vocab: int, classes: int) -> Sample:
+    return Sample((batch, length), (batch, length), classes, vocab)
+
+
+WORK = Work(
+    models=(
+        Timed("MLP, B32 D32", functools.partial(MLP, inputs=32, width=32),
+              Sample((32, 32), (32,), 10), steps=200),
+        Timed("MLP, B64 D64", MLP, Sample((64, 64), (64,), 10), steps=200),
+        Timed("GPT, B4 T32 D32 L2", _transformer(32, 32), _tokens(4, 32, 128, 128), steps=40),
+        Timed("GPT, B8 T32 D64 L2", _transformer(64, 32), _tokens(8, 32, 128, 128), steps=40),
+        Timed("LSTM tagger, B8 T16 D64", Tagger, _tokens(8, 16, 256, 16), steps=40),
+    ),
+    rounds=30,
+)  # fmt: skip
+
+TINY = Work(
+    models=(
+        Timed("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
+              Sample((4, 8), (4,), 10), steps=1),
+        Timed("GPT", _transformer(16, 8, layers=1), _tokens(2, 8, 128, 128), steps=1),
+        Timed("LSTM tagger", functools.partial(Tagger, width=8), _tokens(2, 4, 256, 16), steps=1),
+    ),
+    rounds=1,
+    emit="eager",
+)  # fmt: skip
+
+
+def run(settings: Settings) -> Report:
+    """Time each network; under `settings.quick` smaller ones, once, without compiling."""
+    return step_times.measure(
+        "small_cpu",
+        "Networks of small matrix products on the CPU",
+        ["B examples, T tokens, width D, L layers; two heads, a vocabulary of 128 (256 for the "
+         "LSTM). torch.compile leaves the graph at the LSTM, which then runs on torch's own "
+         "kernel, as it does under mpcompile."],
+        TINY if settings.quick else WORK,
+        settings.device,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["run", "small_cpu", *sys.argv[1:]]))
