@@ -26,7 +26,7 @@ from . import (
     pipeline,
 )
 from .capture import capture, fake_input
-from .device import SUPPORTED, auto_dtype
+from .device import SUPPORTED, auto_dtype, matrix_units
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
@@ -104,7 +104,9 @@ def _compile(
         device=device,
         policy=settings.policy,
         scaled=scale is not None,
-        copied=frozenset(owned),
+        pad=settings.pad,
+        cores=matrix_units(device),
+        copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
     start = time.perf_counter()
@@ -147,8 +149,11 @@ def _with_working_copies(
     for k, of in read.items():
         master = example_inputs[of]
         copies.check_one_scale(master, scale, f"input {of} of a graph")
-        copy = copies.copy_of(master, low).fresh(master).detach()
-        inputs[k] = fake_input(copy.requires_grad_(master.requires_grad))
+        shape = ir.value(placeholders[k]).shape
+        copy = copies.copy_of(master, low, shape)
+        copy.refresh(master)
+        stored = copy.stored.detach()
+        inputs[k] = fake_input(stored.requires_grad_(master.requires_grad))
     return read, inputs
 
 

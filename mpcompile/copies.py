@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import MPCompileError
 from .loss_scale import LossScale, skipping_itself
+from .step_graph import CopyLayout
 
 
 class MasterWeight(nn.Parameter):
@@ -75,12 +76,19 @@ class WorkingCopy:
     """The low-precision copy of one master weight.
 
     Attributes:
-        tensor: the copy, of the master's shape and layout.
+        stored: what graphs read: the copy, behind it zeros where it is stored padded.
+        tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         scale: the loss scale its gradients are stored multiplied by, or None.
     """
 
-    def __init__(self, master: torch.Tensor, dtype: torch.dtype) -> None:
-        self.tensor = torch.empty_like(master, dtype=dtype, requires_grad=False)
+    def __init__(
+        self, master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> None:
+        if shape is None or tuple(shape) == tuple(master.shape):
+            self.stored = torch.empty_like(master, dtype=dtype, requires_grad=False)
+        else:
+            self.stored = torch.zeros(shape, dtype=dtype, device=master.device)
+        self.tensor = self.real_part(self.stored, master)
         self.scale: LossScale | None = None
         self._seen: tuple[int, int] | None = None
         self._shape = tuple(master.shape)
@@ -90,14 +98,29 @@ class WorkingCopy:
         self._arrived: tuple[int, int] | None = None
         self._node: Any = None
 
-    def fresh(self, master: torch.Tensor) -> torch.Tensor:
-        """The copy, cast anew if the master may have changed since it was written."""
+    def refresh(self, master: torch.Tensor) -> None:
+        """Cast the copy anew if the master may have changed since it was written."""
         exposed = isinstance(master, MasterWeight) and master.may_be_written()
         if exposed or self._seen != _state(master):
             with torch.no_grad():
                 self.tensor.copy_(master)
             self.written(master)
-        return self.tensor
+
+    @property
+    def is_padded(self) -> bool:
+        return self.stored.shape != self.tensor.shape
+
+    @property
+    def layout(self) -> CopyLayout:
+        return CopyLayout(self.tensor.dtype, self.tensor.stride())
+
+    @staticmethod
+    def real_part(padded: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """What is no padding of the copy, or of its gradient: a view."""
+        for dim, size in enumerate(master.shape):
+            if padded.shape[dim] != size:
+                padded = padded.narrow(dim, 0, size)
+        return padded
 
     def written(self, master: torch.Tensor) -> None:
         """Note that the copy holds what the master holds now."""
@@ -231,14 +254,24 @@ def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
     return found
 
 
-def copy_of(parameter: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
-    """The copy of a parameter in `dtype`; made, and its class changed, at the first call."""
+def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """The shape in which the copy of a parameter is stored, or None: there is none yet."""
+    copy = copies_of(parameter).get(dtype)
+    return tuple(copy.stored.shape) if copy is not None else None
+
+
+def copy_of(
+    parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> WorkingCopy:
+    """The copy of a parameter in `dtype`; made, and its class changed, at the first call. It is
+    stored in `shape`, the parameter's own by default, which later calls don't change.
+    """
     global _changes
     known = _copies.setdefault(parameter, {})
     if dtype not in known:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = MasterWeight
-        known[dtype] = WorkingCopy(parameter, dtype)
+        known[dtype] = WorkingCopy(parameter, dtype, shape)
         _changes += 1
     copy: WorkingCopy = known[dtype]
     return copy
@@ -268,7 +301,9 @@ class Reader:
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, fresh; tracked by autograd where it is on."""
         copies = [copy_of(p, self.dtype) for p in masters]
-        tensors = [c.fresh(p) for c, p in zip(copies, masters, strict=True)]
+        for copy, master in zip(copies, masters, strict=True):
+            copy.refresh(master)
+        tensors = [copy.stored for copy in copies]
         if not torch.is_grad_enabled():
             return tensors
         for copy, master in zip(copies, masters, strict=True):
@@ -288,7 +323,7 @@ class _ReadCopies(torch.autograd.Function):
         ctx.reader, ctx.copies, ctx.masters = reader, copies, masters
         ctx.used = reader.scale.used if reader.scale is not None else None
         ctx.set_materialize_grads(False)
-        return tuple(copy.tensor.detach() for copy in copies)
+        return tuple(copy.stored.detach() for copy in copies)
 
     @staticmethod
     @once_differentiable
@@ -297,7 +332,10 @@ class _ReadCopies(torch.autograd.Function):
         for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
             if grad is None:
                 results.append(None)
-            elif ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
+                continue
+            # Without its padding, in memory of its own: autograd keeps such a gradient as it is.
+            grad = copy.real_part(grad, master).contiguous() if copy.is_padded else grad
+            if ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
                 results.append(copy.contribute(grad) if ctx.used is not None else grad)
             else:
                 copy.store_full(master)

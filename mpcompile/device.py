@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .errors import MPCompileError
+from .policy import TensorCores
 
 __all__ = [
     "SUPPORTED",
@@ -26,6 +27,7 @@ __all__ = [
     "cuda_tensor_cores",
     "default_device",
     "device_facts",
+    "matrix_units",
     "tensor_cores",
 ]
 
@@ -41,6 +43,16 @@ _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     ((7, 5), "Turing", "FP16"),
     ((7, 0), "Volta", "FP16"),
 )
+
+# (first compute capability, dense FP16 FLOP per byte of memory traffic), newest first: NVIDIA's
+# data sheets of B200, H100, L40, A100, T4 and V100. Before Ampere the rows count too (cuBLAS's guide).
+_BALANCE: tuple[tuple[tuple[int, int], float], ...] = (
+    ((10, 0), 281), ((9, 0), 295), ((8, 9), 209), ((8, 0), 200), ((7, 5), 203), ((7, 0), 139),
+)  # fmt: skip
+_ROWS_COUNT_BEFORE = (8, 0)
+# An FP16 product whose rows don't start at multiples of 16 bytes runs at about half speed: what
+# padding GPT-2's vocabulary from 50257 to 50304 gains agrees with it.
+_SLOWDOWN = 2.0
 
 # CPU flags that mean "a dot-product or tile instruction in this dtype", best first:
 # (architecture prefixes, flag of torch.cpu.get_capabilities(), name, dtype).
@@ -142,6 +154,25 @@ def cpu_matrix_units(capabilities: Mapping[str, Any]) -> str:
     """
     names = [name for name, _ in _cpu_units(capabilities)]
     return ", ".join(names) if names else "none (no BF16 or FP16 matrix instructions)"
+
+
+def matrix_units(device: torch.device | str) -> TensorCores:
+    """What the matrix units of ``device`` ask of dimensions.
+
+    CPU kernels repack their operands, so nothing is lost there by odd sizes.
+
+    Raises:
+        MPCompileError: the device type is not one of `SUPPORTED`.
+    """
+    device = _supported(device)
+    if device.type != "cuda":
+        return TensorCores()
+    found = torch.cuda.get_device_capability(device)
+    for first, balance in _BALANCE:
+        if found >= first:
+            rows = found < _ROWS_COUNT_BEFORE
+            return TensorCores(rows=rows, slowdown=_SLOWDOWN, balance=balance)
+    return TensorCores()  # no Tensor Cores
 
 
 def device_facts(device: torch.device | str | None = None) -> DeviceFacts:

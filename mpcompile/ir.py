@@ -7,6 +7,7 @@ Passes reach `node.meta` through this file alone. These entries are ours:
 * `"mp_opaque"`, `"mp_region"`, `"mp_grad"`, `"mp_autocast"`: what capture recorded about the place
   the node stood in (see capture.py).
 * `"mp"`          the `Mark`: what was decided about the node, by which rule, and why.
+* `"mp_alignment"`, `"mp_padding"`: what was decided about the sizes of its dimensions (padding.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.node import map_arg
 
 from . import ops
+from .padding import Alignment, Padding, Path, Size
 from .policy import Precision, op_key
 from .step_graph import Slot
 
@@ -113,6 +116,26 @@ def is_mutable(node: fx.Node) -> bool:
     return "mp_mutable" in node.meta
 
 
+def set_alignment(node: fx.Node, value: Alignment) -> None:
+    node.meta["mp_alignment"] = value
+
+
+def alignment(node: fx.Node) -> Alignment | None:
+    """What was decided about the dims of a product, or None for other nodes."""
+    found: Alignment | None = node.meta.get("mp_alignment")
+    return found
+
+
+def set_padding(node: fx.Node, value: Padding) -> None:
+    node.meta["mp_padding"] = value
+
+
+def padding(node: fx.Node) -> Padding | None:
+    """The shapes that the node is to read and to give, or None: as captured."""
+    found: Padding | None = node.meta.get("mp_padding")
+    return found
+
+
 def remark(node: fx.Node, **changes: Any) -> None:
     node.meta["mp"] = replace(node.meta["mp"], **changes)
 
@@ -196,13 +219,22 @@ def value(node: fx.Node) -> torch.Tensor:
     return found
 
 
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    """The sizes, symbols among them, of the tensor the node produces now."""
+    return tuple(value(node).shape)
+
+
 def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     """Change the dtype of an input."""
     old = value(node)
     with fake_mode(node.graph):
-        node.meta["val"] = torch.empty_strided(
-            old.shape, old.stride(), dtype=dtype, device=old.device
-        )
+        like = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device=old.device)
+    set_value(node, like)
+
+
+def set_value(node: fx.Node, value: torch.Tensor) -> None:
+    """Change what an input holds: its dtype, its shape."""
+    node.meta["val"] = value
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
@@ -307,6 +339,90 @@ def kind(node: fx.Node) -> ops.Kind:
         return ops.Kind.VIEW
     rule = ops.rule_for(node.target)
     return rule.kind if rule else ops.Kind.COMPUTE
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+def known_equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal whatever the symbols in them; adds no guard."""
+    return bool(symbolic_shapes.statically_known_true(a == b))
+
+
+def known_multiple(size: Size, of: int) -> bool:
+    """Whether a size is a multiple of a number whatever the symbols in it; adds no guard."""
+    return bool(symbolic_shapes.statically_known_true(size % of == 0))
+
+
+def known_below(a: Size, b: Size) -> bool:
+    """Whether a size is smaller than another whatever the symbols in them; adds no guard."""
+    return bool(symbolic_shapes.statically_known_true(a < b))
+
+
+def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    """Whether two shapes are equal whatever the symbols in them; adds no guard."""
+    left, right = tuple(a), tuple(b)
+    return len(left) == len(right) and all(map(known_equal, left, right))
+
+
+def hint(size: Size) -> int:
+    """The size in the inputs that were traced: for estimates only; adds no guard."""
+    if isinstance(size, int):
+        return size
+    # One function under two names: torch 2.11 has size_hint, 2.13 has optimization_hint.
+    name = "optimization_hint" if hasattr(symbolic_shapes, "optimization_hint") else "size_hint"
+    find = getattr(symbolic_shapes, name)
+    return int(find(size, fallback=1))
+
+
+# -- operands -----------------------------------------------------------------------------------
+
+
+def operands(node: fx.Node) -> dict[Path, fx.Node]:
+    """The node's operands that are nodes, by where they stand."""
+    found: dict[Path, fx.Node] = {}
+    for position, argument in positions(node):
+        if isinstance(argument, fx.Node):
+            found[position,] = argument
+        elif isinstance(argument, (tuple, list)):
+            for i, item in enumerate(argument):
+                if isinstance(item, fx.Node):
+                    found[position, i] = item
+    return found
+
+
+def set_operand(node: fx.Node, path: Path, value: fx.node.Argument) -> None:
+    """Put something else where an operand stands."""
+    position, *rest = path
+    if position < len(node.args):
+        node.update_arg(position, _replaced(node.args[position], rest, value))
+        return
+    name = node.target._schema.arguments[position].name  # type: ignore[union-attr]
+    node.update_kwarg(name, _replaced(node.kwargs.get(name), rest, value))
+
+
+def _replaced(argument: fx.node.Argument, path: list[int], value: fx.node.Argument) -> Any:
+    if not path:
+        return value
+    items = list(argument)  # type: ignore[arg-type]
+    items[path[0]] = value
+    return items
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An operator's argument by its name in the schema; its default where it isn't given."""
+    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, declared.default_value)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def position_of(node: fx.Node, name: str) -> int:
+    """The place of an argument in the operator's schema."""
+    names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]
+    return names.index(name)
 
 
 # -- rewriting ----------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def _rows(
     return {op_key(name): rule for name in names.split()}
 
 
-def _keys(names: str) -> frozenset[str]:
+def keys(names: str) -> frozenset[str]:
+    """`"relu gelu"` -> `{"aten::relu", "aten::gelu"}`."""
     return frozenset(map(op_key, names.split()))
 
 
@@ -212,18 +213,18 @@ MASK_ARGS: dict[str, frozenset[int]] = {
 
 # Elementwise operators that promote their operands by themselves, so that a 0-d FP32 operand (a
 # learned temperature) may stay FP32 beside a low one, as type promotion has it.
-PROMOTES = _keys("add sub rsub mul div where minimum maximum true_divide")
+PROMOTES = keys("add sub rsub mul div where minimum maximum true_divide")
 
 # Operators that make a tensor out of sizes and at most one number, whatever they take those from.
-CREATES = _keys("""
+CREATES = keys("""
     zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full
     new_empty scalar_tensor eye""")
-COPIES_A_CONSTANT = _keys("lift_fresh_copy lift_fresh detach_ clone")
+COPIES_A_CONSTANT = keys("lift_fresh_copy lift_fresh detach_ clone")
 
 # Operators whose backward is linear in the gradient on paper but not in floating point: the block
 # matrix that holds matrix_exp's gradient sets the degree of its series; logcumsumexp's backward
 # takes the gradient's logarithm. They are handed gradients true to size.
-NONLINEAR_BACKWARD = _keys("matrix_exp linalg_matrix_exp logcumsumexp")
+NONLINEAR_BACKWARD = keys("matrix_exp linalg_matrix_exp logcumsumexp")
 
 
 def rule_for(op: object) -> Rule | None:

@@ -22,7 +22,9 @@ from .passes.functionalize import functionalize
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
 from .passes.outline import outline
+from .passes.pad import pad
 from .passes.place_casts import place_casts
+from .passes.place_pads import place_pads
 from .passes.plan import plan
 from .passes.read_copies import read_copies
 from .passes.scale_gradients import scale_gradients
@@ -40,6 +42,8 @@ PASSES: tuple[Pass, ...] = (
     plan,  # FOLLOW becomes LOW or FULL
     expand_attention,  # the decision is made; place_casts sees the products
     place_casts,  # marks are final from here on
+    pad,  # what a dimension of a product ought to be; casts are in place, so pads go behind them
+    place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # what the casts of parameters read; their gradients leave scaled
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes

@@ -198,6 +198,24 @@ def op_exists(key: str) -> bool:
 
 
 @dataclass(frozen=True)
+class TensorCores:
+    """What the matrix units of a device ask of dimensions, and what they lose without it.
+
+    Attributes:
+        alignment: bytes that the stride of a row must be a multiple of (16 for every Tensor Core
+            generation: 8 FP16 values; NVIDIA's mixed-precision guide).
+        rows: whether the number of rows, which is no stride, must be a multiple too.
+        slowdown: by which factor an unaligned product runs longer; 1: no difference.
+        balance: FLOP that the units do in the time of one byte of memory traffic.
+    """
+
+    alignment: int = 16
+    rows: bool = False
+    slowdown: float = 1.0
+    balance: float = 1.0
+
+
+@dataclass(frozen=True)
 class Config:
     """One compilation's settings, as every pass sees them.
 
@@ -207,7 +225,10 @@ class Config:
         device: where the graph's parameters live.
         policy: the user's overrides.
         scaled: whether gradients are scaled inside the graph.
-        copied: which inputs (by number) have a working copy in `low` that may be read instead.
+        pad: "never", "auto" (where it pays) or "always".
+        cores: what the device's matrix units ask of dimensions.
+        copied: which inputs (by number) have a working copy in `low` that may be read instead; the
+            shape it is stored in, or None: not stored yet.
         has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 
@@ -216,5 +237,7 @@ class Config:
     device: torch.device
     policy: Policy = Policy()
     scaled: bool = False
-    copied: frozenset[int] = frozenset()
+    pad: str = "never"
+    cores: TensorCores = TensorCores()
+    copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

@@ -18,7 +18,7 @@ from .loss_scale import LossScale
 from .policy import Level, Policy, op_exists, parse_dtype, parse_level
 
 EMITS = ("inductor", "aot_eager", "eager")
-PADS = ("auto", "never")
+PADS = ("auto", "always", "never")
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 _KEYS = (
@@ -45,6 +45,7 @@ class Settings:
         policy: the user's precision overrides.
         loss_scale: the model's own scale, or None: the backend finds or makes one.
         scale_any_dtype: the user handed over a LossScale, so BF16 is scaled too.
+        pad: "auto", "always" or "never": whether dims of products are padded.
         emit: "inductor", "aot_eager" or "eager".
         dump: directory for dumps, or None.
         strict: raise where a graph can't be rewritten, instead of compiling it unchanged.
@@ -56,6 +57,7 @@ class Settings:
     policy: Policy = Policy()
     loss_scale: LossScale | None = None
     scale_any_dtype: bool = False
+    pad: str = "auto"
     emit: str = "inductor"
     dump: Path | None = None
     strict: bool = False
@@ -83,10 +85,6 @@ class Settings:
         scale = request.get("loss_scale", "dynamic")
         dump = request.get("dump") or os.environ.get("MPCOMPILE_DUMP")
         emit = _choice("emit", request.get("emit", "inductor"), EMITS)
-        pad = request.get("pad", "auto")
-        if pad == "always":
-            raise MPCompileError("pad='always' is not built yet; use 'auto' or 'never'")
-        _choice("pad", pad, PADS)
         mode = request.get("mode")
         if mode is not None and emit != "inductor":
             raise MPCompileError(f"mode={mode!r} is Inductor's; it means nothing to emit={emit!r}")
@@ -96,6 +94,7 @@ class Settings:
             policy=policy,
             loss_scale=parse_loss_scale(scale),
             scale_any_dtype=isinstance(scale, LossScale) and not scale.fp16_only,
+            pad=_choice("pad", request.get("pad", "auto"), PADS),
             emit=emit,
             dump=Path(dump) if dump else None,
             strict=bool(request.get("strict", False)),

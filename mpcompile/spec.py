@@ -35,7 +35,7 @@ def _nothing_undecided(gm: fx.GraphModule) -> Iterator[str]:
 
 def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
-        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale"):
+        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale", "pad"):
             continue
         low = ir.precision(node) is Precision.LOW
         for position, operand in ir.float_args(node):
@@ -63,6 +63,19 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"output {i} is {value.dtype}, the program returns {wanted[i]}"
 
 
+def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        padding = ir.padding(node)
+        if padding is not None and padding.result is not None:
+            if not ir.same_shape(ir.value(node).shape, padding.result):
+                yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {padding.result}"
+        if padding is None and not (ir.is_marked(node) and ir.mark(node).rule == "pad"):
+            for operand in node.all_input_nodes:
+                lanes = ir.padding(operand)
+                if lanes is not None and lanes.result != lanes.real:
+                    yield f"{node.name} reads the lanes of {operand.name}"
+
+
 def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if ir.regions(node):
@@ -74,8 +87,9 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "classify": (_everything_marked,),
     "plan": (_everything_marked, _nothing_undecided),
     "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
-    "scale_gradients": (_operands_as_planned, _outputs_as_captured),
-    "clean": (_operands_as_planned, _outputs_as_captured),
+    "place_pads": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
+    "scale_gradients": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
+    "clean": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
     "outline": (_outputs_as_captured, _regions_folded),
 }
 

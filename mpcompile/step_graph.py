@@ -61,12 +61,20 @@ class Gradient:
 
 
 @dataclass(frozen=True)
+class CopyLayout:
+    """How a working copy lies in memory: its dtype, and its strides where it is stored padded."""
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StepConfig:
     """One step's settings, as every pass over its graph sees them.
 
     Attributes:
         gradients: one for each parameter of the step.
-        copies: for each parameter the dtype of its working copy, or None.
+        copies: for each parameter the layout of its working copy, or None.
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
         max_grad_norm: clip the global 2-norm of the true gradients to this, or None.
@@ -74,7 +82,7 @@ class StepConfig:
     """
 
     gradients: tuple[Gradient, ...]
-    copies: tuple[torch.dtype | None, ...]
+    copies: tuple[CopyLayout | None, ...]
     checked: bool = True
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None

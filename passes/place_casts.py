@@ -42,7 +42,7 @@ class _Placer:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._restore_outputs(node)
-            elif ir.is_marked(node) and ir.mark(node).rule not in ("cast", "scale"):
+            elif ir.is_marked(node) and ir.mark(node).rule not in ("cast", "scale", "pad"):
                 self._rewrite(node)
         return bool(self.casts)
 

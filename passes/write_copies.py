@@ -5,7 +5,8 @@
 
 O2's models read these copies ("FP32 master weights", Micikevicius et al., ICLR 2018, section 3.1).
 The new weight is in registers here, so its copy costs two bytes written, and the next forward reads
-two bytes for each weight instead of casting four. A skipped step writes what the copy holds.
+two bytes for each weight instead of casting four. A skipped step writes what the copy holds. Where
+a copy is stored padded, the graph sees the part that is no padding: the zeros stay zeros.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:
     changed = False
     for write, target, value in ir.writes(graph):
         slot = ir.slot_of(target)
-        dtype = config.copies[slot.index] if slot.kind == "param" else None
-        if dtype is None:
+        layout = config.copies[slot.index] if slot.kind == "param" else None
+        if layout is None:
             continue
         changed = True
         with ir.fake_mode(graph):
-            like = torch.empty_like(ir.value(target), dtype=dtype)
+            known = ir.value(target)
+            like = torch.empty_strided(
+                known.shape, layout.strides, dtype=layout.dtype, device=known.device
+            )
         copy = ir.add_slot(graph, Slot("copy", slot.index), like)
         with graph.inserting_after(write):
-            last = ir.call(graph, aten._to_copy.default, value, why="what O2 reads", dtype=dtype)
+            last = ir.call(
+                graph, aten._to_copy.default, value, why="what O2 reads", dtype=layout.dtype
+            )
         with graph.inserting_after(last):
             ir.call(graph, aten.copy_.default, copy, last, why="the working copy")
     return changed

@@ -65,7 +65,7 @@ class Compared:
             node.op.removeprefix("aten::")
             for plan in self.plans
             for node in plan.nodes
-            if node.precision == precision and node.rule not in ("cast", "scale")
+            if node.precision == precision and node.rule not in ("cast", "scale", "pad")
         ]
 
 

@@ -181,7 +181,7 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
         ({"dtype": torch.float64}, "unknown dtype torch.float64"),
         ({"emit": "inducter"}, "did you mean 'inductor'"),
         ({"pad": "sometimes"}, "pad='sometimes'"),
-        ({"pad": "always"}, "not built yet"),
+        ({"pad": "alway"}, "did you mean .always."),
         ({"loss_scale": "dynamc"}, "did you mean 'dynamic'"),
         ({"policy": {"low": ["mm"]}}, "give an mpcompile.Policy"),
         ({"mode": "max-autotune", "emit": "eager"}, "mode='max-autotune' is Inductor's"),

@@ -19,7 +19,7 @@ from mpcompile.passes.move_scale import move_scale
 from mpcompile.passes.predicate_writes import predicate_writes
 from mpcompile.passes.unscale_gradients import unscale_gradients
 from mpcompile.passes.write_copies import write_copies
-from mpcompile.step_graph import Gradient
+from mpcompile.step_graph import CopyLayout, Gradient
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 SCALED = Gradient(F16, (0,), scaled_by=0)
@@ -314,7 +314,7 @@ def test_predicate_writes_where_nothing_is_skipped() -> None:
 
 
 def test_write_copies() -> None:
-    stage = StepStage(write_copies, (3,), (2,), copies=(F16, None))
+    stage = StepStage(write_copies, (3,), (2,), copies=(CopyLayout(F16, (1,)), None))
     assert_expected_inline(
         stage.run(),
         """\
@@ -396,7 +396,7 @@ def test_move_scale_where_nothing_is_checked() -> None:
 
 
 def test_every_write_of_a_whole_step() -> None:
-    stage = StepStage(move_scale, make=adam, gradients=(SCALED,), copies=(F16,),
+    stage = StepStage(move_scale, make=adam, gradients=(SCALED,), copies=(CopyLayout(F16, (1,)),),
                       scales=(DYNAMIC,), max_grad_norm=1.0)  # fmt: skip
     stage.run()
     written = [n.args[0].name for n in _writes(stage.gm.graph)]

@@ -71,7 +71,9 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
-        return dict(Counter(n.precision for n in self.nodes if n.rule not in ("cast", "scale")))
+        return dict(
+            Counter(n.precision for n in self.nodes if n.rule not in ("cast", "scale", "pad"))
+        )
 
     def __str__(self) -> str:
         head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(

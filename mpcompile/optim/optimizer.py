@@ -300,7 +300,7 @@ class MPOptimizer(Optimizer):
         states = [v for p in params for v in self.state.get(p, {}).values()]
         kinds = {
             "masters": params,
-            "copies": [c.tensor for p in params for c in copies.copies_of(p).values()],
+            "copies": [c.stored for p in params for c in copies.copies_of(p).values()],
             "gradients": [p.grad for p in params if p.grad is not None],
             "state": [v for v in states if isinstance(v, torch.Tensor)],
         }

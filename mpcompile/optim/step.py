@@ -116,7 +116,7 @@ class Step:
         on_gpu = self.device.type != "cpu"
         config = StepConfig(
             gradients=key.gradients,
-            copies=tuple(c.tensor.dtype if c is not None else None for c in key.copies),
+            copies=tuple(c.layout if c is not None else None for c in key.copies),
             checked=checked,
             scales=tuple(_rule(s) for s in key.scales),
             max_grad_norm=max_grad_norm,

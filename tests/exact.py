@@ -1,0 +1,110 @@
+"""Run a rewritten graph in FP64, so that nothing but the rewriting itself can change a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from compare import weighted_sum
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from mpcompile import ir, pipeline
+from mpcompile.capture import capture
+from mpcompile.policy import Config, Level, TensorCores
+from mpcompile.spec import verify
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CORES = TensorCores(slowdown=2.0, balance=0.0)  # padding always pays
+
+
+class InFP64:
+    """A torch.compile backend: capture, every pass up to `clean`, then the graph in FP64.
+
+    Attributes:
+        graphs: each graph compiled, rewritten.
+    """
+
+    def __init__(self, pad: str, level: str = "O1", **settings: Any) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        settings.setdefault("cores", CORES)
+        self.config = Config(
+            level=Level(level),
+            low=torch.float16,
+            device=torch.device("cpu"),
+            pad=pad,
+            **settings,
+        )
+
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        graph = capture(gm, examples)
+        for pass_ in pipeline.PASSES[:-1]:
+            pass_(graph, self.config)
+            verify(graph, pass_.__name__)
+        self.graphs.append(graph)
+        return lambda *args: _Interpreter(graph).run(*map(_widened, args))
+
+    def ops(self) -> list[str]:
+        """The operators of the one graph."""
+        (graph,) = self.graphs
+        return [ir.op_name(n).removeprefix("aten::") for n in graph.graph.nodes if ir.is_op(n)]
+
+
+class _Interpreter(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        return _widened(result) if n.op == "get_attr" else result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        wide = map_aggregate(
+            (args, kwargs), lambda a: torch.float64 if any(a is f for f in FLOATS) else a
+        )
+        return super().call_function(target, *wide)  # type: ignore[misc]
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.dtype in FLOATS else value
+
+
+def results(program: Any, inputs: Sequence[Any], backend: Any, **options: Any) -> dict[str, Any]:
+    """Outputs (FP64) and gradients (FP32) of a program under a backend, by name."""
+    own = [
+        x.detach().clone().requires_grad_(x.is_floating_point()) if torch.is_tensor(x) else x
+        for x in inputs
+    ]
+    for parameter in program.parameters() if isinstance(program, nn.Module) else ():
+        parameter.grad = None
+    torch.manual_seed(0)
+    compiled = torch.compile(program, backend=backend, fullgraph=True, **options)
+    outputs = compiled(*own)
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    torch.autograd.backward([weighted_sum(o) for o in outputs if o.requires_grad])
+    found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    found |= {f"input {i}": x.grad for i, x in enumerate(own) if torch.is_tensor(x)}
+    if isinstance(program, nn.Module):
+        found |= {name: p.grad for name, p in program.named_parameters()}
+    return found
+
+
+def assert_exact(
+    program: Any, *inputs: Any, level: str = "O1", pad: str = "always", **options: Any
+) -> InFP64:
+    """Assert that padding changes no number, dtype or layout of what a program computes."""
+    torch._dynamo.reset()
+    padded = InFP64(pad, level)
+    wanted = results(program, inputs, InFP64("never", level), **options)
+    torch._dynamo.reset()
+    actual = results(program, inputs, padded, **options)
+    assert actual.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert actual[name] is None, name
+            continue
+        assert actual[name].stride() == value.stride(), name
+        tolerance = 1e-11 if name.startswith("output") else 1e-5
+        scale = value.abs().max().item() + 1e-30 if value.numel() else 1.0
+        torch.testing.assert_close(
+            actual[name], value, rtol=tolerance, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return padded
