@@ -1,4 +1,4 @@
-"""The ``mpcompile`` command: ``mpcompile info`` and ``mpcompile demo``.
+"""The ``mpcompile`` command: ``mpcompile info``, ``mpcompile demo`` and ``mpcompile profile``.
 
 Exit status: 0 done, 1 torch is outside the supported range, 2 a request that cannot be met.
 """
@@ -6,6 +6,8 @@ Exit status: 0 done, 1 torch is outside the supported range, 2 a request that ca
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +19,16 @@ from rich.table import Table
 from ._version import __version__
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
-from .device import device_facts
+from .device import default_device, device_facts
 from .errors import MPCompileError
+from .profile import Profile, Sample, store
+from .profile.measure import measure
+from .profile.model import KINDS, flops
 from .settings import NEWEST, OLDEST, check_torch_version
 
 __all__ = ["main"]
+
+_LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +76,22 @@ def _parser() -> argparse.ArgumentParser:
         "--dump", type=Path, default=defaults.dump, metavar="DIR", help="where the graphs go"
     )
     demo.set_defaults(run=_demo)
+
+    profile = commands.add_parser(
+        "profile",
+        help="measure how fast this device is in each dtype, for the planner",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    profile.add_argument("--seconds", type=_seconds, default=100.0, help="about how long it takes")
+    what = profile.add_mutually_exclusive_group()
+    what.add_argument(
+        "--out", type=Path, metavar="PATH", help="write there, not to the user's cache directory"
+    )
+    what.add_argument(
+        "--show", action="store_true", help="print the profile in use; measure nothing"
+    )
+    profile.set_defaults(run=_profile)
     return parser
 
 
@@ -77,6 +100,13 @@ def _steps(text: str) -> int:
     if steps < 2:
         raise argparse.ArgumentTypeError(f"{steps}: at least 2 steps are needed")
     return steps
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
+    return seconds
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
@@ -117,6 +147,70 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         table.add_row(f"[b]{escape(name)}[/b]", escape(value))
     console.print(table)
     return 0 if supported else 1
+
+
+def _profile(options: argparse.Namespace, console: Console) -> int:
+    device = _known_device(options.device) or default_device()
+    if options.show:
+        if (found := store.load(device)) is None:
+            unset = f", and unset {store.VARIABLE}" if store.VARIABLE in os.environ else ""
+            raise MPCompileError(f"there is no profile for {device}: run mpcompile profile{unset}")
+        console.print(_profile_table(found))
+        return 0
+    path = options.out or store.cache_path(device)
+    if path.is_dir():  # found out before the minutes of measuring, not after
+        raise MPCompileError(f"--out {path} is a directory: name a file")
+    with console.status("measuring") as status:
+        profile = measure(
+            device,
+            seconds=options.seconds,
+            progress=lambda point, done, of: status.update(
+                f"{done} of {of}: {point.kind} {' x '.join(map(str, point.dims))}"
+            ),
+        )
+    store.write(profile, path)
+    console.print(_profile_table(profile))
+    console.print(f"written to {path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _profile_table(profile: Profile) -> Table:
+    """One row a size, the small ones first; "1.50x" is FP32's time over the dtype's."""
+    threads = f", {profile.threads} threads" if profile.threads else ""
+    about = f"{profile.device}{threads}, torch {profile.torch_version or 'any'}, {profile.origin}"
+    table = Table(title=escape(about), caption="forward and backward; ratios: FP32 is 1x")
+    table.add_column("kind")
+    for name in ("size", "FP32 ms", *_LOW.values()):
+        table.add_column(name, justify="right")
+    sizes: dict[tuple[str, tuple[int, ...]], dict[torch.dtype, Sample]] = {}
+    for sample in profile.samples:
+        sizes.setdefault((sample.kind, sample.dims), {})[sample.dtype] = sample
+    previous = ""
+    for kind, dims in sorted(sizes, key=_order):
+        if previous and kind != previous:
+            table.add_section()
+        previous = kind
+        found = sizes[kind, dims]
+        full = found.get(torch.float32)
+        size = ", ".join(f"{n} {d}" for n, d in zip(KINDS[kind].dims, dims, strict=True))
+        table.add_row(
+            kind,
+            size,
+            "-" if full is None else f"{full.total * 1e3:.4g}",
+            *(_gain(full, found.get(dtype)) for dtype in _LOW),
+        )
+    return table
+
+
+def _order(size: tuple[str, tuple[int, ...]]) -> tuple[int, float]:
+    kind, dims = size
+    return list(KINDS).index(kind), flops(kind, dims) or dims[0]
+
+
+def _gain(full: Sample | None, low: Sample | None) -> str:
+    if full is None or low is None:
+        return "-"
+    return f"{full.total / low.total:.2f}x"
 
 
 def _known_device(name: str) -> torch.device | None:

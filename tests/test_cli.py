@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mpcompile
 from mpcompile import MPCompileError, cli, device
+from mpcompile.profile import Profile, Sample, store
+from mpcompile.profile.grid import Point
+from mpcompile.profile.key import key_of
 
 
 def squeezed(text: str) -> str:
@@ -49,7 +54,7 @@ def test_info_says_when_torch_is_out_of_range(
         ("meta", "device type 'meta' is not supported; mpcompile works on cuda and cpu"),
     ],
 )
-@pytest.mark.parametrize("command", ["info", "demo"])
+@pytest.mark.parametrize("command", ["info", "demo", "profile"])
 def test_a_device_that_cannot_be(
     command: str, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +76,9 @@ def test_a_device_that_cannot_be(
         (["demo", "--steps", "many"], "invalid _steps value: 'many'"),
         (["demo", "--dtype", "float8"], "invalid choice: 'float8'"),
         (["demo", "--level", "O0"], "invalid choice: 'O0'"),
+        (["profile", "--seconds", "0"], "0: a number of seconds above 0 is needed"),
+        (["profile", "--seconds", "soon"], "invalid _seconds value: 'soon'"),
+        (["profile", "--show", "--out", "x"], "not allowed with argument"),
     ],
 )
 def test_bad_arguments(
@@ -87,6 +95,92 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"mpcompile {mpcompile.__version__}\n"
+
+
+# -- profile ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replaces the measurement, and the user's cache; collects the seconds that were asked for."""
+    asked: list[float] = []
+
+    def measure(device: torch.device, *, seconds: float, progress: Any) -> Profile:
+        asked.append(seconds)
+        progress(Point("gemm", (1, 64, 64, 64)), 0, 1)
+        low = Sample("gemm", torch.bfloat16, (1, 64, 64, 64), 1e-3, 2e-3)
+        full = Sample("gemm", torch.float32, (1, 64, 64, 64), 1e-3, 3e-3)
+        copies = [Sample("copy", t, (4096,), 1e-6, 1e-6) for t in (torch.float16, torch.float32)]
+        return key_of(device).profile([*copies, low, full])
+
+    monkeypatch.setattr(cli, "measure", measure)
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    monkeypatch.setattr(store.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(store, "_loaded", {})
+    return asked
+
+
+def test_profile_measures_prints_and_stores(
+    measured: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["profile", "--device", "cpu", "--seconds", "7"]) == 0
+    assert measured == [7.0]
+    path = store.cache_path(torch.device("cpu"))
+    out = squeezed(capsys.readouterr().out)
+    assert "batch 1, m 64, n 64, k 64" in out
+    assert "1.50x" in out
+    assert f"written to {path}" in out
+    assert store.load(torch.device("cpu")) == store.read(path)
+
+
+def test_profile_out_and_show(
+    measured: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "mine.json"
+    assert cli.main(["profile", "--device", "cpu", "--out", str(path)]) == 0
+    assert measured == [100.0]
+    assert not store.cache_path(torch.device("cpu")).exists()
+    capsys.readouterr()
+    monkeypatch.setenv(store.VARIABLE, str(path))
+    assert cli.main(["profile", "--device", "cpu", "--show"]) == 0
+    assert "1.50x" in capsys.readouterr().out
+    assert measured == [100.0], "nothing is measured to show a profile"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "MPCOMPILE_PROFILE: {path} holds no device profile"),
+        (None, "MPCOMPILE_PROFILE: can't read the profile {path}"),
+        ("none", "there is no profile for cpu: run mpcompile profile, and unset MPCOMPILE_PROFILE"),
+    ],
+)
+def test_profile_show_has_nothing_to_show(
+    content: str | None,
+    message: str,
+    measured: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "p"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(store.VARIABLE, "none" if content == "none" else str(path))
+    assert cli.main(["profile", "--device", "cpu", "--show"]) == 2
+    err = re.sub(r"\s", "", capsys.readouterr().err)  # a long path is broken across lines
+    assert re.sub(r"\s", "", message.format(path=path)) in err
+
+
+def test_profile_out_must_be_a_file(
+    measured: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["profile", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "is a directory: name a file" in squeezed(capsys.readouterr().err)
+    assert not measured
 
 
 # -- device facts ----------------------------------------------------------------------------------

@@ -1,0 +1,6 @@
+"""How fast this device is in each dtype: measured once, read by the planner."""
+
+from .model import Profile, Sample
+from .store import load
+
+__all__ = ["Profile", "Sample", "load"]

@@ -1,0 +1,96 @@
+"""What a profile is valid for: one part, one build of torch, one driver, one number of threads."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ..device import SUPPORTED, cpu_matrix_units
+from ..errors import MPCompileError
+from .model import Profile, Sample
+
+__all__ = ["Key", "class_of", "key_of"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """The fields of a `Profile` that must agree with the device at hand."""
+
+    device: str
+    device_type: str
+    torch_version: str
+    driver: str
+    threads: int
+
+    @property
+    def filename(self) -> str:
+        """Readable, and different for every key."""
+        words = re.sub(
+            r"[^a-z0-9.]+", "-", f"{self.device}-torch-{self.torch_version}".lower()
+        ).strip("-")
+        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:8]
+        return f"{words}-{digest}.json"
+
+    def profile(self, samples: Iterable[Sample]) -> Profile:
+        return Profile(**asdict(self), samples=tuple(samples))
+
+    def fits(self, profile: Profile) -> bool:
+        return all(
+            getattr(profile, field.name) == getattr(self, field.name) for field in fields(self)
+        )
+
+
+def key_of(device: torch.device) -> Key:
+    """The key of a device of this machine.
+
+    Raises:
+        MPCompileError: the device type is not supported.
+    """
+    if device.type == "cpu":
+        return Key(_cpu_name(), "cpu", torch.__version__, "", torch.get_num_threads())
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Key(name, "cuda", torch.__version__, _driver(), 0)
+    raise MPCompileError(
+        f"device type {device.type!r} is not supported; "
+        f"mpcompile works on {' and '.join(SUPPORTED)}"
+    )
+
+
+def class_of(device: torch.device) -> str | None:
+    """The built-in profile, by its file's stem, that comes closest to a device; None for none.
+
+    A CPU is classed by its BF16 instructions: they decide which dtype is fast at which size. One
+    with AMX has AVX512-BF16 too and gets that profile, which promises it too little. The profile is
+    of one thread: the ratio of two dtypes, which a choice depends on, changes little with more. A
+    GPU is classed by its compute capability.
+    """
+    if device.type == "cpu":
+        return "cpu-avx512-bf16" if torch.cpu.get_capabilities().get("avx512_bf16") else None
+    if device.type == "cuda" and torch.version.hip is None:
+        major, _ = torch.cuda.get_device_capability(device)
+        return "cuda-hopper" if major == 9 else None
+    return None
+
+
+def _cpu_name() -> str:
+    """The maker's name, which a virtual machine may shorten, so the matrix units stand with it."""
+    capabilities = torch.cpu.get_capabilities()
+    name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
+    return f"{name} ({cpu_matrix_units(capabilities).partition(' (')[0]})"
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module; torch does not tell. Empty where Linux does not."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found.group(1) if found else ""

@@ -1,0 +1,172 @@
+"""Time the grid on a device, within a budget.
+
+1. Sizes go by ascending work. Each gets an equal share of the time that is left, so what the small
+   ones do not use is there for the large ones.
+2. A dtype whose one call would take too much of the share is left out at this size: on CPUs
+   FP16 products can be a hundred times slower than FP32, and one large one would eat the budget.
+   A call can't be broken off, so how long it would take is guessed first: the first dtype's time at
+   this size, times how many times slower the dtype has lately been.
+3. The dtypes of a size take turns, round after round, so that whatever else the machine does hits
+   all of them; a turn is a block of calls long enough for the clock. The fastest block counts:
+   other programs only ever add time, and a busy machine can spoil more than half of the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import MPCompileError
+from . import calls, grid
+from .grid import Point
+from .key import key_of
+from .model import DTYPES, Profile, Sample, flops
+
+__all__ = ["measure"]
+
+ROUNDS = 50  # at most; the fastest of more is hardly faster
+WARM_UPS = 3
+PART = 1 / 8  # of a size's share that one call may take
+BLOCK = {"cpu": 1e-4, "cuda": 2e-3}  # seconds of one turn, at least
+
+
+def measure(
+    device: torch.device,
+    *,
+    seconds: float = 100.0,
+    points: Sequence[Point] | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    build: Callable[[Point, torch.dtype, torch.device], calls.Calls] = calls.build,
+    clock: Callable[[], float] | None = None,
+    progress: Callable[[Point, int, int], None] = lambda point, done, of: None,
+) -> Profile:
+    """Measure a profile of `device` in about `seconds` seconds.
+
+    Float32 products are measured as torch is set: whether TF32 may be used is the process's choice.
+
+    Args:
+        points: sizes to measure (default: `grid.points`).
+        build: makes the calls of one point in one dtype.
+        clock: seconds, monotonic. Default: the wall's, but where torch computes with one thread on
+            a CPU, the CPU time of the process, of which other programs take nothing.
+        progress: told of each size before it is measured, with how many are done, of how many.
+
+    Raises:
+        MPCompileError: the time was too short for any size, or the device is not supported.
+    """
+    if clock is None:
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+    ordered = sorted(points or grid.points(device.type), key=_work)
+    timer = _Timer(device, clock, dtypes, build)
+    deadline = clock() + seconds
+    samples: list[Sample] = []
+    for done, point in enumerate(ordered):
+        progress(point, done, len(ordered))
+        share = (deadline - clock()) / (len(ordered) - done)
+        if share > 0:
+            samples += timer.point(point, share)
+    if not samples:
+        raise MPCompileError(f"nothing could be measured in {seconds:g} seconds: allow more")
+    return key_of(device).profile(samples)
+
+
+class _Timer:
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float],
+        dtypes: Sequence[torch.dtype],
+        build: Callable[[Point, torch.dtype, torch.device], calls.Calls],
+    ) -> None:
+        self.device = device
+        self.clock = clock
+        self.dtypes = dtypes
+        self.build = build
+        # (kind, dtype) -> its times over those of the first dtype, at the sizes tried so far
+        self.ratios: dict[tuple[str, torch.dtype], list[float]] = {}
+
+    def point(self, point: Point, share: float) -> list[Sample]:
+        """Measure one size in every dtype that can do it in time."""
+        end = self.clock() + share
+        timed: dict[torch.dtype, tuple[calls.Calls, float]] = {}
+        for dtype in self.dtypes:
+            reference = timed[self.dtypes[0]][1] if timed else None
+            if (made := self._ready(point, dtype, share * PART, reference)) is not None:
+                timed[dtype] = made
+            elif not timed:  # what the others would be compared with
+                return []
+        rounds: dict[torch.dtype, list[tuple[float, float]]] = {dtype: [] for dtype in timed}
+        for turn in range(ROUNDS):
+            started = self.clock()
+            for dtype in _rotated(list(timed), turn):
+                both, cost = timed[dtype]
+                count = max(1, math.ceil(BLOCK[self.device.type] / cost))
+                times = [self._block(call, count) for call in (both.forward, both.both)]
+                rounds[dtype].append((times[0], times[1]))
+            if 2 * self.clock() - started > end:  # another round would not fit
+                break
+        samples = [_sample(point, dtype, taken) for dtype, taken in rounds.items()]
+        for sample in samples:
+            self.ratios[point.kind, sample.dtype].append(sample.total / samples[0].total)
+        return samples
+
+    def _ready(
+        self, point: Point, dtype: torch.dtype, limit: float, reference: float | None
+    ) -> tuple[calls.Calls, float] | None:
+        """The calls, warm, and the seconds of one; None where they fail or take too long.
+
+        `reference` is what the first dtype takes here: no other is refused for taking as long.
+        """
+        ratios = self.ratios.setdefault((point.kind, dtype), [])
+        if reference is not None:
+            limit = max(limit, 2 * reference)
+            if ratios and min(ratios[-2:]) * reference > limit:
+                return None
+        try:
+            made = self.build(point, dtype, self.device)
+            cost = self._block(made.both, 1)
+            # The first call also pays for the choice of a kernel, and a busy moment may hit any.
+            for _ in range(WARM_UPS if cost <= 20 * limit else 0):
+                cost = min(cost, self._block(made.both, 1))
+        except RuntimeError:  # no such kernel in this dtype, or too little memory
+            return None
+        if cost <= limit:
+            return made, cost
+        if reference is not None:
+            ratios.append(cost / reference)
+        return None
+
+    def _block(self, call: Callable[[], object], count: int) -> float:
+        """Seconds of one call, of `count` in a row."""
+        self._wait()
+        start = self.clock()
+        for _ in range(count):
+            call()
+        self._wait()
+        return max(1e-9, (self.clock() - start) / count)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _work(point: Point) -> float:
+    """What the sizes are ordered by: operations, and for a copy its bytes times ten, which take
+    about as long.
+    """
+    return flops(point.kind, point.dims) or 10.0 * point.dims[0]
+
+
+def _rotated(dtypes: list[torch.dtype], turn: int) -> list[torch.dtype]:
+    """None always follows the same other one."""
+    first = turn % max(1, len(dtypes))
+    return dtypes[first:] + dtypes[:first]
+
+
+def _sample(point: Point, dtype: torch.dtype, rounds: list[tuple[float, float]]) -> Sample:
+    forward, both = (min(times) for times in zip(*rounds, strict=True))
+    return Sample(point.kind, dtype, point.dims, forward, max(forward, both))

@@ -1,0 +1,210 @@
+"""Profiles on disk, as plain JSON, and which of them a device gets.
+
+    {"format": 1, "device": "AMD EPYC (AVX512-BF16)", ..., "samples": [
+    {"kind": "gemm", "dtype": "bfloat16", "dims": [1, 64, 64, 64], "forward": 1e-05, "total": 3e-5},
+    ...]}
+
+A file is checked in full when it is read: its fields and their types are those of the dataclasses,
+its numbers are in range. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import warnings
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from ..device import SUPPORTED
+from ..errors import MPCompileError, MPCompileWarning, did_you_mean
+from .key import class_of, key_of
+from .model import DTYPES, ORIGINS, Profile, Sample
+
+__all__ = ["VARIABLE", "builtin", "cache_path", "load", "read", "write"]
+
+VARIABLE = "MPCOMPILE_PROFILE"
+"""Environment variable: the path of a profile to use, or `"none"` to use none."""
+
+FORMAT = 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_loaded: dict[Path, Profile | None] = {}  # None: not there, or not usable
+_built_in: dict[str, Profile] = {}
+
+
+def load(device: torch.device) -> Profile | None:
+    """The profile of a device: the user's, the one measured here, or a built-in one. Not timed.
+
+    1. The one that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means none at all.
+    2. The one that `mpcompile profile` left in the user's cache for this very device, torch, driver
+       and number of threads. A damaged one is passed over with an `MPCompileWarning`.
+    3. The built-in profile of the device's class.
+
+    Every file is read once in a process.
+
+    Raises:
+        MPCompileError: `MPCOMPILE_PROFILE` names no file, or one that holds no profile.
+    """
+    if wanted := os.environ.get(VARIABLE, ""):
+        if wanted.lower() == "none":
+            return None
+        path = Path(wanted).expanduser().absolute()
+        if path not in _loaded:
+            _loaded[path] = _named_by_user(path)
+        chosen = _loaded[path]
+        if chosen is not None and chosen.device_type == device.type:
+            return chosen
+    measured = _from_cache(device)
+    if measured is not None:
+        return measured
+    stem = class_of(device)
+    return None if stem is None else builtin(stem)
+
+
+def cache_path(device: torch.device) -> Path:
+    """Where the profile measured on this device lies, whether there is one or not."""
+    return platformdirs.user_cache_path("mpcompile") / "profiles" / key_of(device).filename
+
+
+def builtin(stem: str) -> Profile:
+    """A profile that comes with mpcompile, by the stem of its file."""
+    if stem not in _built_in:
+        file = resources.files(__package__) / "builtin" / f"{stem}.json"
+        _built_in[stem] = _parse(file.read_text(encoding="utf-8"))
+    return _built_in[stem]
+
+
+def read(path: Path) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        MPCompileError: there is no such file, or it holds no profile; the message says what is
+            wrong.
+    """
+    try:
+        return _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MPCompileError(f"can't read the profile {path}: {error.strerror}") from None
+    except ValueError as error:  # MPCompileError, UnicodeDecodeError and JSONDecodeError are some
+        raise MPCompileError(f"{path} holds no device profile: {error}") from None
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile, whole or not at all: a reader never sees half a file.
+
+    Raises:
+        MPCompileError: the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(_text(profile))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise MPCompileError(f"can't write the profile {path}: {error.strerror}") from None
+    _loaded.pop(path.absolute(), None)
+
+
+def _named_by_user(path: Path) -> Profile:
+    try:
+        return read(path)
+    except MPCompileError as error:
+        raise MPCompileError(f"{VARIABLE}: {error}; set a path, or 'none', or unset it") from None
+
+
+def _from_cache(device: torch.device) -> Profile | None:
+    path = cache_path(device).absolute()
+    if path not in _loaded:
+        _loaded[path] = None
+        if path.exists():
+            try:
+                found = read(path)
+            except MPCompileError as error:
+                warnings.warn(
+                    f"{error}; it is passed over: delete it, or run mpcompile profile again",
+                    MPCompileWarning,
+                    stacklevel=3,
+                )
+            else:
+                _loaded[path] = found if key_of(device).fits(found) else None
+    return _loaded[path]
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _text(profile: Profile) -> str:
+    fields = {f.name: getattr(profile, f.name) for f in dataclasses.fields(Profile)}
+    samples = fields.pop("samples")
+    head = json.dumps({"format": FORMAT, **fields}, indent=1).removesuffix("\n}")
+    rows = ",\n".join(json.dumps(_row(sample)) for sample in samples)
+    return f'{head},\n "samples": [\n{rows}\n]}}\n'
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row = {f.name: getattr(sample, f.name) for f in dataclasses.fields(Sample)}
+    rounded = {name: float(f"{row[name]:.4g}") for name in ("forward", "total")}
+    return {**row, **rounded, "dtype": _NAMES[sample.dtype]}
+
+
+def _parse(text: str) -> Profile:
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise MPCompileError(f"it is no JSON object with format {FORMAT}")
+    del data["format"]
+    _check(data, Profile, "the profile")
+    if data["device_type"] not in SUPPORTED or data["origin"] not in ORIGINS:
+        raise MPCompileError(f"device_type {data['device_type']!r}, origin {data['origin']!r}")
+    if data["threads"] < 0:
+        raise MPCompileError(f"threads {data['threads']}")
+    samples = tuple(_sample(row, number) for number, row in enumerate(data["samples"]))
+    if not samples:
+        raise MPCompileError("it has no samples")
+    if len({(s.kind, s.dtype, s.dims) for s in samples}) < len(samples):
+        raise MPCompileError("it has two samples of one size")
+    return Profile(**{**data, "samples": samples})
+
+
+def _sample(row: Any, number: int) -> Sample:
+    _check(row, Sample, f"sample {number}")
+    if not all(type(size) is int for size in row["dims"]):
+        raise MPCompileError(f"sample {number}: dims {row['dims']!r}")
+    if row["dtype"] not in _DTYPES:
+        raise MPCompileError(
+            f"sample {number}: dtype {row['dtype']!r}{did_you_mean(row['dtype'], _DTYPES)}"
+        )
+    return Sample(**{**row, "dtype": _DTYPES[row["dtype"]], "dims": tuple(row["dims"])})
+
+
+# The annotation of a field -> what JSON has for it. bool is an int to isinstance: compare types.
+_JSON: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "torch.dtype": (str,),
+    "tuple[int, ...]": (list,),
+    "tuple[Sample, ...]": (list,),
+}
+
+
+def _check(data: Any, made: type, what: str) -> None:
+    """Raise unless `data` has exactly the fields of the dataclass `made`, each of its type."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(made)}
+    if not isinstance(data, dict) or set(data) != set(fields):
+        raise MPCompileError(f"{what} must have the fields {', '.join(fields)}")
+    for name, annotation in fields.items():
+        if type(data[name]) not in _JSON[annotation]:
+            raise MPCompileError(f"{what}: {name} must be {_JSON[annotation][0].__name__}")
