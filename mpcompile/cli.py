@@ -176,7 +176,7 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 
 def _profile_table(profile: Profile) -> Table:
     """One row a size, the small ones first; "1.50x" is FP32's time over the dtype's."""
-    threads = f", {profile.threads} threads" if profile.threads else ""
+    threads = f", threads: {profile.threads}" if profile.threads else ""
     about = f"{profile.device}{threads}, torch {profile.torch_version or 'any'}, {profile.origin}"
     table = Table(title=escape(about), caption="forward and backward; ratios: FP32 is 1x")
     table.add_column("kind")

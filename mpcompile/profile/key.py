@@ -68,8 +68,9 @@ def class_of(device: torch.device) -> str | None:
 
     A CPU is classed by its BF16 instructions: they decide which dtype is fast at which size. One
     with AMX has AVX512-BF16 too and gets that profile, which promises it too little. The profile is
-    of one thread: the ratio of two dtypes, which a choice depends on, changes little with more. A
-    GPU is classed by its compute capability.
+    of one thread. The ratio of two dtypes, which a choice depends on, is about the same with more
+    for large sizes; for small ones BF16 starts to win at about twice the work. A GPU is classed by
+    its compute capability.
     """
     if device.type == "cpu":
         return "cpu-avx512-bf16" if torch.cpu.get_capabilities().get("avx512_bf16") else None
