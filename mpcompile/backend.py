@@ -19,6 +19,7 @@ from torch._dynamo.exc import RestartAnalysis
 
 from . import (
     copies,
+    fused_head,  # noqa: F401  (registers linear_cross_entropy)
     ir,
     kernels,
     library,  # noqa: F401  (registers the operators that scale gradients)
@@ -107,6 +108,7 @@ def _compile(
         pad=settings.pad,
         cores=matrix_units(device),
         copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
+        fuse_head=settings.fuse_head,
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
     start = time.perf_counter()

@@ -90,6 +90,8 @@ _BUILTIN: dict[str, Rule] = {
         conv_transpose1d conv_transpose2d conv_transpose3d"""),
     **_rows(LOW, "fused attention: two matrix products, softmax in FP32 inside the kernel",
             "scaled_dot_product_attention"),
+    **_rows(LOW, "a matrix product, and its cross entropy in FP32 inside",
+            "mpcompile::linear_cross_entropy"),
     **_rows(LOW, "a whole encoder layer (nn.TransformerEncoder in eval): matrix products, norms "
             "with statistics in FP32", "_transformer_encoder_layer_fwd "
             "_native_multi_head_attention"),
@@ -188,10 +190,12 @@ _REGISTERED: dict[str, Rule] = {}
 
 # Arguments that are never cast, by position. batch_norm writes its running statistics in place
 # although its schema does not say so: a cast would update a copy. Its weight and bias stay FP32
-# because its kernels take an FP16 input beside FP32 parameters and keep the arithmetic in FP32.
+# because its kernels take an FP16 input beside FP32 parameters and keep the arithmetic in FP32. So
+# do the bias and the class weights of linear_cross_entropy.
 _UNCAST_ARGS: dict[str, frozenset[int]] = {
     "aten::batch_norm": frozenset({1, 2, 3, 4}),
     "aten::instance_norm": frozenset({1, 2, 3, 4}),
+    "mpcompile::linear_cross_entropy": frozenset({2, 4}),
 }
 
 # Arguments written in place without the schema saying so.

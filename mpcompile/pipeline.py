@@ -19,6 +19,7 @@ from .passes.clean import clean
 from .passes.drop_noop_casts import drop_noop_casts
 from .passes.expand_attention import expand_attention
 from .passes.functionalize import functionalize
+from .passes.fuse_head import fuse_head
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
 from .passes.outline import outline
@@ -41,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     plan,  # FOLLOW becomes LOW or FULL
     expand_attention,  # the decision is made; place_casts sees the products
+    fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
     pad,  # what a dimension of a product ought to be; casts are in place, so pads go behind them
     place_pads,  # before read_copies: a copy may be stored padded

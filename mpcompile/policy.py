@@ -229,6 +229,7 @@ class Config:
         cores: what the device's matrix units ask of dimensions.
         copied: which inputs (by number) have a working copy in `low` that may be read instead; the
             shape it is stored in, or None: not stored yet.
+        fuse_head: whether a head and its cross entropy become one operator.
         has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 
@@ -240,4 +241,5 @@ class Config:
     pad: str = "never"
     cores: TensorCores = TensorCores()
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
+    fuse_head: bool = False
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

@@ -29,6 +29,7 @@ _KEYS = (
     "pad",
     "emit",
     "dump",
+    "fuse_head",
     "strict",
     "mode",
     "options",
@@ -48,6 +49,7 @@ class Settings:
         pad: "auto", "always" or "never": whether dims of products are padded.
         emit: "inductor", "aot_eager" or "eager".
         dump: directory for dumps, or None.
+        fuse_head: make one operator of a head and its cross entropy.
         strict: raise where a graph can't be rewritten, instead of compiling it unchanged.
         mode, inductor: handed to Inductor.
     """
@@ -60,6 +62,7 @@ class Settings:
     pad: str = "auto"
     emit: str = "inductor"
     dump: Path | None = None
+    fuse_head: bool = False
     strict: bool = False
     mode: str | None = None
     inductor: Mapping[str, Any] | None = None
@@ -97,6 +100,7 @@ class Settings:
             pad=_choice("pad", request.get("pad", "auto"), PADS),
             emit=emit,
             dump=Path(dump) if dump else None,
+            fuse_head=_flag("fuse_head", request.get("fuse_head", False)),
             strict=bool(request.get("strict", False)),
             mode=mode,
             inductor=request.get("options"),
@@ -125,6 +129,12 @@ def _choice(name: str, value: Any, known: tuple[str, ...]) -> str:
             f"{name}={value!r}: use one of {', '.join(known)}{did_you_mean(str(value), known)}"
         )
     return str(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise MPCompileError(f"{name}={value!r}: use True or False")
+    return value
 
 
 def _check_policy(policy: Policy) -> None:

@@ -33,7 +33,7 @@ PASSES = ROOT / "passes"
 # do not know each other. The package root, at the very top, only gathers what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"policy", "library", "step_graph", "padding"},
+    {"policy", "library", "fused_head", "step_graph", "padding"},
     {"ops", "device"},
     {"ir", "kernels", "profile"},
     {"products", "lanes"},
