@@ -28,7 +28,7 @@ WORK = Work(
 
 TINY = Work(
     models=(
-        Timed("ResNet-18", functools.partial(resnet18, width=8),
+        Timed("ResNet-18", functools.partial(resnet18, width=8, depth=1),
               Sample((2, 3, 32, 32), (2,), 1000), steps=1),
         Timed("U-Net", functools.partial(UNet, width=8, levels=2),
               Sample((1, 3, 8, 8), (1, 8, 8), 4), steps=1),

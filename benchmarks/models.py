@@ -295,8 +295,9 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x), targets)
 
 
-def resnet18(*, width: int = 64) -> ResNet:
-    return ResNet(_basic, (2, 2, 2, 2), width=width)
+def resnet18(*, width: int = 64, depth: int = 2) -> ResNet:
+    """The original has `depth` two: blocks in each of four stages."""
+    return ResNet(_basic, (depth,) * 4, width=width)
 
 
 def resnet50(*, width: int = 64) -> ResNet:
