@@ -15,9 +15,11 @@ A symbolic size is padded by a symbolic amount, computed in the graph.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -36,7 +38,6 @@ _ARITHMETIC = {
     sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
     CleanDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod,
 }  # fmt: skip
-LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def place_pads(gm: fx.GraphModule, config: Config) -> bool:
@@ -66,10 +67,10 @@ class _Placer:
     def _is_done(self, node: fx.Node, padding: Padding) -> bool:
         """Whether an earlier run did it."""
         operands = ir.operands(node)
-        return all(
-            ir.same_shape(ir.shape(operands[path]), shape)
-            for path, shape in padding.operands.items()
-        )
+        shapes = [(ir.shape(operands[path]), shape) for path, shape in padding.operands.items()]
+        if padding.result is not None:
+            shapes.append((ir.shape(node), padding.result))
+        return all(itertools.starmap(ir.same_shape, shapes))
 
     def _resize(self, node: fx.Node, padding: Padding) -> None:
         """Give a node the operands that it wants, and its new shape."""
@@ -129,31 +130,23 @@ class _Placer:
         return cut
 
     def _laid_out(self, cut: fx.Node, captured: torch.Tensor, like: fx.Node) -> fx.Node:
-        """The value in the memory layout that it had when captured, if it is a common one."""
+        """The value in the memory layout that it had when captured."""
         if ir.same_shape(ir.value(cut).stride(), captured.stride()):
             return cut
-        why = "in the layout that it was captured in"
-        name = f"{like.name}_dense"
-        for layout in LAYOUTS:
-            if layout is not LAYOUTS[0] and captured.dim() != 3 + LAYOUTS.index(layout):
-                continue
-            if captured.is_contiguous(memory_format=layout):
-                node = self._insert(aten.contiguous.default, (cut,), name, like, why)
-                if layout is not LAYOUTS[0]:
-                    node.kwargs = {"memory_format": layout}
-                    ir.refresh(node)
-                return node
-        strides = captured.stride()
-        if not all(isinstance(s, int) for s in (*captured.shape, *strides)):
-            return cut
-        empty = self._insert(
-            aten.new_empty_strided.default,
-            (cut, list(captured.shape), list(strides)),
-            name,
-            like,
-            why,
-        )
-        return self._insert(aten.copy.default, (empty, cut), name, like, why)
+        # Contiguous, once its dimensions stand in the order of their strides.
+        order = sorted(range(captured.dim()), key=lambda dim: -ir.hint(captured.stride()[dim]))
+        back = [order.index(dim) for dim in range(len(order))]
+        steps: list[tuple[Any, tuple[Any, ...]]] = [
+            (aten.permute.default, (order,)),
+            (aten.contiguous.default, ()),
+            (aten.permute.default, (back,)),
+        ]
+        if order == back == sorted(order):
+            steps = steps[1:2]
+        for target, args in steps:
+            why = "in the layout that it was captured in"
+            cut = self._insert(target, (cut, *args), f"{like.name}_dense", like, why)
+        return cut
 
     def _pad(self, value: fx.Node, shape: Sequence[Size], like: fx.Node, user: fx.Node) -> fx.Node:
         now = ir.shape(value)
@@ -209,14 +202,16 @@ class _Numbers:
                     return self._insert(aten.sym_size.int, (node, dim), node)
         raise CannotRewrite(f"the size {symbol} of a padded value can't be read off an input")
 
-    def _compute(self, expr: sympy.Expr) -> fx.Node:
+    def _compute(self, expr: sympy.Expr) -> Any:
         if expr.func not in _ARITHMETIC:
             raise CannotRewrite(f"a padded size is computed by {expr.func.__name__}")
+        operation = _ARITHMETIC[expr.func]
         first, *rest = map(self._of, expr.args)
-        result = first
-        for argument in rest:
-            result = self._insert(_ARITHMETIC[expr.func], (result, argument), self.inputs[0])
-        return cast(fx.Node, result)
+        return functools.reduce(
+            lambda so_far, other: self._insert(operation, (so_far, other), self.inputs[0]),
+            rest,
+            first,
+        )
 
     def _insert(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.first):

@@ -12,6 +12,7 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
 from mpcompile.capture import capture
+from mpcompile.ir import aten
 from mpcompile.policy import Config, Level, TensorCores
 from mpcompile.spec import verify
 
@@ -60,6 +61,8 @@ class _Interpreter(fx.Interpreter):
         wide = map_aggregate(
             (args, kwargs), lambda a: torch.float64 if any(a is f for f in FLOATS) else a
         )
+        if target is aten.to.dtype:  # between equal dtypes it would return its operand
+            return aten._to_copy.default(wide[0][0], dtype=wide[0][1])
         return super().call_function(target, *wide)  # type: ignore[misc]
 
 
@@ -101,10 +104,19 @@ def assert_exact(
         if value is None:
             assert actual[name] is None, name
             continue
-        assert actual[name].stride() == value.stride(), name
+        assert _layout(actual[name]) == _layout(value), name
         tolerance = 1e-11 if name.startswith("output") else 1e-5
         scale = value.abs().max().item() + 1e-30 if value.numel() else 1.0
         torch.testing.assert_close(
-            actual[name], value, rtol=tolerance, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     return padded
+
+
+def _layout(value: torch.Tensor) -> list[int]:
+    """The strides that say where an element lies: those of dimensions longer than 1."""
+    return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]

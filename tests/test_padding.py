@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import assert_exact
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ EXAMPLES = settings(
     max_examples=12,
     deadline=None,
     derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking recompiles for minutes
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
@@ -56,9 +57,7 @@ def test_mm_and_addmm(m: int, n: int, k: int) -> None:
     def program(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
         return a.mm(b), torch.addmm(c, a, b, beta=0.5, alpha=2.0), torch.addmm(d, a, b)
 
-    all_aligned(
-        program, torch.randn(m, k), torch.randn(k, n), torch.randn(n), torch.randn(m, 1)
-    )
+    all_aligned(program, torch.randn(m, k), torch.randn(k, n), torch.randn(n), torch.randn(m, 1))
 
 
 @EXAMPLES
@@ -90,7 +89,9 @@ def test_einsum(b: int, i: int, j: int, k: int, equation: str) -> None:
     all_aligned(lambda x, y: torch.einsum(equation, x, y), *operands)
 
 
-@pytest.mark.parametrize("equation", ["ij,ij->i", "ii,ij->j", "bi...,ij->bj...", "ij,k->ijk", "i,j"])
+@pytest.mark.parametrize(
+    "equation", ["ij,ij->i", "ii,ij->j", "bi...,ij->bj...", "ij,k->ijk", "i,j"]
+)
 def test_an_einsum_that_is_no_product_is_left_alone(equation: str) -> None:
     left, right = equation.split("->")[0].split(",")
     operands = [torch.randn([5] * (len(t.replace("...", "")) + (".." in t))) for t in (left, right)]
@@ -138,9 +139,7 @@ def test_attention(t: int, s: int, e: int, v: int, causal: bool, scale: bool) ->
         given = 0.3 if scale else None
         return F.scaled_dot_product_attention(q, k, value, is_causal=causal, scale=given)
 
-    all_aligned(
-        program, torch.randn(2, 3, t, e), torch.randn(2, 3, s, e), torch.randn(2, 3, s, v)
-    )
+    all_aligned(program, torch.randn(2, 3, t, e), torch.randn(2, 3, s, e), torch.randn(2, 3, s, v))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -152,3 +151,171 @@ def test_the_input_of_recurrent_layers(
     layer = kind(width, 8, layers, bidirectional=both, bias=bias)
     with torch._dynamo.config.patch(allow_rnn=True):
         all_aligned(lambda x: layer(x)[0], torch.randn(4, 2, width))
+
+
+# -- chains ----------------------------------------------------------------------------------------
+
+ACTIVATIONS = [
+    F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.softplus, torch.exp, torch.log, torch.rsqrt,
+    torch.reciprocal, torch.sqrt, lambda x: x.square() + 1, lambda x: x**3, lambda x: 1 / (1 + x * x),
+    lambda x: x.clamp(0.25, 1), lambda x: x * 0.5 - 3, lambda x: x.abs().log1p(), torch.cos,
+    lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: x - x.mean(-1, True),
+    lambda x: x / x.norm(dim=-1, keepdim=True), lambda x: x * x.sum(0), lambda x: torch.maximum(x, -x),
+    lambda x: x.masked_fill(x > 0, 2.0), lambda x: torch.where(x > 0, x, 1.0), lambda x: x.flip(-1),
+    lambda x: torch.cat([x, x], 0), lambda x: x.cumsum(-1), lambda x: F.dropout(x, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=range(len(ACTIVATIONS)))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@settings(EXAMPLES, max_examples=3)
+@given(st.integers(1, 3), SIZES, SIZES, SIZES)
+def test_linear_pointwise_linear(
+    activation: Any, level: str, b: int, i: int, h: int, o: int
+) -> None:
+    torch.manual_seed(0)
+    up, down = nn.Linear(i, h), nn.Linear(h, o)
+    with torch.no_grad():
+        up.bias.abs_().add_(3)  # inside the domain of a logarithm
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = up, down
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(activation(self.up(x)))
+
+    all_aligned(Chain(), 0.1 * torch.randn(b, 8, i), level=level)
+
+
+@settings(EXAMPLES, max_examples=8)
+@given(FEW, FEW, FEW, st.booleans())
+def test_conv_bias_relu_conv(channels: int, hidden: int, out: int, last: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(channels, hidden, 3), nn.ReLU(), nn.Conv2d(hidden, out, 3))
+    x = torch.randn(2, channels, 7, 7)
+    all_aligned(net, x.contiguous(memory_format=torch.channels_last) if last else x)
+
+
+class Attention(nn.Module):
+    """Heads of 20, as ESM's are."""
+
+    def __init__(self, heads: int, head: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(heads * head, 3 * heads * head), nn.Linear(heads * head, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        q, k, v = (
+            part.view(b, t, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, width))
+        return out
+
+
+@pytest.mark.parametrize(("heads", "head"), [(3, 20), (2, 7), (1, 1)])
+def test_attention_with_an_odd_head(heads: int, head: int) -> None:
+    all_aligned(Attention(heads, head), torch.randn(2, 5, heads * head))
+
+
+class Tied(nn.Module):
+    """A 101-word vocabulary whose embedding is the head, too."""
+
+    def __init__(self, words: int = 101, width: int = 20) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.block = nn.Linear(width, width)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.words(idx)
+        x = x + F.gelu(self.block(x))
+        logits = F.linear(x, self.words.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_tied_embedding_and_head(level: str) -> None:
+    tokens = torch.randint(101, (2, 6))
+    all_aligned(Tied(), tokens, tokens.roll(1), level=level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_residual_adds_of_equally_padded_values(level: str) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.a, self.b = nn.Linear(9, 33), nn.Linear(33, 33), nn.Linear(33, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            x = x + F.relu(self.a(x))
+            out: Tensor = self.b(x)
+            return out
+
+    all_aligned(Residual(), torch.randn(8, 9), level=level)
+
+
+def test_every_output_along_a_padded_chain_has_its_own_size() -> None:
+    up, down = nn.Linear(8, 13), nn.Linear(13, 7)
+
+    def program(x: Tensor) -> Any:
+        h = up(x)
+        a = F.gelu(h)
+        return h, a, a.t(), a.view(-1), a.view(4, 2, 13), a.unsqueeze(0), a.sum(), down(a)
+
+    all_aligned(program, torch.randn(8, 8))
+
+
+def test_views_behind_a_padded_product() -> None:
+    up = nn.Linear(8, 21)
+
+    def program(x: Tensor) -> Any:
+        h = up(x)
+        return (
+            h.view(8, 3, 7), h.view(-1), h.unflatten(1, (7, 3)), h.view(2, 4, 21).flatten(1),
+            h.unfold(1, 3, 2), h.t().contiguous().view(3, -1), h.as_strided((4, 2), (21, 1), 3),
+            torch.einsum("bi,bi->b", h, h), h[:, 5], h.chunk(3, -1)[1], h.expand(2, 8, 21),
+        )  # fmt: skip
+
+    all_aligned(program, torch.randn(8, 8))
+
+
+# -- symbolic sizes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_symbolic_rows_and_contraction_compile_once(level: str) -> None:
+    """Tokens are rows of the projections, and both sides of the scores."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(5, 7), nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x) @ self.k(x).transpose(1, 2)
+            return torch.softmax(scores, -1) @ x
+
+    from exact import InFP64, results
+
+    model = Scores()
+    torch._dynamo.reset()
+    found = {}
+    for pad in ("never", "always"):
+        torch._dynamo.reset()
+        backend = InFP64(pad, level)
+        for t in (3, 9, 16, 31, 67):
+            for b in (2, 5, 8):
+                torch.manual_seed(t * b)
+                x = torch.randn(b, t, 5)
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.mark_dynamic(x, 1)
+                found[pad, b, t] = results(model, [x], backend, dynamic=True)
+        assert len(backend.graphs) == 1, f"{pad}: {len(backend.graphs)} compilations"
+    for pad, b, t in list(found):
+        if pad == "always":
+            for name, value in found["never", b, t].items():
+                torch.testing.assert_close(found[pad, b, t][name], value, rtol=1e-5, atol=1e-6)

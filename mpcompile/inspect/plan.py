@@ -12,6 +12,7 @@ from torch import fx
 
 from .. import ir
 from ..policy import Config
+from .tensor_cores import TensorCoreReport, tensor_core_report
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Plan:
         scaled: whether gradients are scaled inside the graph.
         seconds: wall time of capture and of each pass.
         changed: which passes changed the graph.
+        tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
         dump_dir: where the dump is, or None.
     """
 
@@ -61,11 +63,16 @@ class Plan:
     scaled: bool
     seconds: dict[str, float]
     changed: tuple[str, ...]
+    tensor_cores: TensorCoreReport = TensorCoreReport()
     dump_dir: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         data = dataclasses.asdict(self)
+        data["tensor_cores"] |= {
+            "share_before": self.tensor_cores.share_before,
+            "share": self.tensor_cores.share,
+        }
         data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
         return data
 
@@ -85,7 +92,7 @@ class Plan:
             + (f"  ({n.module})" if n.module else "")
             for n in self.nodes
         ]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, str(self.tensor_cores)])
 
 
 def plan_of(
@@ -121,5 +128,6 @@ def plan_of(
         scaled=any(node.rule == "scale" for node in nodes),
         seconds=seconds,
         changed=changed,
+        tensor_cores=tensor_core_report(graph),
         dump_dir=dump_dir,
     )

@@ -1,0 +1,175 @@
+"""How much of a graph's arithmetic can run on Tensor Cores, product by product, and what to change.
+
+A product is *eligible* if it runs in the low dtype and the dims that matter on the device are
+multiples of 16 bytes (NVIDIA's mixed-precision guide). FLOPs are those of the forward; the backward
+has twice as many, in products of the same dims. A symbolic size counts with the value it had when
+the graph was traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from .. import ir
+from ..padding import Alignment, Size
+from ..policy import Precision
+
+
+@dataclass(frozen=True)
+class TensorCoreOp:
+    """One product.
+
+    Attributes:
+        name, op, module: as in the plan's line of this node.
+        kind: "gemm", "conv", "attention" or "rnn".
+        before, after: its dims by name, as captured and as compiled; a symbolic size as text.
+        flops: of the forward, as captured.
+        eligible_before, eligible: whether it can run on Tensor Cores, before and after padding.
+        reason: what was done about its dims, or why nothing was.
+    """
+
+    name: str
+    op: str
+    module: str
+    kind: str
+    before: dict[str, int | str]
+    after: dict[str, int | str]
+    flops: int
+    eligible_before: bool
+    eligible: bool
+    reason: str
+
+    def __str__(self) -> str:
+        dims = ", ".join(
+            f"{dim} {size}" + (f" -> {self.after[dim]}" if self.after[dim] != size else "")
+            for dim, size in self.before.items()
+        )
+        where = f" ({self.module})" if self.module else ""
+        mark = "yes" if self.eligible else "no"
+        return f"{mark:<3}  {_flops(self.flops):>11}  {self.name}{where}: {dims}; {self.reason}"
+
+
+@dataclass(frozen=True)
+class TensorCoreReport:
+    """Every product of one graph.
+
+    Attributes:
+        ops: in program order.
+        advice: sentences: sizes to change in the model, and what that would save.
+    """
+
+    ops: tuple[TensorCoreOp, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def share_before(self) -> float:
+        """Share of the FLOPs, 0 to 1, in products that were eligible as captured."""
+        return _share(self.ops, (op.eligible_before for op in self.ops))
+
+    @property
+    def share(self) -> float:
+        """Share of the FLOPs, 0 to 1, in products that are eligible as compiled."""
+        return _share(self.ops, (op.eligible for op in self.ops))
+
+    def __str__(self) -> str:
+        if not self.ops:
+            return "Tensor Cores: no matrix product here"
+        head = (
+            f"Tensor Cores: {self.share_before:.1%} of {_flops(sum(op.flops for op in self.ops))} "
+            f"eligible as captured, {self.share:.1%} as compiled"
+        )
+        return "\n".join([head, *map(str, self.ops), *self.advice])
+
+
+def tensor_core_report(graph: fx.Graph) -> TensorCoreReport:
+    """Read the report off a graph whose dims were decided (pass `pad`)."""
+    found = [(node, a) for node in graph.nodes if (a := ir.alignment(node)) is not None]
+    ops = tuple(_op(node, alignment) for node, alignment in found)
+    return TensorCoreReport(ops, tuple(_advice(graph, found)))
+
+
+def _op(node: fx.Node, alignment: Alignment) -> TensorCoreOp:
+    low = ir.precision(node) is Precision.LOW
+    product = alignment.product
+    return TensorCoreOp(
+        name=node.name,
+        op=ir.op_name(node),
+        module=ir.module_path(node),
+        kind=product.kind,
+        before=_named(product.measured()),
+        after=_named(product.measured(alignment.padded)),
+        flops=ir.hint(product.flops()),
+        eligible_before=low and not alignment.before,
+        eligible=low and not alignment.after,
+        reason=alignment.reason,
+    )
+
+
+def _named(dims: dict[str, Size]) -> dict[str, int | str]:
+    return {name: size if isinstance(size, int) else str(size) for name, size in dims.items()}
+
+
+def _share(ops: Iterable[TensorCoreOp], counted: Iterable[bool]) -> float:
+    pairs = [(op.flops, yes) for op, yes in zip(ops, counted, strict=True)]
+    total = sum(flops for flops, _ in pairs)
+    return sum(flops for flops, yes in pairs if yes) / total if total else 1.0
+
+
+def _flops(count: int) -> str:
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} FLOP"
+
+
+# -- advice ----------------------------------------------------------------------------------------
+
+
+def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable[str]:
+    """One sentence for each unaligned size that the model itself sets, most FLOPs first."""
+    places: dict[tuple[int, int], list[str]] = defaultdict(list)
+    flops: dict[tuple[int, int], int] = defaultdict(int)
+    left: dict[tuple[int, int], int] = defaultdict(int)  # what stays unaligned
+    for node, alignment in found:
+        if ir.precision(node) is not Precision.LOW:
+            continue
+        for dim in alignment.before:
+            size = alignment.product.measured()[dim]
+            if dim in alignment.product.rows or not isinstance(size, int):
+                continue
+            wanted = math.ceil(size / alignment.multiple) * alignment.multiple
+            if wanted != size:
+                places[size, wanted].append(f"{dim} of {ir.module_path(node) or node.name}")
+                flops[size, wanted] += (count := ir.hint(alignment.product.flops()))
+                left[size, wanted] += count if dim in alignment.after else 0
+    copies = _copies(graph)
+    for key in sorted(places, key=lambda key: -flops[key]):
+        size, wanted = key
+        where = ", ".join(dict.fromkeys(places[key][:3])) + (", ..." if places[key][3:] else "")
+        saved = [f"the {n} {what}{'s' * (n > 1)}" for what, n in copies[size].items() if n]
+        if saved or left[key]:
+            gain = f"save {' and '.join(saved)}" if saved else f"align {_flops(left[key])}"
+            yield f"{size} -> {wanted} ({where}) would {gain}"
+
+
+def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
+    """Real size -> how many pads and slices of values that are no weights it takes."""
+    counts: dict[int, dict[str, int]] = defaultdict(lambda: {"slice": 0, "pad": 0})
+    for node in graph.nodes:
+        if not (ir.is_marked(node) and ir.mark(node).rule == "pad") or ir.tensor(node) is None:
+            continue
+        kind = {"aten::slice": "slice", "aten::constant_pad_nd": "pad"}.get(ir.op_name(node))
+        source = node.all_input_nodes[0]
+        while ir.is_cast(source) or (ir.is_marked(source) and ir.mark(source).rule == "scale"):
+            source = source.all_input_nodes[0]
+        if kind is None or ir.is_parameter(source):
+            continue
+        for old, new in zip(ir.shape(node.all_input_nodes[0]), ir.shape(node), strict=True):
+            if isinstance(old, int) and isinstance(new, int) and old != new:
+                counts[min(old, new)][kind] += 1
+    return counts
