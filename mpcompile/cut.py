@@ -1,0 +1,81 @@
+"""Choose one of two labels for each item at the least total cost: a minimum s-t cut.
+
+With costs on items and on pairs of items that differ, none negative, the least total is the
+capacity of a minimum cut between two terminals (Greig, Porteous, Seheult, "Exact maximum a
+posteriori estimation for binary images", 1989). What can be decided from its neighbours alone never
+enters the flow network, and items that nothing joins are cut apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+
+NEVER = 1 << 60  # a cost that no sum of others reaches
+
+
+def minimum_cut(
+    low: Sequence[int], full: Sequence[int], pairs: Mapping[tuple[int, int], tuple[int, int]]
+) -> list[bool]:
+    """Which items are labelled low (True) at the least total cost.
+
+    Costs are whole numbers, so that sums are exact and the answer is the same on every machine.
+    Among assignments of equal cost it is the one with the fewest low items.
+
+    Args:
+        low, full: the cost of either label, for each item; `NEVER` forbids it.
+        pairs: (a, b) -> (cost if a is low and b full, cost if a is full and b low).
+    """
+    costs = [list(both) for both in zip(full, low, strict=True)]  # by label
+    around: list[list[tuple[int, int, int]]] = [[] for _ in costs]
+    for (a, b), (a_low, b_low) in pairs.items():
+        around[a].append((b, a_low, b_low))  # (other, if I am low alone, if the other is)
+        around[b].append((a, b_low, a_low))
+    label: list[bool | None] = [None] * len(costs)
+    ready = [i for i in range(len(costs)) if _certain(costs[i], around[i], label) is not None]
+    while ready:
+        item = ready.pop()
+        if label[item] is None:
+            label[item] = _certain(costs[item], around[item], label)
+            for other, mine, theirs in around[item]:
+                if label[other] is None:
+                    costs[other][not label[item]] += mine if label[item] else theirs
+                    if _certain(costs[other], around[other], label) is not None:
+                        ready.append(other)
+    network: nx.DiGraph[int] = nx.DiGraph()
+    network.add_nodes_from(i for i, known in enumerate(label) if known is None)
+    for (a, b), (a_low, b_low) in pairs.items():
+        if label[a] is None and label[b] is None:
+            network.add_edge(a, b, capacity=b_low)
+            network.add_edge(b, a, capacity=a_low)
+    for part in list(nx.weakly_connected_components(network)):
+        lowered = _low_side(network.subgraph(part).copy(), costs)
+        for item in part:
+            label[item] = item in lowered
+    return [bool(known) for known in label]
+
+
+def _certain(
+    costs: Sequence[int], around: Sequence[tuple[int, int, int]], label: Sequence[bool | None]
+) -> bool | None:
+    """The item's label, if it is the best one whatever the undecided neighbours become."""
+    full, low = costs
+    undecided = [(mine, theirs) for other, mine, theirs in around if label[other] is None]
+    if low < full and full - low > sum(mine for mine, _ in undecided):
+        return True
+    if full <= low and low - full >= sum(theirs for _, theirs in undecided):
+        return False
+    return None
+
+
+def _low_side(network: nx.DiGraph[int], costs: Sequence[Sequence[int]]) -> set[int]:
+    """The low items of one connected part."""
+    source, sink = "full", "low"
+    for item in list(network):
+        full, low = costs[item]
+        network.add_edge(source, item, capacity=low)  # cut where the item is low
+        network.add_edge(item, sink, capacity=full)
+    _, (_, lowered) = nx.minimum_cut(network, source, sink, flow_func=boykov_kolmogorov)
+    return set(lowered) - {sink}
