@@ -25,6 +25,7 @@ from . import (
     library,  # noqa: F401  (registers the operators that scale gradients)
     loss_scale,
     pipeline,
+    profile,
 )
 from .capture import capture, fake_input
 from .device import SUPPORTED, auto_dtype, matrix_units
@@ -106,6 +107,8 @@ def _compile(
         policy=settings.policy,
         scaled=scale is not None,
         pad=settings.pad,
+        # One asks for FP16 on a CPU to see what it does to the numbers, never for its speed.
+        profile=profile.load(device) if low is auto_dtype(device)[0] else None,
         cores=matrix_units(device),
         copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
         fuse_head=settings.fuse_head,

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from .errors import MPCompileError
-from .policy import TensorCores
 
 __all__ = [
     "SUPPORTED",
     "DeviceFacts",
+    "TensorCores",
     "auto_dtype",
     "cpu_matrix_units",
     "cuda_tensor_cores",
@@ -65,6 +65,24 @@ _CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (
     (("x86",), "amx_fp16", "AMX-FP16", torch.float16),
     (("x86",), "avx512_fp16", "AVX512-FP16", torch.float16),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCores:
+    """What the matrix units of a device ask of dimensions, and what they lose without it.
+
+    Attributes:
+        alignment: bytes that the stride of a row must be a multiple of (16 for every Tensor Core
+            generation: 8 FP16 values; NVIDIA's mixed-precision guide).
+        rows: whether the number of rows, which is no stride, must be a multiple too.
+        slowdown: by which factor an unaligned product runs longer; 1: no difference.
+        balance: FLOP that the units do in the time of one byte of memory traffic.
+    """
+
+    alignment: int = 16
+    rows: bool = False
+    slowdown: float = 1.0
+    balance: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

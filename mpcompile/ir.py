@@ -116,6 +116,17 @@ def is_mutable(node: fx.Node) -> bool:
     return "mp_mutable" in node.meta
 
 
+def set_costs(node: fx.Node, value: dict[str, dict[str, int]]) -> None:
+    """Note what either precision would cost: "low", "full" -> term -> bytes of traffic."""
+    node.meta["mp_costs"] = value
+
+
+def costs(node: fx.Node) -> dict[str, dict[str, int]] | None:
+    """What the planner weighed, or None where it had nothing to decide."""
+    found: dict[str, dict[str, int]] | None = node.meta.get("mp_costs")
+    return found
+
+
 def set_alignment(node: fx.Node, value: Alignment) -> None:
     node.meta["mp_alignment"] = value
 

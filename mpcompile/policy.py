@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from .device import TensorCores as TensorCores
 from .errors import MPCompileError, did_you_mean
+from .profile.model import Profile
 
 
 class Precision(enum.Enum):
@@ -198,24 +200,6 @@ def op_exists(key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class TensorCores:
-    """What the matrix units of a device ask of dimensions, and what they lose without it.
-
-    Attributes:
-        alignment: bytes that the stride of a row must be a multiple of (16 for every Tensor Core
-            generation: 8 FP16 values; NVIDIA's mixed-precision guide).
-        rows: whether the number of rows, which is no stride, must be a multiple too.
-        slowdown: by which factor an unaligned product runs longer; 1: no difference.
-        balance: FLOP that the units do in the time of one byte of memory traffic.
-    """
-
-    alignment: int = 16
-    rows: bool = False
-    slowdown: float = 1.0
-    balance: float = 1.0
-
-
-@dataclass(frozen=True)
 class Config:
     """One compilation's settings, as every pass sees them.
 
@@ -227,6 +211,7 @@ class Config:
         scaled: whether gradients are scaled inside the graph.
         pad: "never", "auto" (where it pays) or "always".
         cores: what the device's matrix units ask of dimensions.
+        profile: how long products take on this device, in the low dtype and in FP32; or None.
         copied: which inputs (by number) have a working copy in `low` that may be read instead; the
             shape it is stored in, or None: not stored yet.
         fuse_head: whether a head and its cross entropy become one operator.
@@ -240,6 +225,7 @@ class Config:
     scaled: bool = False
     pad: str = "never"
     cores: TensorCores = TensorCores()
+    profile: Profile | None = None
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

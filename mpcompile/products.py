@@ -276,7 +276,7 @@ def _recurrent(node: fx.Node) -> Product:
     gates = _GATES[ir.op_name(node)]
     hidden = ir.shape(params[0])[0] // gates
     sizes = {
-        "steps": math.prod(steps), "input": width, "hidden": hidden, "gates": gates,
+        "steps": math.prod(steps), "samples": _samples(node, steps), "input": width, "hidden": hidden, "gates": gates,
         "both": both, "later": layers - 1, "below": ir.shape(params[1])[1] * both,
         "recurrent": ir.shape(params[1])[1], "layers": layers,
     }  # fmt: skip
@@ -295,6 +295,13 @@ def _recurrent(node: fx.Node) -> Product:
         strides=("input", "hidden"),
         fixed={"hidden": "the weights of its gates are stacked in one tensor"},
     )
+
+
+def _samples(node: fx.Node, steps: list[Size]) -> Size:
+    """How many sequences run side by side; a packed batch doesn't say."""
+    if len(steps) < 2:
+        return 1
+    return steps[0] if ir.argument(node, "batch_first") else steps[1]
 
 
 # -- the operators ---------------------------------------------------------------------------------

@@ -4,11 +4,7 @@
                                               softmax = softmax(scores * scale + mask)      FULL
                                               out = matmul(softmax, v)                      LOW
 
-On CPUs torch's fused kernel does its BF16 backward at a fraction of the speed of its FP32 one, and
-under dropout there is no fused kernel at all, only products in FP32 (torch 2.13). Two batched
-products around one softmax, which the compiler below fuses, run at the speed of the BF16 units:
-3 to 4 times faster at 128 tokens. The price is a stored (..., T, S) matrix, so long sequences keep
-the kernel.
+Where that pays is for attention.py to say.
 
 The softmax is computed in FP32 from the FP32 scale and mask; a row with every position masked by
 -inf or False is zero, as the kernel has it. Runs once the marks are final: only LOW attention is
@@ -23,46 +19,20 @@ import torch
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.attention import ATTENTION, is_written_out
 from mpcompile.ir import Mark, aten
 from mpcompile.policy import Config, Precision
-
-ATTENTION = aten.scaled_dot_product_attention.default
-LONGEST = 512  # tokens; from here on the kernel catches up, and the matrix gets large
 
 
 def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
     found = [
         node
         for node in gm.graph.nodes
-        if node.target is ATTENTION
-        and ir.precision(node) is Precision.LOW
-        and _can_expand(node)
-        and _should_expand(node, config)
+        if ir.precision(node) is Precision.LOW and is_written_out(node, config)
     ]
     for node in found:
         _expand(gm.graph, node)
     return bool(found)
-
-
-def _can_expand(node: fx.Node) -> bool:
-    """Whether the operators below say the same: one key and value head for each query head, and
-    numbers for the sizes that become the scale and the causal mask.
-    """
-    arguments = _arguments(node)
-    needed = [] if arguments["scale"] is not None else [_size(arguments["query"], -1)]
-    if arguments["is_causal"]:
-        needed += [_size(arguments[name], -2) for name in ("query", "key")]
-    return not arguments["enable_gqa"] and all(isinstance(size, int) for size in needed)
-
-
-def _should_expand(node: fx.Node, config: Config) -> bool:
-    if config.device.type != "cpu" or ir.mark(node).low is not torch.bfloat16:
-        return False
-    arguments = _arguments(node)
-    if arguments["dropout_p"]:
-        return True
-    rows, columns = (_size(arguments[name], -2) for name in ("query", "key"))
-    return all(isinstance(size, int) and size <= LONGEST for size in (rows, columns))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -1,120 +1,124 @@
 """Decide the FOLLOW nodes: LOW or FULL. A deciding pass; afterwards no node is FOLLOW.
 
-O1, arithmetic: LOW where every FP32 operand comes from a LOW node, else FULL (the widest operand
-wins, so an accumulating path stays FP32). What feeds only FP32 consumers goes back to FULL: inside
-a fused kernel the wider arithmetic is free and exact.
+One minimum cut over the whole graph. Its objective, term by term and with units, stands in
+costs.py: bytes that values occupy where they are stored or kept for the backward, casts that no
+fusion absorbs, measured time of products where a device profile knows them. Terminals are the nodes
+that a rule, the user, a guard or the level has pinned.
 
-    linear: LOW -> gelu -> linear: LOW         gelu is LOW
-    linear: LOW -> dropout -> add(FP32 x)      dropout is FULL, add is FULL
-    linear: LOW -> gelu -> mean: FULL          gelu is FULL
+    linear: LOW -> gelu -> linear: LOW         gelu is LOW: FULL would take two casts
+    linear: LOW -> gelu -> mean: FULL          gelu is FULL: wider arithmetic is free in a kernel
+    x: FP32 -> add(linear: LOW) -> ...         at O1 FULL: an accumulating path stays FP32;
+                                               at O2 LOW: it is stored, for the next block and for
+                                               the backward, in half the bytes
+    linear 64x32x32                            FULL on a CPU: its profile says that BF16 is slower
 
-O2, arithmetic: LOW where FOLLOW nodes connect it to some LOW node on either side: values are stored
-low. An island between FULL nodes, and everything 0-d (a loss), stays FULL.
-
-Views and moves do no arithmetic, so they take the dtype of what they read; a view that only LOW
-nodes read is LOW, which puts one cast before it instead of several after it.
+Views and moves do no arithmetic; a view takes part in the cut, so that a cast stands on the side of
+it where it is cheaper, and a move reads its table in the dtype it has.
 
 O3: everything LOW that is not pinned.
 """
 
 from __future__ import annotations
 
-import networkx as nx
 from torch import fx
 
 from mpcompile import ir, ops
+from mpcompile.costs import UNIT, Costs, Objective
+from mpcompile.cut import NEVER, minimum_cut
 from mpcompile.policy import Config, Level, Precision
 
-LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP
+LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
 
 
 def plan(gm: fx.GraphModule, config: Config) -> bool:
     if config.level is Level.O3:
-        _unpin_table(gm.graph, config)
-    undecided = [n for n in gm.graph.nodes if ir.precision(n) is FOLLOW]
-    connected = _connected_to_low(undecided) if config.level is Level.O2 else set()
-    for node in undecided:
-        _decide(node, config.level, node in connected)
-    if config.level is Level.O1:
-        for node in reversed(undecided):
-            _widen_before_full(node)
-    for node in reversed(undecided):
-        _narrow_view_before_low(node)
+        _lower_everything(gm.graph, config)
+        return False
+    objective = Objective(gm.graph, config)
+    for node, low in _best(objective).items():
+        ir.set_costs(node, _shown(objective.terms[node]))
+        if ir.precision(node) is FOLLOW or not low:
+            reason = _reason(objective, node, low)
+            ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
     return False
 
 
-def _decide(node: fx.Node, level: Level, connected: bool) -> None:
-    if ir.kind(node) is not ops.Kind.COMPUTE:
-        narrow = [n for n in node.all_input_nodes if ir.was_f32(n) or ir.is_getitem(node)]
-        low = bool(narrow) and all(ir.precision(n) is LOW for n in narrow)
-        return _settle(node, LOW if low else FULL, "takes the dtype of what it reads")
-    value = ir.captured(node)
-    if level is Level.O3:
-        return _settle(node, LOW, "O3: everything low")
-    if value is not None and value.ndim == 0:
-        return _settle(node, FULL, "one number: FP32 costs nothing")
-    if level is Level.O2:
-        if connected:
-            return _settle(node, LOW, "O2: stored low beside low neighbours")
-        return _settle(node, FULL, "no low neighbour")
-    operands = _operands(node)
-    wide = [n.name for n in operands if ir.precision(n) is not LOW]
-    if operands and not wide:
-        return _settle(node, LOW, "fed by low values only")
-    return _settle(node, FULL, f"the widest operand wins: {wide[0]} is FP32" if wide else "FP32 in")
+def _best(objective: Objective) -> dict[fx.Node, bool]:
+    """Which of the open nodes are LOW at the least total cost."""
+    number = {node: i for i, node in enumerate(objective.open)}
+    low = [sum(objective.terms[node].low.values()) for node in objective.open]
+    full = [sum(objective.terms[node].full.values()) for node in objective.open]
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
+        a, b = number.get(operand), number.get(reader)
+        if a is not None and b is not None:
+            pairs[a, b] = operand_low, reader_low
+        elif a is not None:  # the reader's precision is known
+            (full if objective.is_low(reader) else low)[a] += (
+                reader_low if objective.is_low(reader) else operand_low
+            )
+        elif b is not None:
+            (full if objective.is_low(operand) else low)[b] += (
+                operand_low if objective.is_low(operand) else reader_low
+            )
+    return dict(zip(objective.open, minimum_cut(low, full, pairs), strict=True))
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The FP32 operands that count: castable ones, no constant, no number that would promote."""
-    found = [n for i, n in ir.float_args(node) if ops.castable(node.target, i)]
-    # A constant takes the dtype of its company; guard_constants has seen that it survives that.
-    found = [n for n in found if not ir.is_constant(n)] or found
-    if ir.op_name(node) in ops.PROMOTES:
-        return [n for n in found if ir.captured(n).ndim] or found  # type: ignore[union-attr]
-    return found
+def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
+    """Why the node is what it is now: the first term that decides it by itself."""
+    costs, rule = objective.terms[node], ir.mark(node).reason
+    if "time" in costs.low and not low:
+        faster = (
+            objective.milliseconds(costs.low["time"]),
+            objective.milliseconds(costs.full["time"]),
+        )
+        return f"{rule}; but slower so: {faster[0]} ms low, {faster[1]} ms FP32 (device profile)"
+    if "one number" in costs.low:
+        return f"{rule}; one number: FP32 costs nothing"
+    if "no operand" in costs.low:
+        return f"{rule}; FP32 in"
+    wide = [n.name for n in objective.forced_by(node) if ir.precision(n) is not LOW]
+    if wide and not low:
+        return f"{rule}; the widest operand wins: {wide[0]} is FP32"
+    if ir.kind(node) is ops.Kind.VIEW:
+        return f"{rule}; a cast costs less {'before' if low else 'behind'} it"
+    stored = costs.full.get("stored", 0)
+    if low and stored:
+        return f"{rule}; stored: FP32 would take {_bytes_text(stored)} more traffic"
+    if low:
+        return f"{rule}; beside low values: no cast"
+    return f"{rule}; nothing stores it: FP32 is free in its kernel"
 
 
-def _settle(node: fx.Node, precision: Precision, reason: str) -> None:
-    ir.remark(node, precision=precision, rule="plan", reason=f"{ir.mark(node).reason}; {reason}")
+def _shown(costs: Costs) -> dict[str, dict[str, int]]:
+    """The terms in bytes, for the plan."""
+    return {
+        name: {term: cost // UNIT for term, cost in terms.items() if cost < NEVER}
+        for name, terms in (("low", costs.low), ("full", costs.full))
+    }
 
 
-def _connected_to_low(undecided: list[fx.Node]) -> set[fx.Node]:
-    """FOLLOW nodes that a path of FOLLOW nodes joins to a LOW one, as producer or consumer."""
-    graph: nx.Graph[fx.Node] = nx.Graph()
-    graph.add_nodes_from(undecided)
-    members = set(undecided)
-    touching = set()
-    for node in undecided:
-        for neighbour in (*node.all_input_nodes, *node.users):
-            if neighbour in members:
-                graph.add_edge(node, neighbour)
-            elif ir.precision(neighbour) is LOW:
-                touching.add(node)
-    joined: set[fx.Node] = set()
-    for component in nx.connected_components(graph):
-        if component & touching:
-            joined |= component
-    return joined
+def _bytes_text(cost: int) -> str:
+    count = cost / UNIT
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
-def _widen_before_full(node: fx.Node) -> None:
-    """LOW arithmetic that only FP32 consumers read becomes FULL."""
-    low_compute = ir.kind(node) is ops.Kind.COMPUTE and ir.precision(node) is LOW
-    if low_compute and node.users and all(ir.precision(u) is not LOW for u in node.users):
-        _settle(node, FULL, "only FP32 consumers")
-
-
-def _narrow_view_before_low(node: fx.Node) -> None:
-    """An FP32 view that only LOW nodes read becomes LOW: the cast moves above it."""
-    full_view = ir.kind(node) is ops.Kind.VIEW and ir.precision(node) is FULL
-    if ir.is_mutable(node) or not (full_view and node.users):
-        return
-    if all(ir.precision(user) is LOW for user in node.users):
-        _settle(node, LOW, "only low consumers")
-
-
-def _unpin_table(graph: fx.Graph, config: Config) -> None:
+def _lower_everything(graph: fx.Graph, config: Config) -> None:
     for node in graph.nodes:
         pinned = ir.precision(node) is FULL and ir.mark(node).rule == "table"
         if pinned and config.has_kernel(node):
             ir.remark(node, precision=LOW, rule="plan", reason="O3: everything low")
+    for node in graph.nodes:
+        if ir.precision(node) is FOLLOW:
+            low = ir.kind(node) is ops.Kind.COMPUTE or _reads_low(node)
+            reason = f"{ir.mark(node).reason}; O3: everything low"
+            ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+
+
+def _reads_low(node: fx.Node) -> bool:
+    """Whether all that a view or a move reads is low."""
+    narrow = [n for n in node.all_input_nodes if ir.was_f32(n) or ir.is_getitem(n)]
+    return bool(narrow) and all(ir.precision(n) is LOW for n in narrow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,8 @@ FROM_TORCH = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No plan depends on the machine that the tests run on.
+    os.environ.setdefault("MPCOMPILE_PROFILE", "none")
     for line in FROM_TORCH:
         config.addinivalue_line("filterwarnings", line)
 

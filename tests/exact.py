@@ -13,7 +13,8 @@ from torch.fx.node import map_aggregate
 from mpcompile import ir, pipeline
 from mpcompile.capture import capture
 from mpcompile.ir import aten
-from mpcompile.policy import Config, Level, TensorCores
+from mpcompile.device import TensorCores
+from mpcompile.policy import Config, Level
 from mpcompile.spec import verify
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -33,10 +33,13 @@ PASSES = ROOT / "passes"
 # do not know each other. The package root, at the very top, only gathers what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"policy", "library", "fused_head", "step_graph", "padding"},
-    {"ops", "device"},
-    {"ir", "kernels", "profile"},
-    {"products", "lanes"},
+    {"device", "library", "fused_head", "step_graph", "padding", "cut"},
+    {"profile"},
+    {"policy"},
+    {"ops"},
+    {"ir", "kernels"},
+    {"products", "lanes", "attention"},
+    {"costs"},
     {"passes"},
     {"spec", "inspect", "loss_scale", "islands", "joint"},
     {"copies"},
@@ -48,6 +51,7 @@ LAYERS = (
 )
 PASSES_MAY_IMPORT = {
     "policy", "ops", "ir", "errors", "step_graph", "padding", "products", "lanes",
+    "attention", "costs", "cut",
 }  # fmt: skip
 
 

@@ -73,9 +73,9 @@ x_size_0: SymInt = input
 x: f32[s0, 4] = input
 w: f32[5, 4] = input
 w_f16: f16[5, 4] = to(w, f16)
-x_f16: f16[s0, 4] = to(x, f16)
-slice_1: f16[s0 - 1, 4] = slice(x_f16, 0, 1, 9223372036854775807)
-reshape: f16[s0 - 1, 4] = reshape(slice_1, [-1, 4])
+slice_1: f32[s0 - 1, 4] = slice(x, 0, 1, 9223372036854775807)
+slice_1_f16: f16[s0 - 1, 4] = to(slice_1, f16)
+reshape: f16[s0 - 1, 4] = reshape(slice_1_f16, [-1, 4])
 linear: f16[s0 - 1, 5] = linear(reshape, w_f16)
 linear_f32: f32[s0 - 1, 5] = to(linear, f32)
 return linear_f32

@@ -27,6 +27,8 @@ class PlanNode:
         captured, planned: result types in the FP32 program and now, `"f32[8, 4]"`.
         precision: "LOW", "FULL" or "KEEP".
         rule, reason: who decided, and why.
+        costs: what the planner weighed ("low", "full" -> term -> bytes of memory traffic; see
+            costs.py), or None where there was nothing to decide.
     """
 
     name: str
@@ -38,6 +40,7 @@ class PlanNode:
     precision: str
     rule: str
     reason: str
+    costs: dict[str, dict[str, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def plan_of(
             precision=ir.mark(node).precision.value,
             rule=ir.mark(node).rule,
             reason=ir.mark(node).reason,
+            costs=ir.costs(node),
         )
         for node in graph.nodes
         if ir.is_marked(node)

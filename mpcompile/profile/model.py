@@ -223,6 +223,16 @@ class Profile:
             for (kind, dtype), samples in grouped.items()
         }
 
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second that memory moves, as far as the largest copy in FP32 shows it."""
+        return self._bandwidth(torch.float32)
+
+    @functools.cached_property
+    def launch(self) -> float:
+        """Seconds of the shortest copy: what a kernel costs that has nothing to do."""
+        return min((s.forward for s in self.samples if s.kind == "copy"), default=0.0)
+
     def _bandwidth(self, dtype: torch.dtype) -> float:
         copies = [s for s in self.samples if s.kind == "copy" and s.dtype is dtype]
         if not copies:
