@@ -188,6 +188,6 @@ def _differentiable(node: fx.Node) -> bool:
     value = ir.tensor(node)
     if value is None or not ir.is_floating(value.dtype):
         return False
-    if ir.is_cast(node):  # casts are ours: what they cast was captured
-        return _differentiable(node.args[0])  # type: ignore[arg-type]
+    if ir.is_marked(node) and ir.mark(node).rule in ("cast", "pad"):
+        return _differentiable(node.args[0])  # type: ignore[arg-type]  # ours: that was captured
     return ir.requires_grad(node) or node.target is torch.ops.mpcompile.unscale_grad.default

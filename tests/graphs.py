@@ -11,7 +11,7 @@ from torch import fx
 
 from mpcompile import ir, pipeline
 from mpcompile.capture import capture
-from mpcompile.policy import Config, Level, Policy
+from mpcompile.policy import Config, Level, Policy, TensorCores
 from mpcompile.spec import verify
 
 
@@ -37,6 +37,7 @@ class Stage:
     def __init__(self, pass_: pipeline.Pass, program: Any, *inputs: Any, **options: Any) -> None:
         wanted: dict[str, Any] = {"level": "O1", "low": torch.float16, "policy": Policy()}
         wanted.update(fuse_head=False, scaled=False, has_kernel=lambda node: True)
+        wanted.update(pad="never", cores=TensorCores(), copied={})
         wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
         wanted["level"] = Level(wanted["level"])
         self.config = Config(device=torch.device("cpu"), **wanted)
