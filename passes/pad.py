@@ -96,8 +96,7 @@ class _Aligner:
             return {}, "; ".join(obstacles)
         if self.config.pad == "auto" and (loss := self._should_not_pad(node, found, padded)):
             return {}, loss
-        done = ", ".join(f"{found.sizes[label]} -> {size}" for label, size in padded.items())
-        return padded, "; ".join([f"padded {done}", *obstacles])
+        return padded, "; ".join(["padded", *obstacles])
 
     def _should_not_pad(
         self, node: fx.Node, found: Product, padded: Mapping[str, Size]

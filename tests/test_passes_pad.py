@@ -311,7 +311,7 @@ def test_auto_pads_what_pays() -> None:
     inputs = leaf(1000, 1001), leaf(1003, 1001), leaf(1003, 1001)
     found = alignments(placed(mlp, *inputs, pad="auto", cores=cores))
     assert found["linear"].padded == {"n": 1008, "k": 1008}
-    assert found["linear"].reason == "padded 1003 -> 1008, 1001 -> 1008"
+    assert found["linear"].reason == "padded"
     assert found["linear_1"].padded == {}
     assert found["linear_1"].reason.startswith("a copy of its operands takes ")
     assert found["linear_1"].after == ("n", "k")

@@ -151,7 +151,9 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
     for key in sorted(places, key=lambda key: -flops[key]):
         size, wanted = key
         where = ", ".join(dict.fromkeys(places[key][:3])) + (", ..." if places[key][3:] else "")
-        saved = [f"the {n} {what}{'s' * (n > 1)}" for what, n in copies[size].items() if n]
+        saved = [
+            f"{n} {what}s" if n > 1 else f"one {what}" for what, n in copies[size].items() if n
+        ]
         if saved or left[key]:
             gain = f"save {' and '.join(saved)}" if saved else f"align {_flops(left[key])}"
             yield f"{size} -> {wanted} ({where}) would {gain}"

@@ -1,0 +1,327 @@
+"""The Tensor Core report, and the view of products that it counts with."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from graphs import captured
+from torch import Tensor, nn
+
+from benchmarks.models import resnet18
+from mpcompile import Policy, compiled_plans, ir, mpcompile
+from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.inspect.tensor_cores import TensorCoreReport
+from mpcompile.padding import Product
+from mpcompile.products import product
+
+
+class Recommender(nn.Module):
+    """DLRM (Naumov et al., 2019): two towers, and the products of all pairs of 27 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(
+            nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 64)
+        )
+        self.tables = nn.ModuleList(nn.Embedding(50, 64) for _ in range(26))
+        self.top = nn.Sequential(
+            nn.Linear(64 + 27 * 13, 479), nn.ReLU(), nn.Linear(479, 367), nn.ReLU(),
+            nn.Linear(367, 1),
+        )  # fmt: skip
+
+    def forward(self, dense: Tensor, sparse: Tensor, target: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        tables = zip(self.tables, sparse.unbind(1), strict=True)
+        rows = torch.stack([x, *(table(index) for table, index in tables)], 1)
+        pairs = torch.bmm(rows, rows.transpose(1, 2))
+        first, second = torch.tril_indices(27, 27, -1).unbind(0)
+        out = self.top(torch.cat([x, pairs[:, first, second]], 1))
+        return F.binary_cross_entropy_with_logits(out.squeeze(1), target)
+
+
+class Detector(nn.Module):
+    """SSD's heads (Liu et al., 2016): 81 classes for each of 4 or 6 anchors, on three maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = (64, 4), (128, 6), (64, 4)
+        self.stem = nn.Conv2d(3, 64, 3, padding=1)
+        self.down = nn.ModuleList(
+            nn.Conv2d(i, o, 3, stride=2, padding=1) for i, o in ((64, 128), (128, 64))
+        )
+        self.classes = nn.ModuleList(nn.Conv2d(c, 81 * a, 3, padding=1) for c, a in heads)
+        self.boxes = nn.ModuleList(nn.Conv2d(c, 4 * a, 3, padding=1) for c, a in heads)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        maps = [self.stem(x).relu()]
+        for layer in self.down:
+            maps.append(layer(maps[-1]).relu())
+
+        def along(heads: nn.ModuleList, size: int) -> Tensor:
+            found = zip(heads, maps, strict=True)
+            each = [h(m).permute(0, 2, 3, 1).reshape(len(x), -1, size) for h, m in found]
+            return torch.cat(each, 1)
+
+        boxes = along(self.boxes, 4)
+        return F.cross_entropy(along(self.classes, 81).flatten(0, 1), target) + boxes.abs().mean()
+
+
+def report(model: nn.Module, *inputs: Tensor, **options: Any) -> TensorCoreReport:
+    options = {"pad": "always", "dtype": torch.float16, "loss_scale": 16.0, **options}
+    fast = mpcompile(model, emit="eager", strict=True, **options)
+    fast(*inputs).mean().backward()
+    (plan,) = compiled_plans(fast)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    return plan.tensor_cores
+
+
+def tokens(*size: int) -> Tensor:
+    return torch.randint(256, size)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_product_of_the_demo_is_aligned(level: str) -> None:
+    model = GPT(GPTConfig())
+    found = report(model, tokens(1, 128), tokens(1, 128), level=level)
+    assert found.share == found.share_before == 1
+    assert len(found.ops) == 4 * 5 + 1
+    assert found.advice == ()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_product_of_a_recommender_is_aligned(level: str) -> None:
+    sparse = torch.randint(50, (16, 26))
+    found = report(Recommender(), torch.randn(16, 13), sparse, torch.rand(16), level=level)
+    assert all(op.eligible for op in found.ops)
+    assert (found.share_before, found.share) == (0, 1)
+    assert_expected_inline(
+        str(found),
+        """""",
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_product_of_a_detector_is_aligned(level: str) -> None:
+    target = torch.randint(81, (4 * 20 * 20 + 6 * 10 * 10 + 4 * 5 * 5,))
+    found = report(Detector(), torch.randn(1, 3, 20, 20), target, level=level)
+    assert all(op.eligible for op in found.ops)
+    assert found.share_before < 0.2
+    assert found.share == 1
+    heads = [op for op in found.ops if op.module.startswith("classes")]
+    assert [op.before["out_channels"] for op in heads] == [324, 486, 324]
+    assert [op.after["out_channels"] for op in heads] == [328, 488, 328]
+
+
+def test_every_product_of_a_resnet_is_aligned() -> None:
+    found = report(resnet18(width=8, depth=1), torch.randn(2, 3, 32, 32), tokens(2))
+    stem, *rest = found.ops
+    assert (stem.before["in_channels"], stem.after["in_channels"]) == (3, 8)
+    assert all(op.eligible for op in found.ops)
+    assert all(op.before == op.after for op in rest[:-1])
+    assert found.share == 1
+    assert found.share_before < 0.6
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def tiny() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 21)), torch.randn(8, 13)
+
+
+def test_shares_are_of_flops() -> None:
+    model, x = tiny()
+    found = report(model, x)
+    first, second = found.ops
+    assert (first.flops, second.flops) == (2 * 8 * 13 * 16, 2 * 8 * 16 * 21)
+    assert found.share_before == 0
+    kept = report(*tiny(), pad="never")
+    assert kept.share == 0
+    assert [op.reason for op in kept.ops] == ["pad='never'"] * 2
+
+
+def test_what_runs_in_fp32_is_not_eligible() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 48))
+    found = report(model, torch.randn(8, 16), policy=Policy(modules={"^1$": "fp32"}))
+    assert [op.eligible for op in found.ops] == [True, False]
+    assert found.share == found.share_before == 0.25
+    assert found.ops[1].reason.startswith("runs in FP32: ")
+    assert found.advice == ()
+
+
+def test_a_graph_without_products() -> None:
+    found = TensorCoreReport()
+    assert (found.share_before, found.share) == (1, 1)
+    assert str(found) == "Tensor Cores: no matrix product here"
+
+
+def test_advice_names_the_size_where_it_is_set_and_what_it_costs() -> None:
+    assert (
+        report(*tiny()).advice
+        == (
+            "13 -> 16 (k of 0) would save one pad",
+            "21 -> 24 (n of 2) would save one slice",
+        )[::-1]
+    )
+    (left, *_) = report(*tiny(), pad="never").advice
+    assert left == "21 -> 24 (n of 2) would align 5.4 kFLOP"
+
+
+def test_the_plan_holds_it_as_text_and_as_json(tmp_path: Path) -> None:
+    model, x = tiny()
+    fast = mpcompile(
+        model, dtype=torch.float16, emit="eager", pad="always", dump=tmp_path, strict=True
+    )
+    fast(x)
+    (plan,) = compiled_plans(fast)
+    assert str(plan).endswith(str(plan.tensor_cores))
+    data = plan.to_dict()["tensor_cores"]
+    data = json.loads(json.dumps(data))
+    assert (data["share_before"], data["share"]) == (0, 1)
+    first = data["ops"][0]
+    assert (first["op"], first["module"], first["kind"]) == ("aten::linear", "0", "gemm")
+    assert first["before"] == {"batch": 1, "m": 8, "n": 16, "k": 13}
+    assert first["after"] == {"batch": 1, "m": 8, "n": 16, "k": 16}
+    (file,) = tmp_path.rglob("plan.json")
+    assert json.loads(file.read_text())["tensor_cores"] == data
+
+
+def test_a_symbolic_size_is_text_and_counts_as_it_was_traced() -> None:
+    model, _ = tiny()
+    x = torch.randn(24, 13)
+    torch._dynamo.mark_dynamic(x, 0)
+    first, _second = report(model, x).ops
+    assert first.flops == 2 * 24 * 13 * 16
+    assert isinstance(first.before["m"], str)
+    assert first.after["m"] != first.before["m"]
+
+
+# -- the view of products --------------------------------------------------------------------------
+
+
+def only(program: Any, *inputs: Tensor, **options: Any) -> Product:
+    found = [p for n in captured(program, *inputs, **options).graph.nodes if (p := product(n))]
+    (one,) = found
+    return one
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(size)
+
+
+GEMMS: dict[str, tuple[Any, tuple[Tensor, ...], dict[str, int]]] = {
+    "linear": (
+        F.linear, (randn(2, 3, 5), randn(7, 5), randn(7)), {"batch": 1, "m": 6, "n": 7, "k": 5},
+    ),
+    "mm": (torch.mm, (randn(3, 5), randn(5, 7)), {"batch": 1, "m": 3, "n": 7, "k": 5}),
+    "addmm": (
+        torch.addmm, (randn(7), randn(3, 5), randn(5, 7)), {"batch": 1, "m": 3, "n": 7, "k": 5},
+    ),
+    "bmm": (torch.bmm, (randn(2, 3, 5), randn(2, 5, 7)), {"batch": 2, "m": 3, "n": 7, "k": 5}),
+    "baddbmm": (
+        torch.baddbmm, (randn(3, 1), randn(2, 3, 5), randn(2, 5, 7)),
+        {"batch": 2, "m": 3, "n": 7, "k": 5},
+    ),
+    "addbmm": (
+        torch.addbmm, (randn(3, 7), randn(2, 3, 5), randn(2, 5, 7)),
+        {"batch": 1, "m": 3, "n": 7, "k": 10},
+    ),
+    "matmul": (
+        torch.matmul, (randn(4, 1, 3, 5), randn(2, 5, 7)), {"batch": 8, "m": 3, "n": 7, "k": 5},
+    ),
+    "einsum": (
+        lambda a, b: torch.einsum("bthd,bshd->bhts", a, b), (randn(2, 3, 4, 5), randn(2, 7, 4, 5)),
+        {"batch": 8, "m": 3, "n": 7, "k": 5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_dims_of_matrix_products(name: str) -> None:
+    program, inputs, dims = GEMMS[name]
+    found = only(program, *inputs)
+    assert (found.kind, found.measured()) == ("gemm", dims)
+    assert found.flops() == 2 * dims["batch"] * dims["m"] * dims["n"] * dims["k"]
+    assert found.strides == ("n", "k")
+    assert found.rows == ("m",)
+
+
+def test_what_is_added_carries_the_labels_that_it_has() -> None:
+    labels = only(torch.baddbmm, randn(3, 1), randn(2, 3, 5), randn(2, 5, 7)).operands
+    assert labels[0,] == ("m", None)
+    assert only(F.linear, randn(2, 5), randn(7, 5), randn(7)).operands[2,] == ("n",)
+
+
+CONVOLUTIONS: dict[str, tuple[nn.Module, Tensor, tuple[int, ...]]] = {
+    # batch, positions, channels in and out, kernel, groups
+    "1d": (nn.Conv1d(3, 5, 2), randn(2, 3, 9), (2, 8, 3, 5, 2, 1)),
+    "2d": (
+        nn.Conv2d(3, 5, (2, 3), stride=2, padding=1), randn(2, 3, 9, 7), (2, 20, 3, 5, 6, 1),
+    ),
+    "3d": (nn.Conv3d(3, 5, 2), randn(2, 3, 4, 3, 3), (2, 12, 3, 5, 8, 1)),
+    "no batch": (nn.Conv2d(3, 5, 3), randn(3, 9, 7), (1, 35, 3, 5, 9, 1)),
+    "groups": (nn.Conv2d(6, 9, 3, groups=3), randn(2, 6, 5, 5), (2, 9, 2, 3, 9, 3)),
+    "transposed": (nn.ConvTranspose2d(3, 5, 2, stride=2), randn(2, 3, 4, 4), (2, 16, 3, 5, 4, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_dims_of_convolutions(name: str) -> None:
+    layer, x, dims = CONVOLUTIONS[name]
+    found = only(layer, x)
+    assert found.kind == "conv"
+    assert tuple(found.measured().values()) == dims
+    assert found.flops() == 2 * math.prod(dims)
+    assert found.strides == ("in_channels", "out_channels")
+    assert found.rows == ()
+    assert bool(found.fixed) == (name == "groups")
+
+
+def test_dims_of_attention() -> None:
+    found = only(
+        F.scaled_dot_product_attention, randn(2, 3, 5, 20), randn(2, 3, 7, 20), randn(2, 3, 7, 9)
+    )
+    assert found.measured() == {"batch": 6, "queries": 5, "keys": 7, "head": 20, "value_head": 9}
+    assert found.flops() == 2 * 6 * 5 * 7 * (20 + 9)
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_dims_of_recurrent_layers(kind: Any, gates: int, directions: int) -> None:
+    layer = kind(13, 16, num_layers=2, bidirectional=directions == 2)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        found = only(lambda x: layer(x)[0], randn(5, 3, 13))
+    dims = found.measured()
+    assert {dims[x] for x in ("input", "hidden", "gates", "steps")} == {13, 16, gates, 15}
+    first, second = 13 + 16, 16 * directions + 16
+    assert found.flops() == 2 * 15 * directions * gates * 16 * (first + second)
+    assert found.fixed.keys() == {"hidden"}
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs"),
+    [
+        (torch.mv, (randn(3, 5), randn(5))),
+        (torch.dot, (randn(5), randn(5))),
+        (torch.matmul, (randn(5), randn(5, 7))),
+        (torch.mul, (randn(5), randn(5))),
+        (lambda a, b: torch.einsum("ij,ij->i", a, b), (randn(3, 5), randn(3, 5))),
+    ],
+)
+def test_what_is_bound_by_memory_is_no_product(program: Any, inputs: tuple[Tensor, ...]) -> None:
+    assert not [n for n in captured(program, *inputs).graph.nodes if product(n)]
+
+
+def test_only_operators_are_products() -> None:
+    graph = captured(F.linear, randn(2, 3), randn(5, 3)).graph
+    assert [ir.op_name(n) for n in graph.nodes if product(n)] == ["aten::linear"]
