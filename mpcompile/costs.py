@@ -16,8 +16,10 @@ cast     What no fusion absorbs, 6 bytes an element and a kernel's launch: from 
          it is free, down it rounds, which counts a sixteenth of a byte an element: enough to break
          a tie.
 
-Numerical risk at O1 is no number: a FOLLOW operator that does arithmetic on an FP32 value is FULL
-(an accumulating path stays FP32), whatever it costs.
+Numerical risk is no number. At O1 a FOLLOW operator that does arithmetic on an FP32 value is FULL
+(an accumulating path stays FP32), whatever it costs; and what the backward reads doesn't count, for
+it reads what the forward stored and computes the rest again. At O2 an operator is FULL that reads
+only what a guard or the user wants in FP32: its range is unknown.
 
 All costs are whole numbers, in sixteenths of a byte.
 """
@@ -66,12 +68,22 @@ class Costs:
     full: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How the result of an FP32 operator is stored at O2: an item of its own, between the two."""
+
+    node: fx.Node
+
+
+Item = fx.Node | Stored
+
+
 class Objective:
-    """The costs of one graph, for the nodes that are to be decided.
+    """The costs of one graph, for what is to be decided in it.
 
     Attributes:
-        open: the nodes to decide, in program order.
-        terms: node -> its own costs.
+        open: the nodes to decide, in program order, then how results are stored.
+        terms: item -> its own costs.
         pairs: (operand, reader) -> (cost if only the operand is LOW, if only the reader is). A
             node that is decided already stands in pairs, too.
     """
@@ -79,12 +91,15 @@ class Objective:
     def __init__(self, graph: fx.Graph, config: Config) -> None:
         self.config = config
         self.launch = _launch(config)
-        self.open = [n for n in graph.nodes if self._is_open(n)]
+        nodes = [n for n in graph.nodes if self._is_open(n)]
+        self._follow = {n for n in nodes if ir.precision(n) is FOLLOW}
+        self._stored = {n: Stored(n) for n in graph.nodes if self._may_be_stored_low(n)}
+        self.open: list[Item] = [*nodes, *self._stored.values()]
         self._members = set(self.open)
-        self._follow = {n for n in self.open if ir.precision(n) is FOLLOW}
+        self._wide = self._find_wide(graph)
         self._apart = {n: _is_apart(n) for n in graph.nodes}
         self._levels = self._find_levels(graph)
-        self.terms = {node: self._own(node) for node in self.open}
+        self.terms = {item: self._own(item) for item in self.open}
         self.pairs = self._pairs(graph)
 
     # -- which nodes ------------------------------------------------------------------------------
@@ -99,9 +114,32 @@ class Objective:
             and self._seconds(node) is not None
         )
 
-    def is_low(self, node: fx.Node) -> bool | None:
-        """A node's label where it is decided, or None."""
-        return None if node in self._members else ir.precision(node) is LOW
+    def _may_be_stored_low(self, node: fx.Node) -> bool:
+        """FP32 inside, low in and out: O2's norms and softmax, and what is looked up in a table."""
+        wide = ir.precision(node) is FULL and ir.mark(node).rule == "table"
+        looked_up = ir.precision(node) is FOLLOW and ir.kind(node) is ops.Kind.MOVE
+        storable = looked_up or (wide and ir.op_name(node) in ops.STORED_LOW)
+        return self.config.level is Level.O2 and storable and ir.was_f32(node)
+
+    def _find_wide(self, graph: fx.Graph) -> set[fx.Node]:
+        """What is computed from nothing but values that somebody wants in FP32 (a guard, the user,
+        a `.float()`): they may have any magnitude.
+        """
+        wide: set[fx.Node] = set()
+        for node in graph.nodes:
+            pinned = ir.precision(node) is FULL and ir.mark(node).rule not in ("table", "kernel")
+            if pinned or ir.precision(node) is KEEP:
+                wide.add(node)
+            elif node in self._follow and (operands := counted_operands(node)):
+                if all(operand in wide for operand in operands):
+                    wide.add(node)
+        return wide
+
+    def is_low(self, item: Item) -> bool | None:
+        """An item's label where it is decided, or None."""
+        if item in self._members or isinstance(item, Stored):
+            return None
+        return ir.precision(item) is LOW
 
     def milliseconds(self, cost: int) -> str:
         """A cost that stands for time, as time."""
@@ -129,8 +167,9 @@ class Objective:
 
     # -- costs of a node --------------------------------------------------------------------------
 
-    def _own(self, node: fx.Node) -> Costs:
+    def _own(self, item: Item) -> Costs:
         costs = Costs()
+        node = item.node if isinstance(item, Stored) else item
         if ir.kind(node) is ops.Kind.VIEW:
             # Where a cast may stand before or behind a view, it stands before: once for all views.
             costs.full["view"] = _numel(node) // 2 if self._views_full(node) else 1
@@ -138,8 +177,11 @@ class Objective:
         if (times := self._seconds(node)) is not None:
             costs.low["time"], costs.full["time"] = (self._as_bytes(s) for s in times)
             costs.low["weights"] = sum(self._weight(n) for n in _weights(node, self.config))
-        if stored := self._times_stored(node):
+        apart = node in self._stored and not isinstance(item, Stored)
+        if not apart and (stored := self._times_stored(node)):
             costs.full["stored"] = 2 * UNIT * _numel(node) * stored
+        if isinstance(item, Stored):
+            return costs
         if self.config.level is Level.O1 and ir.precision(node) is FOLLOW:
             if not counted_operands(node):
                 costs.low["no operand"] = NEVER
@@ -151,35 +193,39 @@ class Objective:
     def _times_stored(self, node: fx.Node) -> int:
         """How often FP32 would be written or read where the low dtype could be."""
         reads = 0
+        keeps = self.config.level is Level.O2  # in no_grad, too: evaluation rounds as training does
         for reader in _readers(node):
             if reader.op == "output" or self.is_low(reader):
                 continue
             if self._leaves(node, reader) and not (self._apart[reader] and not self._apart[node]):
                 reads += 1
-            if ir.requires_grad(reader) and _keeps_operand(reader):
+            if keeps and _keeps_operand(reader):
                 reads += 1
-        if ir.requires_grad(node) and ir.op_name(node) in _KEEPS_RESULT:
+        if keeps and ir.op_name(node) in _KEEPS_RESULT:
             reads += 1
         return reads + 1 if reads else 0
 
     def _views_full(self, node: fx.Node) -> bool:
         """Whether it is a view of something that is FP32 in any case."""
-        if not _is_view(node):
-            return False
-        while _is_view(node):
-            node = node.all_input_nodes[0]
-        return self.is_low(node) is False
+        return _is_view(node) and self.is_low(_root(node)) is False
 
     # -- costs of an edge -------------------------------------------------------------------------
 
-    def _pairs(self, graph: fx.Graph) -> dict[tuple[fx.Node, fx.Node], tuple[int, int]]:
-        pairs: dict[tuple[fx.Node, fx.Node], tuple[int, int]] = {}
+    def _pairs(self, graph: fx.Graph) -> dict[tuple[Item, Item], tuple[int, int]]:
+        pairs: dict[tuple[Item, Item], tuple[int, int]] = {
+            (node, stored): (0, _numel(node)) for node, stored in self._stored.items()
+        }
         for reader in graph.nodes:
             counted = self.forced_by(reader)
             for operand in _read_by(reader):
-                if operand in self._members or reader in self._members:
+                shown = self._stored.get(operand, operand)
+                if shown in self._members or reader in self._members:
                     up, down = self._casts(operand, reader)
-                    pairs[operand, reader] = up, NEVER if operand in counted else down
+                    pairs[shown, reader] = up, NEVER if operand in counted else down
+            for operand in map(_root, counted):  # rounding a view of it would not change that
+                if operand in self._members or reader in self._members:
+                    up, _ = pairs.get((operand, reader), (0, 0))
+                    pairs[operand, reader] = up, NEVER
         return pairs
 
     def forced_by(self, node: fx.Node) -> list[fx.Node]:
@@ -188,9 +234,11 @@ class Objective:
             return []
         if ir.kind(node) is ops.Kind.MOVE:  # it would cast all of a table to look up some rows
             return _read_by(node)
-        if ir.kind(node) is ops.Kind.VIEW or self.config.level is not Level.O1:
+        if ir.kind(node) is ops.Kind.VIEW:
             return []
-        return counted_operands(node)
+        if self.config.level is Level.O1:
+            return counted_operands(node)
+        return counted_operands(node) if node in self._wide else []
 
     def _casts(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
         """What it costs if the two differ: to cast up for the reader, and to cast down."""
@@ -273,6 +321,13 @@ def _is_view(node: fx.Node) -> bool:
     return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is ops.Kind.VIEW
 
 
+def _root(node: fx.Node) -> fx.Node:
+    """What a view shows."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _is_apart(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own."""
     if node.op in ("placeholder", "get_attr", "output"):
@@ -297,9 +352,7 @@ def _weights(node: fx.Node, config: Config) -> list[fx.Node]:
     inputs = node.graph.find_nodes(op="placeholder")
     found = []
     for operand in _read_by(node):
-        source = operand
-        while _is_view(source):
-            source = source.all_input_nodes[0]
+        source = _root(operand)
         if ir.is_parameter(source) and inputs.index(source) not in config.copied:
             found.append(source)
     return found

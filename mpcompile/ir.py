@@ -116,6 +116,15 @@ def is_mutable(node: fx.Node) -> bool:
     return "mp_mutable" in node.meta
 
 
+def set_stored_low(node: fx.Node) -> None:
+    """Note that the node's FP32 result is rounded to the low dtype where it is made."""
+    node.meta["mp_stored_low"] = True
+
+
+def is_stored_low(node: fx.Node) -> bool:
+    return "mp_stored_low" in node.meta
+
+
 def set_costs(node: fx.Node, value: dict[str, dict[str, int]]) -> None:
     """Note what either precision would cost: "low", "full" -> term -> bytes of traffic."""
     node.meta["mp_costs"] = value

@@ -215,6 +215,10 @@ MASK_ARGS: dict[str, frozenset[int]] = {
     "aten::addmm": frozenset({0}),
 }
 
+# FP32 inside, low at input and output (Paddle's O2 has norms so): what they give keeps the
+# magnitude of what they read, or less, so it may be stored low.
+STORED_LOW = keys("layer_norm rms_norm _fused_rms_norm group_norm softmax _softmax _safe_softmax")
+
 # Elementwise operators that promote their operands by themselves, so that a 0-d FP32 operand (a
 # learned temperature) may stay FP32 beside a low one, as type promotion has it.
 PROMOTES = keys("add sub rsub mul div where minimum maximum true_divide")

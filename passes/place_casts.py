@@ -11,6 +11,9 @@ with. One cast per value and dtype, right behind its producer: there it runs und
 value was made in (a cast inside a later no_grad region would cut the gradient), and the compiler
 below fuses it wherever it likes. A value whose memory is written in place is cast anew at each use.
 
+What the plan stores low is cast down once, and up again for each reader in FP32: they read two
+bytes an element, and so does the backward.
+
 An additive attention mask is clamped into the low range by its cast (`-3.4e38` would become `-inf`
 and a fully masked row NaN); a true `-inf` stays.
 """
@@ -94,9 +97,9 @@ class _Placer:
         output.args = (tuple(results),)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, masked: bool) -> fx.Node:
-        current = ir.tensor(value)
-        assert current is not None
-        if current.dtype == dtype:
+        if ir.is_stored_low(value) and dtype is torch.float32:
+            value = self._cast(value, ir.mark(value).low, user, masked=False)
+        if ir.dtype(value) == dtype:
             return value
         if ir.is_mutable(value):
             return self._insert(value, dtype, user, before=user, masked=masked)

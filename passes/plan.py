@@ -23,7 +23,7 @@ from __future__ import annotations
 from torch import fx
 
 from mpcompile import ir, ops
-from mpcompile.costs import UNIT, Costs, Objective
+from mpcompile.costs import UNIT, Costs, Item, Objective, Stored
 from mpcompile.cut import NEVER, minimum_cut
 from mpcompile.policy import Config, Level, Precision
 
@@ -35,7 +35,12 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
         _lower_everything(gm.graph, config)
         return False
     objective = Objective(gm.graph, config)
-    for node, low in _best(objective).items():
+    for item, low in _best(objective).items():
+        if isinstance(item, Stored):
+            if low:
+                _store_low(objective, item.node)
+            continue
+        node = item
         ir.set_costs(node, _shown(objective.terms[node]))
         if ir.precision(node) is FOLLOW or not low:
             reason = _reason(objective, node, low)
@@ -43,11 +48,11 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
     return False
 
 
-def _best(objective: Objective) -> dict[fx.Node, bool]:
-    """Which of the open nodes are LOW at the least total cost."""
-    number = {node: i for i, node in enumerate(objective.open)}
-    low = [sum(objective.terms[node].low.values()) for node in objective.open]
-    full = [sum(objective.terms[node].full.values()) for node in objective.open]
+def _best(objective: Objective) -> dict[Item, bool]:
+    """Which of the open items are LOW at the least total cost."""
+    number = {item: i for i, item in enumerate(objective.open)}
+    low = [sum(objective.terms[item].low.values()) for item in objective.open]
+    full = [sum(objective.terms[item].full.values()) for item in objective.open]
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
         a, b = number.get(operand), number.get(reader)
@@ -62,6 +67,13 @@ def _best(objective: Objective) -> dict[fx.Node, bool]:
                 operand_low if objective.is_low(operand) else reader_low
             )
     return dict(zip(objective.open, minimum_cut(low, full, pairs), strict=True))
+
+
+def _store_low(objective: Objective, node: fx.Node) -> None:
+    saved = _bytes_text(objective.terms[Stored(node)].full.get("stored", 0))
+    reason = f"{ir.mark(node).reason}; its result is stored low, {saved} less traffic"
+    ir.set_stored_low(node)
+    ir.remark(node, reason=reason)
 
 
 def _reason(objective: Objective, node: fx.Node, low: bool) -> str:

@@ -108,6 +108,8 @@ def test_a_plan_prints_a_line_a_node() -> None:
     model(torch.randn(4, 8))
     (plan,) = compiled_plans(model)
     text = str(plan).splitlines()
-    assert len(text) == 1 + len(plan.nodes)
+    report = str(plan.tensor_cores).splitlines()
+    assert len(text) == 1 + len(plan.nodes) + len(report)
+    assert text[-len(report) :] == report
     assert text[0].startswith("O1 float16 on cpu: ")
     assert any("softmax" in line and "FULL" in line and "exponentials" in line for line in text)
