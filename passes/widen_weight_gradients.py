@@ -35,11 +35,13 @@ UPCAST = torch.ops.prims.convert_element_type.default
 GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 ADD = aten.add.Tensor
-# slice: Inductor pads the operands of a GEMM and cuts the result
+# slice: Inductor pads the operands of a GEMM and cuts the result;
+# constant_pad_nd, by negative amounts: the backward of a weight that was padded
 VIEWS = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default,
     aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.clone.default,
+    aten.squeeze.dims, aten.slice.Tensor, aten.constant_pad_nd.default,
+    aten.clone.default,
 )  # fmt: skip
 
 

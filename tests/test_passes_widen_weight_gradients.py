@@ -218,6 +218,36 @@ return permute_3, view_3
     )
 
 
+def test_a_padded_weight() -> None:
+    """What is cut off its gradient is a negative pad."""
+
+    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+        y = F.linear(x, F.pad(w.half(), [0, 1, 0, 2]), F.pad(b.half(), [0, 2]))
+        return torch.autograd.grad(y, (w, b), tangents)
+
+    inputs = weight(6, 7), weight(6), torch.randn(4, 8).half(), torch.randn(4, 8).half()
+    joint = Joint(program, *inputs)
+    joint.run_twice()
+    assert_expected_inline(
+        joint.text,
+        """\
+w_1: f32[6, 7] = input
+b_1: f32[6] = input
+x_1: f16[4, 8] = input
+tangents_1: f16[4, 8] = input
+permute_1: f16[8, 4] = permute(tangents_1, [1, 0])
+mm: f32[8, 8] = mm(permute_1, x_1, f32)
+permute_2: f32[8, 8] = permute(mm, [1, 0])
+sum_1: f32[1, 8] = sum(tangents_1, [0], True, dtype=f32)
+view: f32[8] = view(sum_1, [8])
+permute_3: f32[8, 8] = permute(permute_2, [1, 0])
+constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])
+constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])
+return constant_pad_nd_3, constant_pad_nd_2
+""",
+    )
+
+
 def test_a_weight_used_twice() -> None:
     """The sum over its uses is in FP32 too; the gradient between them stays as it was."""
 
@@ -372,6 +402,24 @@ def test_every_parameter_of_a_compiled_model() -> None:
     fast = mpcompile(net, dtype=torch.float16, options={"joint_custom_post_pass": look})
     fast(torch.randn(5, 8)).sum().backward()
     assert found == [(True, 2, 2)]
+
+
+def test_every_padded_parameter_of_a_compiled_model() -> None:
+    found: list[bool] = []
+
+    def look(graph: fx.Graph) -> None:
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        widen_weight_gradients(on("cuda", copy))
+        cuts = copy.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+        found.extend(n.meta["val"].dtype is torch.float32 for n in cuts if min(n.args[1]) < 0)
+
+    net = nn.Sequential(nn.Linear(13, 21), nn.GELU(), nn.Linear(21, 3))
+    fast = mpcompile(
+        net, dtype=torch.float16, pad="always", options={"joint_custom_post_pass": look}
+    )
+    fast(torch.randn(8, 13)).sum().backward()
+    assert found == [True] * 4
 
 
 @pytest.mark.parametrize("factor", ["number", "tensor"])
