@@ -1,4 +1,4 @@
-"""Library operators that carry loss scaling through a graph.
+"""Library operators: those that carry loss scaling through a graph, and a softmax of O2's.
 
 Registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache accepts
 them (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd over an
@@ -69,5 +69,37 @@ def _unscale_grad(x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor) -> 
     return _UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
 
 
+_LIBRARY.define("softmax_low(Tensor x, int dim, ScalarType dtype, bool safe) -> Tensor")
+
+
+class _SoftmaxLow(torch.autograd.Function):
+    """softmax(x) computed in x's dtype and rounded to `dtype`; the backward reads what it gave.
+
+    dx = p * (g - sum(p * g)),  p the rounded result, in x's dtype
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool
+    ) -> torch.Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        softmax = torch.ops.aten._safe_softmax if safe else torch.softmax
+        result: torch.Tensor = softmax(x, dim).to(dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (result,) = ctx.saved_tensors
+        p, grad = result.to(ctx.dtype), grads[0].to(ctx.dtype)
+        return p * (grad - (p * grad).sum(ctx.dim, keepdim=True)), None, None, None
+
+
+def _softmax_low(x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool) -> torch.Tensor:
+    return _SoftmaxLow.apply(x, dim, dtype, safe)  # type: ignore[no-untyped-call,no-any-return]
+
+
+_LIBRARY.impl("softmax_low", _softmax_low, "CompositeImplicitAutograd")
 _LIBRARY.impl("scale_grad", _scale_grad, "CompositeImplicitAutograd")
 _LIBRARY.impl("unscale_grad", _unscale_grad, "CompositeImplicitAutograd")

@@ -22,6 +22,7 @@ from .passes.functionalize import functionalize
 from .passes.fuse_head import fuse_head
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
+from .passes.narrow_softmax import narrow_softmax
 from .passes.outline import outline
 from .passes.pad import pad
 from .passes.place_casts import place_casts
@@ -44,6 +45,7 @@ PASSES: tuple[Pass, ...] = (
     expand_attention,  # the decision is made; place_casts sees the products
     fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
+    narrow_softmax,  # where a cast rounds its result
     pad,  # what a dimension of a product ought to be; casts are in place, so pads go behind them
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # what the casts of parameters read; their gradients leave scaled
