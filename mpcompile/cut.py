@@ -48,8 +48,9 @@ def minimum_cut(
     network.add_nodes_from(i for i, known in enumerate(label) if known is None)
     for (a, b), (a_low, b_low) in pairs.items():
         if label[a] is None and label[b] is None:
-            network.add_edge(a, b, capacity=b_low)
-            network.add_edge(b, a, capacity=a_low)
+            for tail, head, cost in ((a, b, b_low), (b, a, a_low)):
+                both = network.get_edge_data(tail, head, {"capacity": 0})  # (b, a) may stand, too
+                network.add_edge(tail, head, capacity=both["capacity"] + cost)
     for part in list(nx.weakly_connected_components(network)):
         lowered = _low_side(network.subgraph(part).copy(), costs)
         for item in part:
