@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -87,7 +88,8 @@ class WorkingCopy:
         if shape is None or tuple(shape) == tuple(master.shape):
             self.stored = torch.empty_like(master, dtype=dtype, requires_grad=False)
         else:
-            self.stored = torch.zeros(shape, dtype=dtype, device=master.device)
+            stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
+            self.stored = stored.contiguous(memory_format=suggest_memory_format(master))
         self.tensor = self.real_part(self.stored, master)
         self.scale: LossScale | None = None
         self._seen: tuple[int, int] | None = None
@@ -333,8 +335,10 @@ class _ReadCopies(torch.autograd.Function):
             if grad is None:
                 results.append(None)
                 continue
-            # Without its padding, in memory of its own: autograd keeps such a gradient as it is.
-            grad = copy.real_part(grad, master).contiguous() if copy.is_padded else grad
+            if copy.is_padded:
+                # Laid out as the parameter is: autograd keeps such a gradient as it is.
+                format_ = suggest_memory_format(master)
+                grad = copy.real_part(grad, master).contiguous(memory_format=format_)
             if ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
                 results.append(copy.contribute(grad) if ctx.used is not None else grad)
             else:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
@@ -53,7 +54,12 @@ def _read(
     with ir.fake_mode(graph):
         value = torch.empty_like(ir.value(like))
         if stored is not None and stored != tuple(value.shape):
-            value = torch.empty(stored, dtype=value.dtype, device=value.device)
+            value = torch.empty(
+                stored,
+                dtype=value.dtype,
+                device=value.device,
+                memory_format=suggest_memory_format(ir.value(node)),
+            )
     real = ir.value(node)
     if len(casts) == len(node.users):
         copy = node
