@@ -11,7 +11,8 @@ time     What the device profile predicts for a product in either dtype, forward
          counted in the bytes that memory moves meanwhile. Without a profile products stay LOW.
 weights  A LOW product casts its FP32 weights (6 bytes an element) and their gradients back (4);
          nothing where it reads a working copy.
-cast     What no fusion absorbs, 6 bytes an element and a kernel's launch: from an input or a
+cast     Where one reader's kernel can't cast, a second copy: written, in place of what the other
+         readers share. What no fusion absorbs, 6 bytes an element and a launch: from an input or a
          product straight into a product. Any other cast rides in a kernel that runs anyway: up
          it is free, down it rounds, which counts a sixteenth of a byte an element: enough to break
          a tie.
@@ -245,6 +246,10 @@ class Objective:
         elements = _numel(operand)
         if ir.is_parameter(operand) or ir.is_constant(operand):
             return 0, 0  # counted by the product that reads it; a kernel reads a vector as it is
+        if self._absorbs_below(operand) and self._apart[reader]:
+            # The operand's kernel writes a copy for this reader, beside what it stores for others.
+            again = 2 * UNIT * elements if self._times_stored(operand) else 0
+            return 2 * again, again + elements
         if self._absorbs_below(operand) or self._absorbs_above(reader):
             # What shows FP32 memory is not rounded for the sake of one reader among others.
             return 3 * elements // 4 if self._views_full(operand) else 0, elements
@@ -426,4 +431,5 @@ def _written_out(
         return None
     # The scores are written and read twice forward, and once more with their gradients backward.
     traffic = 2 * (4 + 6 * backward) * batch * queries * keys
-    return sum(filter(None, products)) + traffic / profile.bandwidth
+    kernels = 2 + 2 * backward  # the softmax, and copies of what the products read transposed
+    return sum(filter(None, products)) + traffic / profile.bandwidth + kernels * profile.launch
