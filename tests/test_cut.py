@@ -124,12 +124,15 @@ def test_a_long_chain_is_decided_from_its_ends() -> None:
 
 def test_parts_that_nothing_joins() -> None:
     """Each has a best label of its own, and a cycle inside that is decided only as a whole."""
-    low, full, pairs, expected = [], [], {}, []
+    low: list[int] = []
+    full: list[int] = []
+    pairs: Pairs = {}
+    expected: list[bool] = []
     for start, wanted in ((0, True), (3, False), (6, True)):
         low += [4, 0, 0] if wanted else [5, 0, 0]
         full += [0, 0, 5] if wanted else [0, 0, 4]
         ring = [start, start + 1, start + 2]
-        pairs |= {(a, b): (9, 9) for a, b in zip(ring, [*ring[1:], start], strict=True)}
+        pairs |= dict.fromkeys(zip(ring, [*ring[1:], start], strict=True), (9, 9))
         expected += [wanted] * 3
     assert minimum_cut(low, full, pairs) == expected
 
