@@ -1,13 +1,20 @@
-"""Padding is exact: every kind of product and of chain, over odd sizes, forward and backward."""
+"""Padding is exact: every kind of product and of chain, over odd sizes, forward and backward.
+
+Here a few sizes of each are drawn. Many of them, at O1 and O2:
+
+    pytest -m whole tests/test_padding.py -n 2        (about 20 minutes on 2 cores)
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exact import assert_exact
+from exact import InFP64, assert_exact, results
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,12 +24,32 @@ from mpcompile import ir
 SIZES = st.integers(1, 67)
 FEW = st.integers(1, 19)
 EXAMPLES = settings(
-    max_examples=12,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking recompiles for minutes
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+    suppress_health_check=list(HealthCheck),
 )
+
+
+def drawn(few: int, many: int = 100, **strategies: Any) -> Callable[[Any], Any]:
+    """A test of a property: on `few` examples by default, on `many` in the whole run."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        def test(examples: int, **given_: Any) -> None:
+            def one(**drawn_: Any) -> None:
+                check(**drawn_, **given_)
+
+            settings(EXAMPLES, max_examples=examples)(given(**strategies)(one))()
+
+        rest = [p for n, p in inspect.signature(check).parameters.items() if n not in strategies]
+        examples = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([examples, *rest])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        test.__dict__.update(check.__dict__)
+        marks = [pytest.mark.whole, pytest.mark.timeout(1800)]
+        return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=marks)])(test)
+
+    return decorate
 
 
 def all_aligned(program: Any, *inputs: Any, **options: Any) -> None:
@@ -39,20 +66,17 @@ def all_aligned(program: Any, *inputs: Any, **options: Any) -> None:
 # -- each kind of product --------------------------------------------------------------------------
 
 
-@EXAMPLES
-@given(SIZES, SIZES, SIZES, st.booleans())
+@drawn(4, m=SIZES, n=SIZES, k=SIZES, bias=st.booleans())
 def test_linear(m: int, n: int, k: int, bias: bool) -> None:
     all_aligned(nn.Linear(k, n, bias), torch.randn(m, k))
 
 
-@EXAMPLES
-@given(FEW, FEW, SIZES, SIZES)
+@drawn(3, b=FEW, m=FEW, n=SIZES, k=SIZES)
 def test_linear_over_batches(b: int, m: int, n: int, k: int) -> None:
     all_aligned(nn.Linear(k, n), torch.randn(b, m, k))
 
 
-@EXAMPLES
-@given(SIZES, SIZES, SIZES)
+@drawn(3, m=SIZES, n=SIZES, k=SIZES)
 def test_mm_and_addmm(m: int, n: int, k: int) -> None:
     def program(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
         return a.mm(b), torch.addmm(c, a, b, beta=0.5, alpha=2.0), torch.addmm(d, a, b)
@@ -60,8 +84,7 @@ def test_mm_and_addmm(m: int, n: int, k: int) -> None:
     all_aligned(program, torch.randn(m, k), torch.randn(k, n), torch.randn(n), torch.randn(m, 1))
 
 
-@EXAMPLES
-@given(FEW, SIZES, SIZES, SIZES)
+@drawn(3, b=FEW, m=SIZES, n=SIZES, k=SIZES)
 def test_bmm_baddbmm_and_addbmm(b: int, m: int, n: int, k: int) -> None:
     def program(x: Tensor, y: Tensor, c: Tensor) -> Any:
         return x.bmm(y), torch.baddbmm(c, x, y), torch.addbmm(c[0], x, y)
@@ -69,8 +92,8 @@ def test_bmm_baddbmm_and_addbmm(b: int, m: int, n: int, k: int) -> None:
     all_aligned(program, torch.randn(b, m, k), torch.randn(b, k, n), torch.randn(1, m, n))
 
 
-@EXAMPLES
-@given(FEW, SIZES, SIZES, SIZES, st.sampled_from(["2x3", "3x2", "4x3", "1x4"]))
+@pytest.mark.parametrize("ranks", ["2x3", "3x2", "4x3", "1x4"])
+@drawn(1, 25, b=FEW, m=SIZES, n=SIZES, k=SIZES)
 def test_matmul(b: int, m: int, n: int, k: int, ranks: str) -> None:
     left, right = {
         "2x3": ((m, k), (b, k, n)), "3x2": ((b, m, k), (k, n)),
@@ -79,9 +102,11 @@ def test_matmul(b: int, m: int, n: int, k: int, ranks: str) -> None:
     all_aligned(torch.matmul, torch.randn(left), torch.randn(right))
 
 
-@EXAMPLES
-@given(FEW, FEW, FEW, FEW, st.sampled_from([
-    "bik,bkj->bij", "ik,jk->ij", "bhid,bhjd->bhij", "bik,jk->bij", "kbi,bkj->jbi", "ibk,kbj->ij"]))  # fmt: skip
+@pytest.mark.parametrize(
+    "equation",
+    ["bik,bkj->bij", "ik,jk->ij", "bhid,bhjd->bhij", "bik,jk->bij", "kbi,bkj->jbi", "ibk,kbj->ij"],
+)
+@drawn(1, 25, b=FEW, i=FEW, j=FEW, k=FEW)
 def test_einsum(b: int, i: int, j: int, k: int, equation: str) -> None:
     sizes = {"b": b, "i": i, "j": j, "k": k, "h": 2, "d": k}
     left, right = equation.split("->")[0].split(",")
@@ -106,8 +131,7 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize(("kind", "rank"), CONVOLUTIONS)
-@settings(EXAMPLES, max_examples=6)
-@given(FEW, FEW, st.integers(1, 3), st.booleans(), st.booleans())
+@drawn(2, channels=FEW, out=FEW, batch=st.integers(1, 3), bias=st.booleans(), last=st.booleans())
 def test_convolutions(
     kind: Any, rank: int, channels: int, out: int, batch: int, bias: bool, last: bool
 ) -> None:
@@ -132,8 +156,7 @@ def test_a_grouped_convolution_says_why_not() -> None:
     assert "each group is a product alone" in found.reason
 
 
-@EXAMPLES
-@given(FEW, FEW, SIZES, SIZES, st.booleans(), st.booleans())
+@drawn(4, t=FEW, s=FEW, e=SIZES, v=SIZES, causal=st.booleans(), scale=st.booleans())
 def test_attention(t: int, s: int, e: int, v: int, causal: bool, scale: bool) -> None:
     def program(q: Tensor, k: Tensor, value: Tensor) -> Tensor:
         given = 0.3 if scale else None
@@ -143,8 +166,7 @@ def test_attention(t: int, s: int, e: int, v: int, causal: bool, scale: bool) ->
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@settings(EXAMPLES, max_examples=5)
-@given(SIZES, st.integers(1, 2), st.booleans(), st.booleans())
+@drawn(1, 50, width=SIZES, layers=st.integers(1, 2), both=st.booleans(), bias=st.booleans())
 def test_the_input_of_recurrent_layers(
     kind: Any, width: int, layers: int, both: bool, bias: bool
 ) -> None:
@@ -156,20 +178,21 @@ def test_the_input_of_recurrent_layers(
 # -- chains ----------------------------------------------------------------------------------------
 
 ACTIVATIONS = [
-    F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.softplus, torch.exp, torch.log, torch.rsqrt,
-    torch.reciprocal, torch.sqrt, lambda x: x.square() + 1, lambda x: x**3, lambda x: 1 / (1 + x * x),
-    lambda x: x.clamp(0.25, 1), lambda x: x * 0.5 - 3, lambda x: x.abs().log1p(), torch.cos,
-    lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: x - x.mean(-1, True),
-    lambda x: x / x.norm(dim=-1, keepdim=True), lambda x: x * x.sum(0), lambda x: torch.maximum(x, -x),
-    lambda x: x.masked_fill(x > 0, 2.0), lambda x: torch.where(x > 0, x, 1.0), lambda x: x.flip(-1),
-    lambda x: torch.cat([x, x], 0), lambda x: x.cumsum(-1), lambda x: F.dropout(x, 0.0),
+    F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.softplus, torch.exp, torch.log,
+    torch.rsqrt, torch.reciprocal, torch.sqrt, lambda x: x.square() + 1, lambda x: x**3,
+    lambda x: 1 / (1 + x * x), lambda x: x.clamp(0.25, 1), lambda x: x * 0.5 - 3,
+    lambda x: x.abs().log1p(), torch.cos, lambda x: F.softmax(x, -1),
+    lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: x - x.mean(-1, True),
+    lambda x: x / x.norm(dim=-1, keepdim=True), lambda x: x * x.sum(0),
+    lambda x: torch.maximum(x, -x), lambda x: x.masked_fill(x > 0, 2.0),
+    lambda x: torch.where(x > 0, x, 1.0), lambda x: x.flip(-1), lambda x: torch.cat([x, x], 0),
+    lambda x: x.cumsum(-1), lambda x: F.dropout(x, 0.0),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=range(len(ACTIVATIONS)))
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@settings(EXAMPLES, max_examples=3)
-@given(st.integers(1, 3), SIZES, SIZES, SIZES)
+@drawn(1, 25, b=st.integers(1, 3), i=SIZES, h=SIZES, o=SIZES)
 def test_linear_pointwise_linear(
     activation: Any, level: str, b: int, i: int, h: int, o: int
 ) -> None:
@@ -189,8 +212,7 @@ def test_linear_pointwise_linear(
     all_aligned(Chain(), 0.1 * torch.randn(b, 8, i), level=level)
 
 
-@settings(EXAMPLES, max_examples=8)
-@given(FEW, FEW, FEW, st.booleans())
+@drawn(2, channels=FEW, hidden=FEW, out=FEW, last=st.booleans())
 def test_conv_bias_relu_conv(channels: int, hidden: int, out: int, last: bool) -> None:
     net = nn.Sequential(nn.Conv2d(channels, hidden, 3), nn.ReLU(), nn.Conv2d(hidden, out, 3))
     x = torch.randn(2, channels, 7, 7)
@@ -286,36 +308,81 @@ def test_views_behind_a_padded_product() -> None:
 # -- symbolic sizes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_symbolic_rows_and_contraction_compile_once(level: str) -> None:
+class Scores(nn.Module):
     """Tokens are rows of the projections, and both sides of the scores."""
 
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(5, 7), nn.Linear(5, 7)
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(5, 7), nn.Linear(5, 7)
 
-        def forward(self, x: Tensor) -> Tensor:
-            scores = self.q(x) @ self.k(x).transpose(1, 2)
-            return torch.softmax(scores, -1) @ x
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        return torch.softmax(scores, -1) @ x
 
-    from exact import InFP64, results
 
-    model = Scores()
-    torch._dynamo.reset()
-    found = {}
+class Images(nn.Module):
+    """Any number of images of any height; their 3 channels are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(F.relu(self.first(x)))
+        return out
+
+
+class Sequences(nn.Module):
+    """Any number of tokens in heads of 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(13, 3 * 2 * 7), nn.Linear(14, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, 2, 7).transpose(1, 2) for y in self.qkv(x).split(14, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, 14))
+        return out
+
+
+SYMBOLIC: dict[str, tuple[type[nn.Module], Callable[[int, int], Tensor], tuple[int, int]]] = {
+    "rows and contraction": (Scores, lambda b, t: torch.randn(b, t, 5), (0, 1)),
+    "images": (Images, lambda b, t: torch.randn(b, 3, t + 5, 6), (0, 2)),
+    "attention": (Sequences, lambda b, t: torch.randn(b, t, 13), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("case", SYMBOLIC)
+def test_symbolic_sizes_compile_once(case: str, level: str) -> None:
+    build, make, dynamic = SYMBOLIC[case]
+    model, found = build(), {}
     for pad in ("never", "always"):
         torch._dynamo.reset()
         backend = InFP64(pad, level)
-        for t in (3, 9, 16, 31, 67):
-            for b in (2, 5, 8):
-                torch.manual_seed(t * b)
-                x = torch.randn(b, t, 5)
-                torch._dynamo.mark_dynamic(x, 0)
-                torch._dynamo.mark_dynamic(x, 1)
-                found[pad, b, t] = results(model, [x], backend, dynamic=True)
+        for b, t in ((2, 3), (5, 9), (8, 16), (3, 31), (7, 67)):
+            torch.manual_seed(t * b)
+            x = make(b, t)
+            for dim in dynamic:
+                torch._dynamo.mark_dynamic(x, dim)
+            found[pad, b, t] = results(model, [x], backend, dynamic=True)
         assert len(backend.graphs) == 1, f"{pad}: {len(backend.graphs)} compilations"
-    for pad, b, t in list(found):
-        if pad == "always":
-            for name, value in found["never", b, t].items():
-                torch.testing.assert_close(found[pad, b, t][name], value, rtol=1e-5, atol=1e-6)
+    assert "constant_pad_nd" in backend.ops()
+    for (pad, b, t), values in found.items():
+        for name, value in values.items():
+            wanted = found["never", b, t][name]
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=f"{pad}: {name}")
+
+
+def test_a_symbolic_head_says_why_not() -> None:
+    """The scale comes from the head size, and is a number."""
+
+    def program(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+    backend = assert_exact(program, torch.randn(2, 3, 5, 9), dynamic=True)
+    (found,) = [a for n in backend.graphs[0].graph.nodes if (a := ir.alignment(n))]
+    assert found.after == ("head", "value_head")
+    assert "its size is a symbol" in found.reason
