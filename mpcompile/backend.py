@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .device import SUPPORTED, auto_dtype, matrix_units
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
+from .islands import has_rnn
 from .joint import JointPass, joint_passes
 from .loss_scale import LossScale
 from .policy import Config, Level
@@ -125,6 +127,9 @@ def _compile(
     read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
     if scale is not None:
         inputs += scale.inputs(device)
+    if has_rnn(captured) and not plan.counts().get("LOW") and settings.emit == "inductor":
+        # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
+        settings = replace(settings, emit="eager", mode=None)
     compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.

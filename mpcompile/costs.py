@@ -1,6 +1,6 @@
 """What a precision costs: the objective that the planner minimises, in bytes of memory traffic.
 
-    total = sum over values  stored(v) + time(v) + weights(v)
+    total = sum over values  stored(v) + time(v) + doubt(v) + weights(v)
           + sum over edges   cast(u, v)   where u and v differ
 
 stored   A value that leaves its kernel is written once and read by each reader behind it: 4 bytes
@@ -9,6 +9,7 @@ stored   A value that leaves its kernel is written once and read by each reader 
          reads it. A reader that is bound to be LOW doesn't count: it gets a low copy anyway.
 time     What the device profile predicts for a product in either dtype, forward and backward,
          counted in the bytes that memory moves meanwhile. Without a profile products stay LOW.
+doubt    A tenth of the time in the low dtype: what is no faster for certain stays FP32.
 weights  A LOW product casts its FP32 weights (6 bytes an element) and their gradients back (4);
          nothing where it reads a working copy.
 cast     Where one reader's kernel can't cast, a second copy: written, in place of what the other
@@ -41,6 +42,7 @@ from .products import product
 from .profile.model import Profile
 
 UNIT = 16  # of a byte
+DOUBT = 10  # a tenth of a predicted time: about how far predictions are off
 LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP
 
 # What an operator keeps for its backward, of what it reads and gives (torch's derivatives.yaml).
@@ -177,6 +179,7 @@ class Objective:
             return costs
         if (times := self._seconds(node)) is not None:
             costs.low["time"], costs.full["time"] = (self._as_bytes(s) for s in times)
+            costs.low["doubt"] = costs.low["time"] // DOUBT
             costs.low["weights"] = sum(self._weight(n) for n in _weights(node, self.config))
         apart = node in self._stored and not isinstance(item, Stored)
         if not apart and (stored := self._times_stored(node)):

@@ -179,7 +179,7 @@ class _Numbers:
         self.decision = Mark(Precision.KEEP, "pad", "a size that is known at run time", low)
         self.nodes: dict[sympy.Expr, fx.Node] = {}
         self.first = ir.first_call(graph)
-        self.inputs = graph.find_nodes(op="placeholder")
+        self.inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
 
     def number(self, size: Size) -> fx.Node | int:
         """The size itself, or a node that computes it."""

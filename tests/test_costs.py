@@ -416,7 +416,7 @@ def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> Non
     (found,) = mpcompile.compiled_plans(model)
     by_name = {node["name"]: node for node in found.to_dict()["nodes"]}
     costs = by_name["linear"]["costs"]
-    assert costs["low"].keys() == {"time", "weights"}
+    assert costs["low"].keys() == {"time", "doubt", "weights"}
     assert costs["full"].keys() >= {"time"}
     assert costs["low"]["time"] == pytest.approx(30_000, rel=1e-3)
     assert costs["low"]["weights"] == 10 * 16 * 16 + 1000
