@@ -118,9 +118,10 @@ class Objective:
         )
 
     def _may_be_stored_low(self, node: fx.Node) -> bool:
-        """FP32 inside, low in and out: O2's norms and softmax, and what is looked up in a table."""
+        """FP32 inside, low in and out: O2's norms, softmax, and rows looked up in a parameter."""
         wide = ir.precision(node) is FULL and ir.mark(node).rule == "table"
-        looked_up = ir.precision(node) is FOLLOW and ir.kind(node) is ops.Kind.MOVE
+        moves = ir.precision(node) is FOLLOW and ir.kind(node) is ops.Kind.MOVE
+        looked_up = moves and all(ir.is_parameter(_root(n)) for n in _read_by(node))
         storable = looked_up or (wide and ir.op_name(node) in ops.STORED_LOW)
         return self.config.level is Level.O2 and storable and ir.was_f32(node)
 
