@@ -11,7 +11,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import conv_cpu, gpt_cpu, optimizer_step, parity, saved_bytes, small_cpu, step_times
+from benchmarks import (
+    conv_cpu,
+    gpt_cpu,
+    optimizer_step,
+    padding,
+    parity,
+    saved_bytes,
+    small_cpu,
+    step_times,
+)
 from benchmarks.__main__ import main, registry
 from benchmarks.harness import (
     Arm,
@@ -202,6 +211,20 @@ def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert full["copies"] == model[saved_bytes.STEPPED.name]["copies"] == 0
         assert model[saved_bytes.AUTOCAST.name]["copies"] > 0
     assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
+
+
+def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "padding", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "padding_cpu.json").read_text())
+    for model in data["models"].values():
+        assert set(model["seconds"]) == set(padding.ARMS)
+        never = model["losses"][padding.NEVER]
+        assert model["losses"][padding.AUTO] == never
+        assert all(abs(loss - never) < 0.02 * never for loss in model["losses"].values())
+        assert model["shares"][padding.AUTO] == model["before"]
+        assert model["shares"][padding.ALWAYS] == 1
+    assert len(data["verdicts"]) == 2 * len(padding.TINY.models)
+    assert "auto over never" in capsys.readouterr().out
 
 
 def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
