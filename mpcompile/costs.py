@@ -121,7 +121,7 @@ class Objective:
         """FP32 inside, low in and out: O2's norms, softmax, and rows looked up in a parameter."""
         wide = ir.precision(node) is FULL and ir.mark(node).rule == "table"
         moves = ir.precision(node) is FOLLOW and ir.kind(node) is ops.Kind.MOVE
-        looked_up = moves and all(ir.is_parameter(_root(n)) for n in _read_by(node))
+        looked_up = moves and all(_is_trained(_root(n)) for n in _read_by(node))
         storable = looked_up or (wide and ir.op_name(node) in ops.STORED_LOW)
         return self.config.level is Level.O2 and storable and ir.was_f32(node)
 
@@ -328,6 +328,11 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is ops.Kind.VIEW
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """Whether it is a weight, whose magnitude is known to be moderate, and no data."""
+    return node.op == "placeholder" and (ir.is_parameter(node) or ir.requires_grad(node))
 
 
 def _root(node: fx.Node) -> fx.Node:
