@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
-from mpcompile import MPOptimizer, mpcompile
+from mpcompile import MPOptimizer, compiled_plans, mpcompile
 
 pytestmark = pytest.mark.gpu
 
@@ -121,3 +122,40 @@ def test_the_step_equals_eager(optimizer: str) -> None:
         eager.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("generated", [False, True], ids=["plain", "MPOptimizer"])
+def test_padding_changes_no_result(level: str, generated: bool) -> None:
+    """A vocabulary of 50257 and a width of 257, padded where it pays and everywhere."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, 50257)).cuda()
+    x = torch.randn(64, 257, device="cuda")
+    y = torch.randint(50257, (64,), device="cuda")
+    found = {}
+    for pad in ("never", "auto", "always"):
+        model = mpcompile(copy.deepcopy(reference), level=level, pad=pad, strict=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = MPOptimizer(optimizer) if generated else optimizer
+        losses = []
+        for _ in range(5):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found[pad] = torch.stack(losses).cpu(), compiled_plans(model)[0].tensor_cores
+    for losses, _ in found.values():
+        torch.testing.assert_close(losses, found["never"][0], rtol=1e-2, atol=0)
+    assert found["always"][1].share >= 0.995
+    assert found["auto"][1].share >= 0.9  # a product of this size pays for any copy
+
+
+def test_inductor_lays_convolutions_out_channels_last() -> None:
+    """So no pass of ours does: the layout of a convolution's result, for NCHW inputs."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3)).cuda()
+    x = torch.randn(8, 64, 32, 32, device="cuda")
+    _, codes = run_and_get_code(lambda: mpcompile(model, strict=True)(x))
+    assert any("extern_kernels.convolution" in code for code in codes)
+    # 30 x 30 results with channels innermost: (30*30*64, 1, 30*64, 64)
+    assert any("(57600, 1, 1920, 64)" in code for code in codes)
