@@ -146,7 +146,7 @@ def measure(work: Work, device: torch.device) -> Report:
     found = {timed.name: _measure(timed, work, device) for timed in work.models}
     return Report(
         name=f"padding_{device.type}",
-        title=f"Padding for Tensor Cores on {device.type}",
+        title=f"Padding for Tensor Cores on {'CUDA' if device.type == 'cuda' else 'the CPU'}",
         notes=_notes(work, device),
         tables=[_times(found), _ratios(found), _shares(found)],
         verdicts=_verdicts(found, device),

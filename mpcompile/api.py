@@ -81,7 +81,8 @@ def mpcompile(
         policy: your overrides, by operator, module or node.
         loss_scale: "dynamic", "none", a number, or a `LossScale`. BF16 needs none and gets none
             unless you hand over a `LossScale`.
-        pad: "auto" or "never". No padding is done yet.
+        pad: "auto" pads odd dims of matrix products where that pays on the device, "always"
+            everywhere, "never" nowhere. Results are the same.
         emit: "inductor"; "aot_eager" or "eager" run the rewritten graph for debugging.
         dump: directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.
         fuse_head: make one operator of a linear layer and the `cross_entropy` that alone reads it,

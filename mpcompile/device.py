@@ -45,7 +45,7 @@ _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
 )
 
 # (first compute capability, dense FP16 FLOP per byte of memory traffic), newest first: NVIDIA's
-# data sheets of B200, H100, L40, A100, T4 and V100. Before Ampere the rows count too (cuBLAS's guide).
+# data sheets of B200, H100, L40, A100, T4 and V100. Before Ampere the rows count too (cuBLAS).
 _BALANCE: tuple[tuple[tuple[int, int], float], ...] = (
     ((10, 0), 281), ((9, 0), 295), ((8, 9), 209), ((8, 0), 200), ((7, 5), 203), ((7, 0), 139),
 )  # fmt: skip

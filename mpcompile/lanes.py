@@ -152,10 +152,18 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast():
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         slopes = torch.autograd.grad(result, lanes, allow_unused=True, materialize_grads=True)
-    low = ir.value(node).dtype
-    fits = low.is_floating_point and abs(result.item()) <= torch.finfo(low).max
+    found, low = result.item(), ir.value(node).dtype
+    fits = low.is_floating_point and abs(found) <= torch.finfo(low).max
     finite = all(math.isfinite(slope.item()) for slope in slopes)
-    return result.item() if fits and finite else None
+    # 0.3 - 0.3 is no zero where one of them was stored in FP16 on the way.
+    sure = found != 0 or all(
+        _survives(content, ir.dtype(ir.operands(node)[path])) for path, content in contents.items()
+    )
+    return found if fits and finite and sure else None
+
+
+def _survives(content: float | None, dtype: torch.dtype) -> bool:
+    return content is not None and torch.tensor(content).to(dtype).item() == content
 
 
 # -- views ----------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _two_factors(
 def _broadcast_gemm(
     node: fx.Node, operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels
 ) -> Product:
-    """matmul of batches: they are broadcast against each other, and never padded."""
+    """Batches: they are broadcast against each other, and never padded."""
     (left, left_labels), (right, right_labels) = operands.values()
     batch = [label for label in result[:-2] if label is not None]
     sizes: dict[str, Size] = dict(zip(batch, ir.shape(node)[:-2], strict=True))
@@ -213,8 +213,7 @@ def _convolution(node: fx.Node) -> Product | None:
 
 
 def _conv_tbc(node: fx.Node) -> Product:
-    value, weight = (ir.argument(node, name) for name in ("self", "weight"))
-    kernel, channels, out = ir.shape(weight)
+    kernel, channels, out = ir.shape(ir.argument(node, "weight"))
     time, batch = ir.shape(node)[:2]
     sizes = {"batch": batch, "positions": time, "in": channels, "out": out, "kernel": kernel}
     return Product(
@@ -276,7 +275,8 @@ def _recurrent(node: fx.Node) -> Product:
     gates = _GATES[ir.op_name(node)]
     hidden = ir.shape(params[0])[0] // gates
     sizes = {
-        "steps": math.prod(steps), "samples": _samples(node, steps), "input": width, "hidden": hidden, "gates": gates,
+        "steps": math.prod(steps), "samples": _samples(node, steps), "input": width,
+        "hidden": hidden, "gates": gates,
         "both": both, "later": layers - 1, "below": ir.shape(params[1])[1] * both,
         "recurrent": ir.shape(params[1])[1], "layers": layers,
     }  # fmt: skip

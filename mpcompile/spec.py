@@ -66,9 +66,9 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
 def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         padding = ir.padding(node)
-        if padding is not None and padding.result is not None:
-            if not ir.same_shape(ir.value(node).shape, padding.result):
-                yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {padding.result}"
+        wanted = padding.result if padding is not None else None
+        if wanted is not None and not ir.same_shape(ir.value(node).shape, wanted):
+            yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {wanted}"
         if padding is None and not (ir.is_marked(node) and ir.mark(node).rule == "pad"):
             for operand in node.all_input_nodes:
                 lanes = ir.padding(operand)

@@ -1,9 +1,9 @@
 """Decide which dimensions are padded for Tensor Cores, and where the padding stays. Decides only.
 
-    linear: f16[4, 1001] = linear(x, w)             reads x[4, 264] and w[1008, 264], gives [4, 1008]
-    gelu: f16[4, 1001] = gelu(linear)          ->   stays padded: gives [4, 1008]
-    linear_1: f16[4, 257] = linear(gelu, w_1)       reads gelu as it is and w_1[264, 1008]
-    sum: f32[4] = sum(linear_1, 1)                  reads linear_1[4, 257]
+    linear: f16[4, 1001] = linear(x, w)            reads x[4, 264], w[1008, 264]: gives [4, 1008]
+    gelu: f16[4, 1001] = gelu(linear)         ->   stays padded: gives [4, 1008]
+    linear_1: f16[4, 257] = linear(gelu, w_1)      reads gelu as it is and w_1[264, 1008]
+    sum: f32[4] = sum(linear_1, 1)                 reads linear_1[4, 257]
 
 Tensor Cores load rows in pieces of 16 bytes: the dims that are row strides (n and k of a matrix
 product, the channels of a convolution, the head size of attention) ought to be multiples of 8 in

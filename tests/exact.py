@@ -12,8 +12,8 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
 from mpcompile.capture import capture
-from mpcompile.ir import aten
 from mpcompile.device import TensorCores
+from mpcompile.ir import aten
 from mpcompile.policy import Config, Level
 from mpcompile.spec import verify
 

@@ -205,6 +205,7 @@ KEEP = {
     "exp": (torch.exp, 1.0),
     "multiple": (lambda x: 3 * x, 0.0),
     "shifted": (lambda x: x + 0.5, 0.5),
+    "back and forth": (lambda x: x + 0.5 - 0.5, 0.0),
     "shifted log": (lambda x: (x + 1).log(), 0.0),
     "square": (torch.square, 0.0),
     "view": (lambda x: x.view(2, 4, 1001).relu().view(8, 1001), 0.0),
@@ -222,6 +223,7 @@ CUT: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x - x.sum(-1, keepdim=True),
     "layer norm": lambda x: F.layer_norm(x, (1001,)),
     "flip": lambda x: x.flip(-1),
+    "a zero but for rounding": lambda x: x + 0.3 - 0.3,
     "split": lambda x: x.view(8, 7, 143).relu().view(8, 1001),
 }
 
