@@ -126,13 +126,12 @@ class Objective:
         return self.config.level is Level.O2 and storable and ir.was_f32(node)
 
     def _find_wide(self, graph: fx.Graph) -> set[fx.Node]:
-        """What is computed from nothing but values that somebody wants in FP32 (a guard, the user,
-        a `.float()`): they may have any magnitude.
+        """What is computed from nothing but values of any magnitude: those that somebody wants in
+        FP32 (a guard, the user, a `.float()`), the results of operators that grow or invert.
         """
         wide: set[fx.Node] = set()
         for node in graph.nodes:
-            pinned = ir.precision(node) is FULL and ir.mark(node).rule not in ("table", "kernel")
-            if pinned or ir.precision(node) is KEEP:
+            if ir.precision(node) is KEEP or (ir.precision(node) is FULL and _is_wide(node)):
                 wide.add(node)
             elif node in self._follow and (operands := counted_operands(node)):
                 if all(operand in wide for operand in operands):
@@ -328,6 +327,14 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is ops.Kind.VIEW
+
+
+def _is_wide(node: fx.Node) -> bool:
+    """Whether an FP32 node's result may leave the low dtype's range, for all that is known."""
+    if ir.mark(node).rule not in ("table", "kernel"):
+        return True
+    rule = ops.rule_for(node.target)
+    return rule is not None and (rule.grows or rule.sensitive)
 
 
 def _is_trained(node: fx.Node) -> bool:
