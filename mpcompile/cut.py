@@ -29,6 +29,7 @@ def minimum_cut(
         pairs: (a, b) -> (cost if a is low and b full, cost if a is full and b low).
     """
     costs = [list(both) for both in zip(full, low, strict=True)]  # by label
+    pairs = _merged(pairs)
     around: list[list[tuple[int, int, int]]] = [[] for _ in costs]
     for (a, b), (a_low, b_low) in pairs.items():
         around[a].append((b, a_low, b_low))  # (other, if I am low alone, if the other is)
@@ -48,14 +49,25 @@ def minimum_cut(
     network.add_nodes_from(i for i, known in enumerate(label) if known is None)
     for (a, b), (a_low, b_low) in pairs.items():
         if label[a] is None and label[b] is None:
-            for tail, head, cost in ((a, b, b_low), (b, a, a_low)):
-                both = network.get_edge_data(tail, head, {"capacity": 0})  # (b, a) may stand, too
-                network.add_edge(tail, head, capacity=both["capacity"] + cost)
+            network.add_edge(a, b, capacity=b_low)
+            network.add_edge(b, a, capacity=a_low)
     for part in list(nx.weakly_connected_components(network)):
         lowered = _low_side(network.subgraph(part).copy(), costs)
         for item in part:
             label[item] = item in lowered
     return [bool(known) for known in label]
+
+
+def _merged(
+    pairs: Mapping[tuple[int, int], tuple[int, int]],
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """The pairs with the smaller item first: (a, b) and (b, a) become one."""
+    merged: dict[tuple[int, int], tuple[int, int]] = {}
+    for (a, b), (a_low, b_low) in pairs.items():
+        key, costs = ((a, b), (a_low, b_low)) if a < b else ((b, a), (b_low, a_low))
+        known = merged.get(key, (0, 0))
+        merged[key] = known[0] + costs[0], known[1] + costs[1]
+    return merged
 
 
 def _certain(
