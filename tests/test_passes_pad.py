@@ -252,6 +252,16 @@ def test_what_is_not_known_or_not_finite_cuts_the_chain(between: str) -> None:
     assert list(ir.shape(between_products)) == [8, 1008]
 
 
+@pytest.mark.parametrize(("low", "cuts"), [([], 1), (["pow"], 2)])
+def test_a_slope_beyond_fp16_cuts_the_chain_where_fp16_has_to_hold_it(
+    low: list[str], cuts: int
+) -> None:
+    """2**15 fits, its slope doesn't: zero times infinity would be NaN."""
+    chain = Chain(lambda x: (x + 2) ** 15)
+    stage = placed(chain, torch.randn(8, 257), policy=Policy(low=low))
+    assert len(ours(stage, SLICE)) == cuts
+
+
 SIZES: dict[str, Callable[[Tensor], Any]] = {
     "an output": lambda h: h,
     "a reduction": lambda h: h.sum(-1),
