@@ -21,7 +21,8 @@ cast     Where one reader's kernel can't cast, a second copy: written, in place 
 Numerical risk is no number. At O1 a FOLLOW operator that does arithmetic on an FP32 value is FULL
 (an accumulating path stays FP32), whatever it costs; and what the backward reads doesn't count, for
 it reads what the forward stored and computes the rest again. At O2 an operator is FULL that reads
-only what a guard or the user wants in FP32: its range is unknown.
+only what a guard or the user wants in FP32 (its range is unknown), or that no path of undecided
+operators joins to a LOW one; and no result is stored low that FP32 arithmetic goes on with.
 
 All costs are whole numbers, in sixteenths of a byte.
 """
@@ -100,6 +101,7 @@ class Objective:
         self.open: list[Item] = [*nodes, *self._stored.values()]
         self._members = set(self.open)
         self._wide = self._find_wide(graph)
+        self._near_low = self._find_near_low()
         self._apart = {n: _is_apart(n) for n in graph.nodes}
         self._levels = self._find_levels(graph)
         self.terms = {item: self._own(item) for item in self.open}
@@ -133,10 +135,37 @@ class Objective:
         for node in graph.nodes:
             if ir.precision(node) is KEEP or (ir.precision(node) is FULL and _is_wide(node)):
                 wide.add(node)
-            elif node in self._follow and (operands := counted_operands(node)):
-                if all(operand in wide for operand in operands):
+            elif node in self._follow:
+                operands = counted_operands(node)
+                if operands and all(operand in wide for operand in operands):
                     wide.add(node)
         return wide
+
+    def _find_near_low(self) -> set[fx.Node]:
+        """FOLLOW nodes that a path of FOLLOW nodes joins to a LOW one, as producer or consumer."""
+        around = {n: [*n.all_input_nodes, *n.users] for n in self._follow}
+        work = [n for n in self._follow if any(ir.precision(m) is LOW for m in around[n])]
+        near = set(work)
+        while work:
+            fresh = [n for n in around[work.pop()] if n in self._follow and n not in near]
+            near.update(fresh)
+            work += fresh
+        return near
+
+    def _read_exactly(self, node: fx.Node) -> bool:
+        """Whether something in FP32 reads the value, or what is computed from it and from nothing
+        low: a logarithm behind a softmax. It must not be handed what underflowed.
+        """
+        readers = dict.fromkeys(node.users)
+        for reader in (work := list(readers)):  # it grows
+            if reader not in self._follow:
+                stays = ir.precision(reader) is not LOW
+                if stays and ir.op_name(reader) not in ops.STORED_LOW:
+                    return True
+            elif not any(ir.precision(n) is LOW for n in map(_root, _read_by(reader))):
+                work += [user for user in reader.users if user not in readers]
+                readers.update(dict.fromkeys(reader.users))
+        return False
 
     def is_low(self, item: Item) -> bool | None:
         """An item's label where it is decided, or None."""
@@ -185,10 +214,14 @@ class Objective:
         if not apart and (stored := self._times_stored(node)):
             costs.full["stored"] = 2 * UNIT * _numel(node) * stored
         if isinstance(item, Stored):
+            if self._read_exactly(node):
+                costs.low["read exactly"] = NEVER
             return costs
-        if self.config.level is Level.O1 and ir.precision(node) is FOLLOW:
-            if not counted_operands(node):
-                costs.low["no operand"] = NEVER
+        if node in self._follow - self._near_low and self.config.level is Level.O2:
+            costs.low["nothing low near"] = NEVER
+        undecided = self.config.level is Level.O1 and ir.precision(node) is FOLLOW
+        if undecided and not counted_operands(node):
+            costs.low["no operand"] = NEVER
         value = ir.captured(node)
         if value is not None and value.ndim == 0 and ir.precision(node) is FOLLOW:
             costs.low["one number"] = NEVER
@@ -227,9 +260,10 @@ class Objective:
                     up, down = self._casts(operand, reader)
                     pairs[shown, reader] = up, NEVER if operand in counted else down
             for operand in map(_root, counted):  # rounding a view of it would not change that
-                if operand in self._members or reader in self._members:
-                    up, _ = pairs.get((operand, reader), (0, 0))
-                    pairs[operand, reader] = up, NEVER
+                shown = self._stored.get(operand, operand)
+                if shown in self._members or reader in self._members:
+                    up, _ = pairs.get((shown, reader), (0, 0))
+                    pairs[shown, reader] = up, NEVER
         return pairs
 
     def forced_by(self, node: fx.Node) -> list[fx.Node]:

@@ -32,6 +32,7 @@ _FILLS = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::sca
 _RANGES = ("aten::arange", "aten::linspace", "aten::logspace")
 _CONVERTS = ("aten::to", "aten::_to_copy", "aten::type_as")
 _PASSES_ON = ("aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach_", "aten::clone")
+_AVERAGES = ("aten::mean", "aten::nanmean")
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
@@ -120,6 +121,8 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide |
     ]
     if decision.precision is Precision.KEEP:
         return operands[0] if operands and ir.op_name(node) in _PASSES_ON else None
+    if decision.precision is Precision.FULL and ir.op_name(node) in _AVERAGES:
+        return operands[0] if operands else None  # as large as what it averages
     if decision.rule == "policy" or decision.precision is Precision.FULL:
         return None
     if (number := _bad_scalar(node, decision.low)) is not None:

@@ -169,3 +169,28 @@ def test_bf16(level: str) -> None:
     options = {"dtype": torch.bfloat16, "level": level, "loss_scale": "dynamic"}
     result = check(model, leaf(8, 16), low=["linear"], **options)
     assert not result.plans[0].scaled
+
+
+READ_EXACTLY = {
+    "a likelihood picked from a softmax": lambda h, i: h.softmax(-1).gather(1, i).log(),
+    "a clamped softmax": lambda h, i: h.softmax(-1).clamp(1e-7).log(),
+    "a softmax in FP64": lambda h, i: h.softmax(-1).double().log().float(),
+    "masked and renormalised": lambda h, i: (h.softmax(-1) * (i >= 0)).log(),
+    "a mean of squares": lambda h, i: (h.square().mean() + 1).log(),
+    "a mean of exponentials": lambda h, i: ((h / 8).exp().mean() + 1).log(),
+    "squares of a norm": lambda h, i: (8 * F.layer_norm(h, (16,))).sigmoid().log(),
+    "divided by its mean square": lambda h, i: (h / h.square().mean(-1, keepdim=True)).tanh(),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("case", READ_EXACTLY)
+def test_what_underflows_or_overflows_fp16_on_its_way_to_fp32(case: str, level: str) -> None:
+    """Nothing is stored low between two FP32 operators, though it would take half the bytes."""
+    rows = torch.arange(8).view(8, 1)
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return READ_EXACTLY[case](F.linear(x, w), rows)
+
+    check(program, 2 * leaf(8, 16).detach(), 4 * leaf(16, 16).detach(), level=level, low=["linear"])
+    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"], loss_scale=1.0)
