@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -173,7 +173,7 @@ def _entry(
             before, built_for = built_for, owners()
             if before != built_for:  # an MPOptimizer came: its copies are read
                 compiled = build()
-        if widens and any(_is_half(x) for x in pytree.tree_leaves((args, kwargs))):
+        if widens and _has_half((*args, *kwargs.values())):
             args, kwargs = pytree.tree_map(
                 lambda x: x.float() if _is_half(x) else x, (args, kwargs)
             )
@@ -194,6 +194,18 @@ def _warn_nothing_compiled(module: nn.Module) -> None:
         "compilation is disabled); TORCH_LOGS=graph_breaks tells why",
         MPCompileWarning,
         stacklevel=4,
+    )
+
+
+def _has_half(values: Iterable[Any]) -> bool:
+    """Whether there is a half tensor among them, at any depth.
+
+    Most calls take tensors and nothing else: for these, flattening a tree of arguments is a
+    noticeable part of what a call of a small model costs.
+    """
+    return any(
+        _is_half(x) if isinstance(x, torch.Tensor) else any(map(_is_half, pytree.tree_leaves(x)))
+        for x in values
     )
 
 

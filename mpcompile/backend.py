@@ -127,10 +127,13 @@ def _compile(
     read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
     if scale is not None:
         inputs += scale.inputs(device)
+    graph = captured
     if has_rnn(captured) and not plan.counts().get("LOW") and settings.emit == "inductor":
         # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
         settings = replace(settings, emit="eager", mode=None)
-    compiled = _emit(captured, inputs, settings, joint=joint_passes(config))
+        if not plan.changed and not any(map(ir.autocast_region, captured.graph.nodes)):
+            graph = gm  # torch's own functions: their calls cost less than those of operators
+    compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.
         alone = scale is None or len({id(owned[i]) for i in owned}) == 1

@@ -53,6 +53,7 @@ INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
+RNNS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -194,6 +195,8 @@ class _Replay(fx.Interpreter):
             return _Replay(body, self.place).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._opaque("call_function", target, args, kwargs)
+        if target in RNNS and self.place.autocast() is not None:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         graph = _tracer().graph
         before, known = len(graph.nodes), _grad_fns((args, kwargs))
         result = super().call_function(target, args, kwargs)
@@ -251,6 +254,15 @@ class _Replay(fx.Interpreter):
         return pytree.tree_map_only(
             torch.Tensor, lambda t: t.to(torch.float32) if t.dtype is dtype else t, result
         )
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """What an RNN takes under autocast, which would make its operands one dtype: here FP32.
+
+    Dynamo writes down the dtype of an initial state that the layer makes itself, that of its input;
+    under autocast this may be a low one, of a program captured in FP32.
+    """
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:

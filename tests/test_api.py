@@ -104,6 +104,24 @@ def test_half_inputs_are_taken_by_an_fp32_model() -> None:
     torch.testing.assert_close(out, Net.forward(model, x.half().float()), rtol=1e-2, atol=1e-2)
 
 
+def test_half_inputs_are_found_at_any_depth() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(
+            self, n: int, pair: tuple[int, dict[str, torch.Tensor]], *, more: list[torch.Tensor]
+        ) -> torch.Tensor:
+            return self.fc(pair[1]["x"]) * n + self.fc(more[0])
+
+    model = mpcompile(Nested(), dtype=torch.float16, emit="eager", strict=True)
+    x, y = torch.randn(2, 8).half(), torch.randn(2, 8).half()
+    out = model(2, (1, {"x": x}), more=[y])
+    wanted = model.forward(2, (1, {"x": x.float()}), more=[y.float()])
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_torchs_own_modules_are_compiled_too() -> None:
     """`nn.Sequential(...).compile()` compiles nothing: Dynamo skips frames of torch's files."""
     _, plans = run(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))

@@ -9,7 +9,7 @@ import torch
 from compare import check, leaf
 from torch import nn
 
-from mpcompile import mpcompile
+from mpcompile import Policy, compiled_plans, mpcompile
 
 
 class Recurrent(nn.Module):
@@ -44,6 +44,33 @@ def test_asking_for_a_recurrent_kernel_is_safe(sizes: tuple[int, int]) -> None:
     """The probe once handed oneDNN weights that did not fit together: it corrupted the heap."""
     model = nn.LSTM(*sizes, num_layers=2, proj_size=0)
     check(model, leaf(3, 2, sizes[0]), dtype=torch.bfloat16, low=["lstm"])
+
+
+class InRegion(Recurrent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["plain", "caller's autocast"])
+@pytest.mark.parametrize("kind", [Recurrent, InRegion])
+def test_where_nothing_is_low_an_rnn_runs_in_fp32(kind: type[Recurrent], around: bool) -> None:
+    """Not compiled then, nor under anybody's autocast, for which the layer makes low states."""
+    ours, twin = kind(nn.LSTM(16, 16)), Recurrent(nn.LSTM(16, 16))
+    twin.load_state_dict(ours.state_dict())
+    policy = Policy(full={"lstm", "linear"})
+    mpcompile(ours, dtype=torch.bfloat16, policy=policy, strict=True)
+    x = torch.randn(5, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        out = ours(x)
+    out.sum().backward()
+    assert "LOW" not in compiled_plans(ours)[0].counts()
+    wanted = twin(x)
+    wanted.sum().backward()
+    low = around or kind is InRegion  # autocast's program returns it so: one cast, at the end
+    torch.testing.assert_close(out, wanted.bfloat16() if low else wanted)
+    for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @pytest.mark.slow
