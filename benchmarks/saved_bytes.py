@@ -49,7 +49,6 @@ from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
 from mpcompile import MPOptimizer, copies, mpcompile, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.policy import Config
-from mpcompile.settings import _KEYS as OPTIONS
 
 LOW = torch.bfloat16
 OVER_HALF = 1.02
@@ -69,6 +68,7 @@ class Way:
         autocast, half: what the peer does.
         stepped: an `MPOptimizer` holds the parameters, so the model reads its low copies.
         fused: with the head and its loss fused.
+        recompute: `recompute=True`; a peer gets the setting of torch's that it stands for.
         budget: the partitioner's activation_memory_budget; 1: it minimises bytes at no recompute
             of products.
     """
@@ -79,6 +79,7 @@ class Way:
     half: bool = False
     stepped: bool = False
     fused: bool = False
+    recompute: bool = False
     budget: float = 1.0
 
     def at(self, budget: float) -> Way:
@@ -91,10 +92,14 @@ HALF = Way("pure half", half=True)
 O1 = Way("mpcompile O1", level="O1")
 O2 = Way("mpcompile O2", level="O2")
 STEPPED = Way("mpcompile O2, MPOptimizer", level="O2", stepped=True)
-FUSED = Way("mpcompile O2, MPOptimizer, fused head", level="O2", stepped=True, fused=True)
+PEER_RECOMPUTES = dataclasses.replace(AUTOCAST, name=f"{AUTOCAST.name}, recompute", recompute=True)
+RECOMPUTES = dataclasses.replace(STEPPED, name=f"{STEPPED.name}, recompute", recompute=True)
+FUSED = dataclasses.replace(STEPPED, name=f"{STEPPED.name}, fused head", fused=True)
+LEAST = dataclasses.replace(FUSED, name=f"{FUSED.name}, recompute", recompute=True)
 
-WAYS = (FP32, AUTOCAST, HALF, O1, O2, STEPPED)
-WITH_HEAD = (FUSED,) if "fuse_head" in OPTIONS else ()
+WAYS = (FP32, AUTOCAST, PEER_RECOMPUTES, HALF, O1, O2, STEPPED, RECOMPUTES)
+WITH_HEAD = (FUSED, LEAST)
+BUDGETED = (AUTOCAST, PEER_RECOMPUTES, HALF, STEPPED, *WITH_HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Case:
     def ways(self) -> tuple[Way, ...]:
         if not self.head:
             return WAYS
-        return (*WAYS, *WITH_HEAD, *(w.at(BUDGET) for w in (AUTOCAST, HALF, STEPPED, *WITH_HEAD)))
+        return (*WAYS, *WITH_HEAD, *(way.at(BUDGET) for way in BUDGETED))
 
 
 def _tokens(batch: int, length: int, vocab: int, classes: int) -> Sample:
@@ -281,7 +286,7 @@ def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
 
     def planned(gm: fx.GraphModule, config: Config, **kwargs: Any) -> Any:
         gpu = torch.device("cuda")
-        config = dataclasses.replace(config, device=gpu, has_kernel=lambda node: True)
+        config = dataclasses.replace(config, device=gpu, profile=None, has_kernel=lambda node: True)
         return run(gm, config, **kwargs)
 
     return mock.patch.object(pipeline, "run", planned)
@@ -301,8 +306,8 @@ def _prepared(
     """Compile the model for a call inside; yields the dtype that its FP32 inputs should have."""
     optimizer = None  # alive until the model was called
     if way.level:
-        fused = {"fuse_head": True} if way.fused else {}
-        mpcompile(model, dtype=LOW, level=way.level, strict=True, **fused)
+        smaller = {"fuse_head": way.fused, "recompute": way.recompute}
+        mpcompile(model, dtype=LOW, level=way.level, strict=True, **smaller)
         if way.stepped:
             optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()))
     else:
@@ -311,9 +316,12 @@ def _prepared(
     torch._dynamo.reset()
     # Inductor as it is, from its passes on the joint graph to the point where it makes code.
     counting = functools.partial(compile_fx.compile_fx, inner_compile=_counter(found, runs))
+    partitioner = {"activation_memory_budget": way.budget}
+    if way.recompute and not way.level:
+        partitioner["ban_recompute_materialized_backward"] = False
     with (
         mock.patch.object(compile_fx, "compile_fx", counting),
-        functorch.patch(enable_autograd_cache=False, activation_memory_budget=way.budget),
+        functorch.patch(enable_autograd_cache=False, **partitioner),
     ):
         yield LOW if way.half else torch.float32
     del optimizer
@@ -476,7 +484,8 @@ def _notes(work: Work, device: torch.device) -> list[str]:
         f"Traced on {device.type}"
         + (", with mpcompile's passes told that it is a GPU." if device.type == "cpu" else ".")
         + " No dropout, whose masks every arm would keep. Budget: the partitioner's "
-        "activation_memory_budget.",
+        "activation_memory_budget. Recompute: `recompute=True`, and for the peer the setting of "
+        "torch's own partitioner that it stands for (ban_recompute_materialized_backward=False).",
         "The last model is planned for the device that it runs on, op by op: `held` is what "
         "saved-tensor hooks see.",
         f"The lists name what one arm saves and pure half does not (and with a minus the reverse), "
@@ -552,7 +561,7 @@ def _verdicts(
             found = counted[case.name]
             ours, theirs = (_totals(found[w.at(BUDGET).name]) for w in (way, AUTOCAST))
             over = ours["all"] / theirs["all"]
-            claim = f"{case.name}: fused head at most {FUSED_OVER_AUTOCAST}x autocast, both at"
+            claim = f"{case.name}: {way.name} at most {FUSED_OVER_AUTOCAST}x autocast, both at"
             verdicts[f"{claim} budget {BUDGET:g}: {over:.3f}x"] = over <= FUSED_OVER_AUTOCAST
     apart = max(abs(held[way] / _totals(saved)["all"] - 1) for way, saved in small.items())
     verdicts[f"counted and held bytes agree within 1%: {apart:.2%}"] = apart < 0.01

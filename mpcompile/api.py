@@ -62,6 +62,7 @@ def mpcompile(
     emit: str = "inductor",
     dump: str | Path | None = None,
     fuse_head: bool = False,
+    recompute: bool = False,
     strict: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -87,6 +88,8 @@ def mpcompile(
         dump: directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.
         fuse_head: make one operator of a linear layer and the `cross_entropy` that alone reads it,
             which never stores the logits: less memory, for one more matrix product.
+        recompute: let the backward compute again, rather than store, what one kernel can make of
+            values stored anyway: the results of norms and activations. Less memory, little time.
         strict: raise where a graph can't be rewritten, instead of compiling it in FP32.
         mode, options: Inductor's, as in `torch.compile`.
         **torch_compile_kwargs: `dynamic`, `fullgraph` and others, handed to `torch.compile`.
@@ -100,8 +103,8 @@ def mpcompile(
     """
     request: dict[str, Any] = {
         "dtype": dtype, "level": level, "policy": policy, "loss_scale": loss_scale, "pad": pad,
-        "emit": emit, "dump": dump, "fuse_head": fuse_head, "strict": strict, "mode": mode,
-        "options": options,
+        "emit": emit, "dump": dump, "fuse_head": fuse_head, "recompute": recompute,
+        "strict": strict, "mode": mode, "options": options,
     }  # fmt: skip
     settings = Settings.parse(request)
     if "backend" in torch_compile_kwargs:

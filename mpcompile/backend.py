@@ -130,7 +130,7 @@ def _compile(
     graph = captured
     if has_rnn(captured) and not plan.counts().get("LOW") and settings.emit == "inductor":
         # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
-        settings = replace(settings, emit="eager", mode=None)
+        settings = replace(settings, emit="eager", mode=None, recompute=False)
         if not plan.changed and not any(map(ir.autocast_region, captured.graph.nodes)):
             graph = gm  # torch's own functions: their calls cost less than those of operators
     compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
@@ -205,8 +205,10 @@ def _emit(
     joint: Sequence[JointPass] = (),
     untouched: bool = False,
 ) -> Callable[..., Any]:
-    how, mode, options = settings.emit, settings.mode, settings.inductor
-    return emit(gm, inputs, how, mode=mode, options=options, joint=joint, untouched=untouched)
+    return emit(
+        gm, inputs, settings.emit, mode=settings.mode, options=settings.inductor, joint=joint,
+        recompute=settings.recompute, untouched=untouched,
+    )  # fmt: skip
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

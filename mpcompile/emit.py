@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from ._version import __version__
@@ -42,6 +43,7 @@ def emit(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     joint: Sequence[JointPass] = (),
+    recompute: bool = False,
     untouched: bool = False,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
@@ -54,6 +56,7 @@ def emit(
         mode: torch.compile's `mode`, for "inductor" only.
         options: Inductor options as torch.compile takes them, for "inductor" only; over `mode`.
         joint: passes for AOTAutograd's joint graph, for "inductor" only.
+        recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
 
     Raises:
@@ -68,6 +71,8 @@ def emit(
             run: Callable[..., Any] = gm.forward
         else:
             compile_graph = _inductor(mode, options, joint) if how == "inductor" else _aot_eager
+            if recompute:
+                compile_graph = _recomputing(compile_graph)
             salted = functools.partial(_salted, compile_graph)
             run = (_untouched if untouched else _rewritten)(gm, example_inputs, salted)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
@@ -138,6 +143,16 @@ def _inductor(
 ) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
     return torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
+
+
+def _recomputing(compile_graph: Compiler) -> Compiler:
+    """Let the backward compute again what a matrix product of its own reads.
+
+    What a fused kernel can make of values stored anyway, the min-cut partitioner would rather
+    compute again than store, except for what the backward must write out as a whole: the operands
+    of products, such as GELU's result and a norm's. That exception is a setting of its own.
+    """
+    return functorch.patch(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

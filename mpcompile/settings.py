@@ -30,6 +30,7 @@ _KEYS = (
     "emit",
     "dump",
     "fuse_head",
+    "recompute",
     "strict",
     "mode",
     "options",
@@ -50,6 +51,7 @@ class Settings:
         emit: "inductor", "aot_eager" or "eager".
         dump: directory for dumps, or None.
         fuse_head: make one operator of a head and its cross entropy.
+        recompute: the backward computes again what one kernel can from what is stored anyway.
         strict: raise where a graph can't be rewritten, instead of compiling it unchanged.
         mode, inductor: handed to Inductor.
     """
@@ -63,6 +65,7 @@ class Settings:
     emit: str = "inductor"
     dump: Path | None = None
     fuse_head: bool = False
+    recompute: bool = False
     strict: bool = False
     mode: str | None = None
     inductor: Mapping[str, Any] | None = None
@@ -89,8 +92,10 @@ class Settings:
         dump = request.get("dump") or os.environ.get("MPCOMPILE_DUMP")
         emit = _choice("emit", request.get("emit", "inductor"), EMITS)
         mode = request.get("mode")
-        if mode is not None and emit != "inductor":
-            raise MPCompileError(f"mode={mode!r} is Inductor's; it means nothing to emit={emit!r}")
+        recompute = _flag("recompute", request.get("recompute", False))
+        for name, asked in ((f"mode={mode!r}", mode is not None), ("recompute=True", recompute)):
+            if asked and emit != "inductor":
+                raise MPCompileError(f"{name} is Inductor's; it means nothing to emit={emit!r}")
         return cls(
             level=parse_level(request.get("level", Level.O1)),
             dtype=parse_dtype(request.get("dtype", "auto")),
@@ -101,6 +106,7 @@ class Settings:
             emit=emit,
             dump=Path(dump) if dump else None,
             fuse_head=_flag("fuse_head", request.get("fuse_head", False)),
+            recompute=recompute,
             strict=bool(request.get("strict", False)),
             mode=mode,
             inductor=request.get("options"),
