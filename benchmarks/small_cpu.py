@@ -39,7 +39,7 @@ WORK = Work(
         Timed("GPT, B8 T32 D64 L2", _transformer(64, 32), _tokens(8, 32, 128, 128), steps=40),
         Timed("LSTM tagger, B8 T16 D64", Tagger, _tokens(8, 16, 256, 16), steps=40),
     ),
-    rounds=30,
+    rounds=80,
 )  # fmt: skip
 
 TINY = Work(

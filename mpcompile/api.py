@@ -20,6 +20,7 @@ from .errors import MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
 from .loss_scale import LossScale
 from .policy import Level, Policy
+from .rnn_tracing import with_rnns
 from .settings import Settings, check_module
 
 M = TypeVar("M", bound=nn.Module)
@@ -144,7 +145,7 @@ def _entry(
     * It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and
       it counts recompiles per code object, which all instances of a class share: each module gets
       an entry function, in this file, with a code object of its own.
-    * Recurrent layers break the graph unless `allow_rnn` is set (torch 2.13; read while tracing).
+    * Recurrent layers break the graph unless that is prevented (`rnn_tracing.py`).
     * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
       the first LOW op narrows them again.
 
@@ -159,7 +160,7 @@ def _entry(
         forward.__code__ = forward.__code__.replace(co_name=name)
         compiled: Any = torch.compile(forward, **compile_kwargs)
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
-            compiled = torch._dynamo.config.patch(allow_rnn=True)(compiled)
+            compiled = with_rnns(compiled)
         return compiled  # type: ignore[no-any-return]
 
     def owners() -> list[int]:

@@ -73,6 +73,58 @@ def test_where_nothing_is_low_an_rnn_runs_in_fp32(kind: type[Recurrent], around:
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def traced(model: nn.Module) -> list[bool]:
+    """Whether each graph that torch.compile makes of the model holds a recurrent layer."""
+    found: list[bool] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        found.append(any(n.target is torch.lstm for n in gm.graph.nodes))
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.randn(5, 3, 8))
+    return found
+
+
+def test_only_our_models_have_their_recurrent_layers_traced() -> None:
+    """torch.compile breaks the graph at one; its users rely on that, for it would unroll them."""
+    ours, theirs = Recurrent(nn.LSTM(16, 16)), Recurrent(nn.LSTM(16, 16))
+    before = traced(theirs)
+    mpcompile(ours, dtype=torch.bfloat16, emit="eager", strict=True)
+    for length in (5, 6):
+        ours(torch.randn(length, 3, 8))
+        torch._dynamo.reset()  # forgets who wants to know when it compiles
+        assert traced(theirs) == before
+        assert True not in before
+        assert not torch._dynamo.config.allow_rnn
+    assert [plan.counts()["LOW"] > 0 for plan in compiled_plans(ours)] == [True, True]
+
+
+def test_within_another_compiled_function_a_recurrent_model_is_still_ours() -> None:
+    ours = mpcompile(Recurrent(nn.LSTM(16, 16)), dtype=torch.bfloat16, emit="eager", strict=True)
+
+    @torch.compile(backend="eager")
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return ours(x) + 1
+
+    x = torch.randn(5, 3, 8)
+    torch.testing.assert_close(outer(x), ours(x) + 1)
+    assert all("lstm" in str(plan) for plan in compiled_plans(ours))
+    assert compiled_plans(ours)
+
+
+def test_a_compilation_that_fails_leaves_the_setting_as_it_was() -> None:
+    class Breaks(Recurrent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            torch._dynamo.graph_break()
+            return out
+
+    model = mpcompile(Breaks(nn.LSTM(16, 16)), emit="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.randn(5, 3, 8))
+    assert not torch._dynamo.config.allow_rnn
+
+
 @pytest.mark.slow
 def test_long_lstm_compiles_quickly() -> None:
     model = mpcompile(Recurrent(nn.LSTM(16, 16, num_layers=2)), dtype=torch.float16, strict=True)

@@ -44,7 +44,7 @@ LAYERS = (
     {"spec", "inspect", "loss_scale", "islands", "joint"},
     {"copies"},
     {"settings", "capture", "pipeline", "emit"},
-    {"backend", "optim"},
+    {"backend", "optim", "rnn_tracing"},
     {"api"},
     {"demo"},
     {"cli"},

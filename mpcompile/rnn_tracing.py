@@ -1,0 +1,64 @@
+"""Let Dynamo trace the recurrent layers of our models, and of nobody else's.
+
+At an `nn.RNN`, `LSTM` or `GRU` it breaks the graph unless `torch._dynamo.config.allow_rnn` is set,
+which it reads while tracing. Set for everybody, it would unroll the layers of other compiled models
+over time. Set around each call, it costs a twentieth of a small model's step: a setting is a
+context variable, and to write one empties the cache that all of them are read through. So it is set
+while something compiles: Dynamo calls back at the start and at the end of that, in the thread that
+compiles.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
+
+
+class _Thread(threading.local):
+    calls = 0  # of ours that this thread is in
+
+    def __init__(self) -> None:
+        self.setting = contextlib.ExitStack()
+
+
+_thread = _Thread()
+
+
+def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function; what is compiled while it runs may trace recurrent layers."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # traced by another torch.compile: it breaks its graph
+            return _setting()(compiled)(*args, **kwargs)
+        if _begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset()` forgets them
+            callback_handler.register_start_callback(_begin)
+            callback_handler.register_end_callback(_end)
+        _thread.calls += 1
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _thread.calls -= 1
+
+    return call
+
+
+def _begin(_: CallbackArgs) -> None:
+    if _thread.calls:
+        _thread.setting.enter_context(_setting())
+
+
+def _end(_: CallbackArgs) -> None:
+    _thread.setting.close()
+
+
+def _setting() -> Any:
+    return torch._dynamo.config.patch(allow_rnn=True)
