@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -129,9 +130,27 @@ def mpcompile(
         model._compiled_call_impl = _entry(model, settings.level, record, compile_kwargs)
         _records[model] = record
         return model
-    compiled = torch.compile(model, **compile_kwargs)
+    compiled = _runner(torch.compile(model, **compile_kwargs), has_rnns=True)
     _records[compiled] = record
     return compiled
+
+
+def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
+    """Calls what torch.compile returned; recurrent layers are traced, errors of ours come out as
+    they are.
+    """
+    inner = with_rnns(compiled) if has_rnns else compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            if isinstance(failed.inner_exception, MPCompileError):
+                raise failed.inner_exception from None
+            raise
+
+    return run
 
 
 _entries = itertools.count()
@@ -158,10 +177,8 @@ def _entry(
 
         name = f"{type(module).__name__}_{next(_entries)}"
         forward.__code__ = forward.__code__.replace(co_name=name)
-        compiled: Any = torch.compile(forward, **compile_kwargs)
-        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
-            compiled = with_rnns(compiled)
-        return compiled  # type: ignore[no-any-return]
+        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
+        return _runner(torch.compile(forward, **compile_kwargs), has_rnns=has_rnns)
 
     def owners() -> list[int]:
         return [id(copies.owner_of(p)) for p in module.parameters()]

@@ -161,7 +161,8 @@ def _with_working_copies(
     inputs = [*example_inputs, *itertools.repeat(None, sum(k >= len(example_inputs) for k in read))]
     for k, of in read.items():
         master = example_inputs[of]
-        copies.check_one_scale(master, scale, f"input {of} of a graph")
+        if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
+            copies.check_one_scale(master, scale, f"input {of} of a graph")
         shape = ir.value(placeholders[k]).shape
         copy = copies.copy_of(master, low, shape)
         copy.refresh(master)

@@ -62,6 +62,12 @@ class MasterWeight(nn.Parameter):
     def settled(self) -> None:
         self._mp_written = False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(_DATA.__get__(self), self.requires_grad)
+        of_users = {k: v for k, v in self.__dict__.items() if not k.startswith("_mp_")}
+        plain.__dict__.update(of_users)
+        return plain.__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             with torch.no_grad():
@@ -103,10 +109,19 @@ class WorkingCopy:
     def refresh(self, master: torch.Tensor) -> None:
         """Cast the copy anew if the master may have changed since it was written."""
         exposed = isinstance(master, MasterWeight) and master.may_be_written()
-        if exposed or self._seen != _state(master):
+        if exposed and self._reads and self._holds(master):
+            # Somebody only looked. Autograd saved the copy in a forward whose backward is to come,
+            # and would take a write of the same numbers for a change.
+            self.written(master)
+        elif exposed or self._seen != _state(master):
             with torch.no_grad():
                 self.tensor.copy_(master)
             self.written(master)
+
+    def _holds(self, master: torch.Tensor) -> bool:
+        """Whether the copy holds what the master does; waits for the device."""
+        with torch.no_grad():
+            return torch.equal(self.tensor, master.to(self.tensor.dtype))
 
     @property
     def is_padded(self) -> bool:

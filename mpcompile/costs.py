@@ -102,6 +102,7 @@ class Objective:
         self._members = set(self.open)
         self._wide = self._find_wide(graph)
         self._near_low = self._find_near_low()
+        self._tiny = self._find_tiny(graph)
         self._apart = {n: _is_apart(n) for n in graph.nodes}
         self._levels = self._find_levels(graph)
         self.terms = {item: self._own(item) for item in self.open}
@@ -151,6 +152,30 @@ class Objective:
             near.update(fresh)
             work += fresh
         return near
+
+    def _find_tiny(self, graph: fx.Graph) -> set[fx.Node]:
+        """Probabilities, and FOLLOW nodes that hand them on: by a gate, as a mixture, as a view."""
+        tiny: set[fx.Node] = set()
+        for node in graph.nodes:
+            if ir.precision(node) is FULL and ir.op_name(node) in ops.MAY_BE_TINY:
+                tiny.add(node)
+            elif node in self._follow and (operands := counted_operands(node)):
+                enough = any if ir.op_name(node) in ops.MULTIPLIES else all
+                if enough(operand in tiny for operand in operands):
+                    tiny.add(node)
+        return tiny
+
+    def _stays_tiny(self, node: fx.Node) -> bool:
+        """Whether something in FP32 reads a probability, handed on or not: its logarithm, say."""
+        readers = dict.fromkeys(node.users) if node in self._tiny else {}
+        for reader in (work := list(readers)):  # it grows
+            if reader not in self._follow:
+                if ir.precision(reader) is not LOW and ir.op_name(reader) not in ops.STORED_LOW:
+                    return True
+            elif reader in self._tiny:
+                work += [user for user in reader.users if user not in readers]
+                readers.update(dict.fromkeys(reader.users))
+        return False
 
     def _read_exactly(self, node: fx.Node) -> bool:
         """Whether something in FP32 reads the value, or what is computed from it and from nothing
@@ -214,9 +239,11 @@ class Objective:
         if not apart and (stored := self._times_stored(node)):
             costs.full["stored"] = 2 * UNIT * _numel(node) * stored
         if isinstance(item, Stored):
-            if self._read_exactly(node):
+            if self._read_exactly(node) or self._stays_tiny(node):
                 costs.low["read exactly"] = NEVER
             return costs
+        if self.config.level is Level.O2 and node in self._follow and self._stays_tiny(node):
+            costs.low["read exactly"] = NEVER
         if node in self._follow - self._near_low and self.config.level is Level.O2:
             costs.low["nothing low near"] = NEVER
         undecided = self.config.level is Level.O1 and ir.precision(node) is FOLLOW

@@ -73,8 +73,10 @@ class LossScale:
             f"init_scale={init_scale}: must be positive and finite": 0 < init_scale < float("inf"),
             f"growth_factor={growth_factor}: must be above 1": growth_factor > 1,
             f"backoff_factor={backoff_factor}: must be between 0 and 1": 0 < backoff_factor < 1,
-            f"growth_interval={growth_interval}: must be at least 1": growth_interval >= 1,
-            f"hysteresis={hysteresis}: must be at least 1": hysteresis >= 1,
+            f"growth_interval={growth_interval}: must be a whole number from 1": _counts(
+                growth_interval
+            ),
+            f"hysteresis={hysteresis}: must be a whole number from 1": _counts(hysteresis),
             f"min_scale={min_scale}, max_scale={max_scale}: need 0 < min <= init <= max": kind
             != "dynamic"
             or 0 < min_scale <= init_scale <= max_scale,
@@ -456,3 +458,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 # torch's public hooks for every optimizer. They cost one length check while nothing is scaled.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1

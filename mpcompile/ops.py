@@ -219,6 +219,11 @@ MASK_ARGS: dict[str, frozenset[int]] = {
 # magnitude of what they read, or less, so it may be stored low.
 STORED_LOW = keys("layer_norm rms_norm _fused_rms_norm group_norm softmax _softmax _safe_softmax")
 
+# Of these, what ends in numbers as small as FP32 has, of which FP16 makes zeros; and what hands one
+# such operand on, where everything else needs all of its operands to be so.
+MAY_BE_TINY = keys("softmax _softmax _safe_softmax")
+MULTIPLIES = keys("mul div true_divide")
+
 # Elementwise operators that promote their operands by themselves, so that a 0-d FP32 operand (a
 # learned temperature) may stay FP32 beside a low one, as type promotion has it.
 PROMOTES = keys("add sub rsub mul div where minimum maximum true_divide")

@@ -102,6 +102,10 @@ def _precision(word: Precision | str, where: str) -> Precision:
     )
 
 
+def _is_table(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(isinstance(k, str) for k in value))
+
+
 @dataclass(frozen=True)
 class Policy:
     """The user's precision overrides; they beat every built-in rule.
@@ -141,6 +145,9 @@ class Policy:
         for a, b in (("low", "full"), ("low", "keep"), ("full", "keep")):
             if both := getattr(self, a) & getattr(self, b):
                 raise MPCompileError(f"Policy: {sorted(both)} in both {a}= and {b}=")
+        for name, table in (("modules", modules), ("nodes", nodes)):
+            if not _is_table(table):
+                raise MPCompileError(f"Policy({name}={table!r}): give a dict, name -> precision")
         for pattern in modules or {}:
             try:
                 re.compile(pattern)

@@ -37,8 +37,6 @@ def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # traced by another torch.compile: it breaks its graph
-            return _setting()(compiled)(*args, **kwargs)
         if _begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset()` forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
@@ -53,12 +51,8 @@ def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(_: CallbackArgs) -> None:
     if _thread.calls:
-        _thread.setting.enter_context(_setting())
+        _thread.setting.enter_context(torch._dynamo.config.patch(allow_rnn=True))
 
 
 def _end(_: CallbackArgs) -> None:
     _thread.setting.close()
-
-
-def _setting() -> Any:
-    return torch._dynamo.config.patch(allow_rnn=True)

@@ -89,7 +89,6 @@ class Settings:
             raise MPCompileError(f"policy={policy!r}: give an mpcompile.Policy(...)")
         _check_policy(policy)
         scale = request.get("loss_scale", "dynamic")
-        dump = request.get("dump") or os.environ.get("MPCOMPILE_DUMP")
         emit = _choice("emit", request.get("emit", "inductor"), EMITS)
         mode = request.get("mode")
         recompute = _flag("recompute", request.get("recompute", False))
@@ -104,12 +103,12 @@ class Settings:
             scale_any_dtype=isinstance(scale, LossScale) and not scale.fp16_only,
             pad=_choice("pad", request.get("pad", "auto"), PADS),
             emit=emit,
-            dump=Path(dump) if dump else None,
+            dump=_directory(request.get("dump") or os.environ.get("MPCOMPILE_DUMP")),
             fuse_head=_flag("fuse_head", request.get("fuse_head", False)),
             recompute=recompute,
-            strict=bool(request.get("strict", False)),
+            strict=_flag("strict", request.get("strict", False)),
             mode=mode,
-            inductor=request.get("options"),
+            inductor=_inductor_options(mode, request.get("options")),
         )
 
 
@@ -141,6 +140,32 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise MPCompileError(f"{name}={value!r}: use True or False")
     return value
+
+
+def _directory(dump: Any) -> Path | None:
+    """Where dumps go, made if need be: what can't be written should not fail at the first graph."""
+    if not dump:
+        return None
+    if not isinstance(dump, (str, os.PathLike)):
+        raise MPCompileError(f"dump={dump!r}: give the path of a directory")
+    try:
+        Path(dump).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MPCompileError(f"dump={str(dump)!r}: can't be made a directory ({error})") from None
+    return Path(dump)
+
+
+def _inductor_options(mode: str | None, options: Any) -> Mapping[str, Any] | None:
+    """`options`, once Inductor has accepted it and `mode`."""
+    if options is not None and not isinstance(options, Mapping):
+        raise MPCompileError(f"options={options!r}: give a dict of Inductor's options")
+    if mode is not None or options:
+        try:  # torch.compile's own check; torch 2.13, in 2.11 too
+            torch._TorchCompileInductorWrapper(mode, options, None)
+        except (RuntimeError, TypeError, ValueError) as error:
+            text = str(error).partition(", known options")[0]
+            raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None
+    return options
 
 
 def _check_policy(policy: Policy) -> None:

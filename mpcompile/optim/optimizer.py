@@ -265,7 +265,11 @@ class MPOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """0-d FP32 on the device: the global norm before clipping, with `max_grad_norm`."""
+        """0-d FP32 on the device: the global norm before clipping. Without `max_grad_norm` nobody
+        computes it: NaN.
+        """
+        if self._max_grad_norm is None:
+            return torch.tensor(math.nan)
         return self._result("norm", math.nan)
 
     def _result(self, name: str, before: Any) -> torch.Tensor:
@@ -386,8 +390,11 @@ def _check(
         _check_group(name, group)
     if scale is not None and not isinstance(scale, LossScale):
         raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
-    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-        raise MPCompileError(f"MPOptimizer(max_grad_norm={max_grad_norm}): must be positive")
+    number: Any = max_grad_norm
+    if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+        raise MPCompileError(
+            f"MPOptimizer(max_grad_norm={max_grad_norm!r}): must be a positive number"
+        )
     if emit not in ("inductor", "aot_eager", "eager"):
         raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
     if mode is not None and emit != "inductor":

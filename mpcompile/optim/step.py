@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,8 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
             for name in asked:
                 group[name] = name == "capturable"
             try:
-                init(group, *lists)
+                with _gradients_in_full(group["params"]):
+                    init(group, *lists)
             finally:
                 group.update(asked)
     if isinstance(optimizer, torch.optim.SGD):
@@ -303,6 +305,28 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(member.param).detach()
     move_numbers(optimizer)
+
+
+@contextlib.contextmanager
+def _gradients_in_full(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Low gradients of O2 stand for the FP32 ones that the step sees: some classes give state the
+    dtype of a gradient. The stand-ins are zeros that take no memory.
+    """
+    low = [(p, p.grad) for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
+    try:
+        for param, _ in low:
+            _give(param, param.new_zeros((), requires_grad=False).expand(param.shape))
+        yield
+    finally:
+        for param, grad in low:
+            _give(param, grad)
+
+
+def _give(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Set a gradient of whatever dtype."""
+    param.grad = None
+    param.grad_dtype = grad.dtype
+    param.grad = grad
 
 
 def move_numbers(optimizer: Optimizer) -> None:
@@ -348,14 +372,10 @@ def eager_step(
         true = [t * factor for t in true]
     try:
         for param, grad in zip(params, true, strict=True):
-            param.grad = None
-            param.grad_dtype = param.dtype
-            param.grad = grad
+            _give(param, grad)
         with torch.no_grad(), torch._C._DisableAutocast():
             raw_step(type(optimizer))(optimizer)
     finally:
         for param, grad_ in zip(params, stored, strict=True):
-            param.grad = None
             assert grad_ is not None
-            param.grad_dtype = grad_.dtype
-            param.grad = grad_
+            _give(param, grad_)
