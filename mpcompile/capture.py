@@ -53,6 +53,7 @@ INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
+_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 RNNS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -175,6 +176,28 @@ class _Replay(fx.Interpreter):
             return self._opaque(n.op, n.target, args, kwargs, "functorch")
         return super().run_node(n)
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments; under autocast its low dtype is FP32, as everywhere in the replay.
+
+        There `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast gave h,
+        and Dynamo writes it down. (Not where a dtype is what is asked for: bits seen as another.)
+        """
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        autocast = self.place.autocast()
+        plain = n.op in ("call_function", "call_method") and n.target not in (*AUTOCAST, "view")
+        if autocast is None or not plain or isinstance(n.target, torch._ops.HigherOrderOperator):
+            return args, kwargs
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+            lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
+        )
+        return replaced
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        autocast = self.place.autocast()
+        if autocast is not None and _METHODS.get(target) is autocast[1]:
+            target = "float"
+        return super().call_method(target, args, kwargs)
+
     def _in_functorch(self, n: fx.Node) -> bool:
         """Whether the node belongs to a functorch transform, its entry and exit included."""
         name = getattr(n.target, "__name__", "")
@@ -259,8 +282,7 @@ class _Replay(fx.Interpreter):
 def _widened(value: torch.Tensor) -> torch.Tensor:
     """What an RNN takes under autocast, which would make its operands one dtype: here FP32.
 
-    Dynamo writes down the dtype of an initial state that the layer makes itself, that of its input;
-    under autocast this may be a low one, of a program captured in FP32.
+    A state that an earlier call under autocast returned is low.
     """
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 

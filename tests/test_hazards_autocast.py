@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, Compared, assert_near, check, leaf
@@ -79,3 +80,63 @@ def test_graph_break_inside_a_region(level: str) -> None:
 
     result = check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=64.0)
     assert planned(result, "linear") == ["f16", "f32", "f32", "f16"]
+
+
+def _filled(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(8, 16, dtype=h.dtype)
+    out[:, torch.tensor([0, 1])] = h[:, :2]
+    return out + w[0]
+
+
+def _gathered(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(8) % 2
+    return torch.zeros(2, 16, dtype=h.dtype).index_add(0, rows, h) @ w.to(h.dtype)
+
+
+OTHERS_DTYPE = {
+    "a product": lambda h, w: h @ w.to(h.dtype),
+    "a sum by index": _gathered,
+    "a write by index": _filled,
+    "a norm's weight": lambda h, w: F.layer_norm(h, (16,), w[0].to(h.dtype)),
+    "einsum": lambda h, w: torch.einsum("ij,jk->ik", h, w.to(h.dtype)),
+    "prelu": lambda h, w: F.prelu(h, w[0].to(h.dtype)),
+    "a mask": lambda h, w: F.scaled_dot_product_attention(
+        h[None], h[None], h[None], attn_mask=(torch.arange(8) < 5).to(h.dtype).expand(8, 8)
+    ) + w[0],
+    "weights of classes": lambda h, w: F.cross_entropy(
+        h @ w.t(), torch.arange(8), weight=torch.linspace(0.5, 2, 16).to(h.dtype)
+    ),
+    "its own method": lambda h, w: h.bfloat16() @ w.bfloat16(),
+    "what is returned": lambda h, w: F.linear(h, w).to(h.dtype),
+}  # fmt: skip
+
+
+@SETTINGS
+@pytest.mark.parametrize("around", [True, False], ids=["caller's", "own"])
+@pytest.mark.parametrize("case", OTHERS_DTYPE)
+def test_the_dtype_that_autocast_gave_to_another_value(
+    case: str, around: bool, level: str, emit: str
+) -> None:
+    """Dynamo writes down what `h.dtype` is under autocast; the program is captured without it."""
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return OTHERS_DTYPE[case](F.linear(x, w), w)
+
+    def with_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return OTHERS_DTYPE[case](F.linear(x, w), w)
+
+    program = plain if around else with_region
+    ours, theirs = ([leaf(8, 16), leaf(16, 16)] for _ in range(2))
+    for mine, other in zip(ours, theirs, strict=True):
+        other.data.copy_(mine.data.mul_(0.3))  # small, or attention turns roundings into choices
+    compiled = mpcompile(program, dtype=torch.bfloat16, level=level, emit=emit, strict=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        out, wanted = compiled(*ours), program(*theirs)
+    assert out.dtype is wanted.dtype
+    out.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    torch.testing.assert_close(out, wanted, rtol=5e-2, atol=5e-2)
+    for mine, other in zip(ours, theirs, strict=True):
+        scale = other.grad.abs().max().item()
+        torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=3e-2 * scale)

@@ -178,6 +178,13 @@ READ_EXACTLY = {
     "masked and renormalised": lambda h, i: (h.softmax(-1) * (i >= 0)).log(),
     "a mean of squares": lambda h, i: (h.square().mean() + 1).log(),
     "a mean of exponentials": lambda h, i: ((h / 8).exp().mean() + 1).log(),
+    "a gated softmax": lambda h, i: (h.softmax(-1) * (h[:, :1] / 64).sigmoid()).log(),
+    "a gated softmax, viewed": lambda h, i: (h.softmax(-1) * (h[:, :1] / 64).sigmoid())[None].log(),
+    "a mixture of softmaxes": lambda h, i: (
+        h.softmax(-1) * (h[:, :1] / 64).sigmoid()
+        + h.flip(-1).softmax(-1) * (1 - (h[:, :1] / 64).sigmoid())
+    ).log(),
+    "a root of a gated softmax": lambda h, i: (h.softmax(-1) * (h[:, :1] / 64).sigmoid()).pow(0.25),
     "squares of a norm": lambda h, i: (8 * F.layer_norm(h, (16,))).sigmoid().log(),
     "divided by its mean square": lambda h, i: (h / h.square().mean(-1, keepdim=True)).tanh(),
 }
