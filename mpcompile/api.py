@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import copies
 from .backend import mpcompile_backend
-from .errors import MPCompileError, MPCompileWarning
+from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .loss_scale import LossScale
 from .policy import Level, Policy
@@ -109,8 +110,7 @@ def mpcompile(
         "strict": strict, "mode": mode, "options": options,
     }  # fmt: skip
     settings = Settings.parse(request)
-    if "backend" in torch_compile_kwargs:
-        raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
+    _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if not isinstance(model, nn.Module) and not callable(model):
@@ -127,12 +127,23 @@ def mpcompile(
         check_module(model, settings)
         # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
         # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
-        model._compiled_call_impl = _entry(model, settings.level, record, compile_kwargs)
+        model._compiled_call_impl = _entry(model, settings, record, compile_kwargs)
         _records[model] = record
         return model
     compiled = _runner(torch.compile(model, **compile_kwargs), has_rnns=True)
     _records[compiled] = record
     return compiled
+
+
+def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
+    if "backend" in kwargs:
+        raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
+    own = [p for p in inspect.signature(mpcompile).parameters if p != "torch_compile_kwargs"]
+    theirs = inspect.signature(torch.compile).parameters
+    for name in kwargs:
+        if name not in theirs:
+            hint = did_you_mean(name, (*own, *theirs))
+            raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
 
 
 def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
@@ -157,7 +168,7 @@ _entries = itertools.count()
 
 
 def _entry(
-    module: nn.Module, level: Level, record: _Record, compile_kwargs: dict[str, Any]
+    module: nn.Module, settings: Settings, record: _Record, compile_kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     """What a call of the module runs: the compiled call, and three things Dynamo needs help with.
 
@@ -189,7 +200,7 @@ def _entry(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled, built_at, built_for, unheard
-        if level is Level.O2 and copies.generation() != built_at:
+        if settings.level is Level.O2 and copies.generation() != built_at:
             built_at = copies.generation()
             before, built_for = built_for, owners()
             if before != built_for:  # an MPOptimizer came: its copies are read
@@ -203,9 +214,29 @@ def _entry(
             unheard = False
             if record.graphs == 0:
                 _warn_nothing_compiled(module)
+            elif torch.is_grad_enabled():
+                _warn_of_what_matched_nothing(module, settings, record.plans)
         return result
 
     return call
+
+
+def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: list[Plan]) -> None:
+    """What was asked for and found no place in any graph of the first training forward."""
+    nodes = [node for plan in plans for node in plan.nodes]
+    names = {node.name for node in nodes}
+    complaints = [
+        f"Policy(nodes=...): no node {name!r}{did_you_mean(name, names)}"
+        for name in sorted(settings.policy.nodes.keys() - names)
+    ]
+    if settings.fuse_head and not any("cross_entropy" in node.op for node in nodes):
+        complaints.append(
+            "fuse_head=True, but there is no cross_entropy in what was compiled: compute the loss "
+            "in the model's forward, or compile the function that computes it"
+        )
+    for complaint in complaints if plans else ():
+        text = f"mpcompile: {type(module).__name__}: {complaint}"
+        warnings.warn(text, MPCompileWarning, stacklevel=4)
 
 
 def _warn_nothing_compiled(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,13 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
         ({"policy": {"low": ["mm"]}}, "give an mpcompile.Policy"),
         ({"mode": "max-autotune", "emit": "eager"}, "mode='max-autotune' is Inductor's"),
         ({"backend": "inductor"}, "mpcompile.. is the backend"),
+        ({"levle": "O1"}, r"unknown option 'levle'; did you mean 'level'"),
+        ({"mode": "fastest"}, "Unrecognized mode=fastest"),
+        ({"options": {"nonsense": 1}}, "Unexpected optimization option nonsense"),
+        ({"options": ["max_autotune"]}, "give a dict of Inductor's options"),
+        ({"strict": "no"}, "strict='no': use True or False"),
+        ({"dump": 5}, "dump=5: give the path of a directory"),
+        ({"dump": __file__}, "can't be made a directory"),
     ],
 )
 def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str) -> None:
@@ -224,6 +232,8 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
         (lambda: Policy(low=["mm"], full=["aten.mm"]), "in both"),
         (lambda: Policy(low="mm"), r"give a collection"),
         (lambda: Policy(low=[3]), "not an operator"),
+        (lambda: Policy(modules=["fc1"]), "give a dict, name -> precision"),
+        (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
     ],
 )
 def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
@@ -243,6 +253,41 @@ def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
 def test_bad_models_fail_at_the_call(model: Any, message: str) -> None:
     with pytest.raises(MPCompileError, match=message):
         mpcompile(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fuse_head": True}, "no cross_entropy in what was compiled: compute the loss"),
+        ({"policy": Policy(nodes={"linaer": "fp32"})}, "no node 'linaer'; did you mean 'linear'"),
+    ],
+)
+def test_what_found_no_place_is_said(options: dict[str, Any], message: str) -> None:
+    model = mpcompile(Net(), emit="eager", **options)
+    with torch.no_grad():
+        model(torch.randn(4, 8))  # an evaluation has no loss
+    other = mpcompile(Net(), emit="eager", **options)
+    with pytest.warns(MPCompileWarning, match=message):
+        other(torch.randn(4, 8))
+
+
+def test_errors_found_while_compiling_come_out_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MPCOMPILE_PROFILE", str(tmp_path / "none.json"))
+    with pytest.raises(MPCompileError, match=r"none\.json"):
+        mpcompile(Net(), emit="eager")(torch.randn(4, 8))
+    with pytest.raises(MPCompileError, match=r"none\.json"):
+        mpcompile(lambda x: x @ x, emit="eager")(torch.randn(4, 4))
+
+
+def test_a_recurrent_layer_in_a_compiled_function_is_traced() -> None:
+    layer = nn.LSTM(8, 8)
+    compiled = mpcompile(lambda x: layer(x)[0], dtype=torch.bfloat16, emit="eager", strict=True)
+    compiled(torch.randn(3, 2, 8))
+    assert [n.precision for n in compiled_plans(compiled)[0].nodes if n.op == "aten::lstm"] == [
+        "LOW"
+    ]
 
 
 def test_a_model_without_floats_is_refused() -> None:

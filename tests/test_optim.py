@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -631,3 +632,33 @@ def test_a_dump_has_a_text_for_every_pass(tmp_path: Path) -> None:
     stages = ["traced", *(p.__name__ for p in STEP_PASSES)]
     assert names == [f"{i:02}_{name}.txt" for i, name in enumerate(stages)]
     assert "where" in (directory / names[stages.index("predicate_writes")]).read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon])
+def test_state_made_from_low_gradients_is_fp32(make: Any, dtype: torch.dtype) -> None:
+    """These give state the dtype of a gradient, which at O2 is stored low."""
+    torch.manual_seed(0)
+    net = nn.Linear(16, 16, bias=False)
+    twin = copy.deepcopy(net)
+    model = mpcompile(net, dtype=dtype, level="O2", emit="eager", strict=True)
+    optimizer = MPOptimizer(make(model.parameters(), lr=0.01), emit="eager")
+    plain = make(twin.parameters(), lr=0.01)
+    x = torch.randn(32, 16)
+    for _ in range(4):
+        for one, step in ((model, optimizer), (twin, plain)):
+            one(x).square().mean().backward()
+            step.step()
+            step.zero_grad()
+    state = [v for v in optimizer.state[net.weight].values() if isinstance(v, torch.Tensor)]
+    assert state
+    assert all(v.dtype is torch.float32 for v in state)
+    torch.testing.assert_close(net.weight, twin.weight, rtol=0.02, atol=0.02)
+
+
+def test_nobody_computes_a_norm_that_was_not_asked_for() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager")
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.grad_norm.isnan()

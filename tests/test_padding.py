@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import InFP64, assert_exact, results
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -214,6 +214,7 @@ def test_linear_pointwise_linear(
 
 @drawn(2, channels=FEW, hidden=FEW, out=FEW, last=st.booleans())
 def test_conv_bias_relu_conv(channels: int, hidden: int, out: int, last: bool) -> None:
+    assume(hidden > 1 or not last)  # one channel is in both layouts, its padding in one of them
     net = nn.Sequential(nn.Conv2d(channels, hidden, 3), nn.ReLU(), nn.Conv2d(hidden, out, 3))
     x = torch.randn(2, channels, 7, 7)
     all_aligned(net, x.contiguous(memory_format=torch.channels_last) if last else x)
