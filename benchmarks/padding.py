@@ -280,7 +280,7 @@ def _shares(found: Mapping[str, Found]) -> Table:
             *(f"{one.shares[arm]:.1%}" for arm in (AUTO, ALWAYS)),
             f"{1e3 * one.passes[AUTO]:.0f}",
             f"{1e3 * one.passes[ALWAYS]:.0f}",
-            f"{compile_overhead(one):+.2%}",
+            f"{round(compile_overhead(one), 4) + 0.0:+.2%}",
         )
         for name, one in found.items()
     ]

@@ -96,14 +96,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(text: str) -> int:
-    steps = int(text)
-    if steps < 2:
-        raise argparse.ArgumentTypeError(f"{steps}: at least 2 steps are needed")
-    return steps
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 2 is needed")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
     return seconds
@@ -153,8 +155,10 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     device = _known_device(options.device) or default_device()
     if options.show:
         if (found := store.load(device)) is None:
-            unset = f", and unset {store.VARIABLE}" if store.VARIABLE in os.environ else ""
-            raise MPCompileError(f"there is no profile for {device}: run mpcompile profile{unset}")
+            if store.VARIABLE in os.environ:
+                where = f"{store.VARIABLE}={os.environ[store.VARIABLE]} holds none: unset it"
+                raise MPCompileError(f"there is no profile for {device}: {where}")
+            raise MPCompileError(f"there is no profile for {device}: run mpcompile profile")
         console.print(_profile_table(found))
         return 0
     path = options.out or store.cache_path(device)

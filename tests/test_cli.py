@@ -72,12 +72,12 @@ def test_a_device_that_cannot_be(
     [
         ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
-        (["demo", "--steps", "1"], "1: at least 2 steps are needed"),
-        (["demo", "--steps", "many"], "invalid _steps value: 'many'"),
+        (["demo", "--steps", "1"], "1: a whole number from 2 is needed"),
+        (["demo", "--steps", "many"], "many: a whole number from 2 is needed"),
         (["demo", "--dtype", "float8"], "invalid choice: 'float8'"),
         (["demo", "--level", "O0"], "invalid choice: 'O0'"),
         (["profile", "--seconds", "0"], "0: a number of seconds above 0 is needed"),
-        (["profile", "--seconds", "soon"], "invalid _seconds value: 'soon'"),
+        (["profile", "--seconds", "soon"], "soon: a number of seconds above 0 is needed"),
         (["profile", "--show", "--out", "x"], "not allowed with argument"),
     ],
 )
@@ -155,7 +155,7 @@ def test_profile_out_and_show(
     [
         ("{}", "MPCOMPILE_PROFILE: {path} holds no device profile"),
         (None, "MPCOMPILE_PROFILE: can't read the profile {path}"),
-        ("none", "there is no profile for cpu: run mpcompile profile, and unset MPCOMPILE_PROFILE"),
+        ("none", "there is no profile for cpu: MPCOMPILE_PROFILE=none holds none: unset it"),
     ],
 )
 def test_profile_show_has_nothing_to_show(
