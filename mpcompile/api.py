@@ -211,7 +211,7 @@ def _entry(
             )
         result = compiled(*args, **kwargs)
         if unheard and not torch.compiler.is_compiling():
-            unheard = False
+            unheard = record.graphs > 0 and not torch.is_grad_enabled()
             if record.graphs == 0:
                 _warn_nothing_compiled(module)
             elif torch.is_grad_enabled():

@@ -180,12 +180,12 @@ class _Replay(fx.Interpreter):
         """The node's arguments; under autocast its low dtype is FP32, as everywhere in the replay.
 
         There `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast gave h,
-        and Dynamo writes it down. (Not where a dtype is what is asked for: bits seen as another.)
+        and Dynamo writes it down. (Not for `view`, which sees bits as another dtype, and not for
+        operators that aren't torch's own.)
         """
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         autocast = self.place.autocast()
-        plain = n.op in ("call_function", "call_method") and n.target not in (*AUTOCAST, "view")
-        if autocast is None or not plain or isinstance(n.target, torch._ops.HigherOrderOperator):
+        if autocast is None or n.target in (*AUTOCAST, "view") or not _is_torchs(n):
             return args, kwargs
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
             lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
@@ -285,6 +285,16 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
     A state that an earlier call under autocast returned is low.
     """
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether it calls a method, a function or an ATen operator of torch's own."""
+    module = getattr(node.target, "__module__", None) or "torch"
+    package = ".".join(module.split(".")[:3])
+    custom = package.startswith("torch._ops.") and package != "torch._ops.aten"
+    higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    own = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator")
+    return node.op in ("call_function", "call_method") and own and not custom and not higher
 
 
 def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:

@@ -140,3 +140,23 @@ def test_the_dtype_that_autocast_gave_to_another_value(
     for mine, other in zip(ours, theirs, strict=True):
         scale = other.grad.abs().max().item()
         torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=3e-2 * scale)
+
+
+@torch.library.custom_op("mpcompile_test::stored_as", mutates_args=())
+def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).clone()
+
+
+@stored_as.register_fake
+def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def test_a_custom_operator_gets_the_dtype_it_was_given() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return stored_as(x * 2, torch.bfloat16)
+
+    compiled = mpcompile(program, dtype=torch.bfloat16, emit="eager", strict=True)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), program(x), rtol=0, atol=0)
