@@ -86,6 +86,7 @@ class WorkingCopy:
         stored: what graphs read: the copy, behind it zeros where it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         scale: the loss scale its gradients are stored multiplied by, or None.
+        awaited: how many forwards have read it whose backward is still to come, as far as known.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class WorkingCopy:
             self.stored = stored.contiguous(memory_format=suggest_memory_format(master))
         self.tensor = self.real_part(self.stored, master)
         self.scale: LossScale | None = None
+        self.awaited = 0
         self._seen: tuple[int, int] | None = None
         self._shape = tuple(master.shape)
         self._reads = 0  # training forwards since a gradient last arrived
@@ -109,7 +111,7 @@ class WorkingCopy:
     def refresh(self, master: torch.Tensor) -> None:
         """Cast the copy anew if the master may have changed since it was written."""
         exposed = isinstance(master, MasterWeight) and master.may_be_written()
-        if exposed and self._reads and self._holds(master):
+        if exposed and self.awaited and self._holds(master):
             # Somebody only looked. Autograd saved the copy in a forward whose backward is to come,
             # and would take a write of the same numbers for a change.
             self.written(master)
@@ -324,6 +326,7 @@ class Reader:
         if not torch.is_grad_enabled():
             return tensors
         for copy, master in zip(copies, masters, strict=True):
+            copy.awaited += 1
             if self.stores_low(master):
                 copy.store_low(master, self.scale)
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
@@ -347,6 +350,7 @@ class _ReadCopies(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[torch.Tensor | None] = []
         for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
+            copy.awaited = max(0, copy.awaited - 1)
             if grad is None:
                 results.append(None)
                 continue

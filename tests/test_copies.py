@@ -460,6 +460,17 @@ def test_a_look_at_data_between_two_forwards_writes_nothing() -> None:
     del optimizer
 
 
+def test_a_tied_weight_between_two_forwards() -> None:
+    """Compiling takes its .data; it is not stored low, so nothing counts its gradients."""
+    model = mpcompile(Tied(), dtype=torch.bfloat16, level="O2", emit="aot_eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    tokens = torch.randint(20, (4, 3))
+    for _ in range(2):
+        (model(tokens) + model(tokens.flip(0))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_pickled_module_is_a_plain_one() -> None:
     net = nn.Linear(8, 8)
     model = mpcompile(net, dtype=torch.float16, level="O2", emit="eager", strict=True)
