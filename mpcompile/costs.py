@@ -241,6 +241,8 @@ class Objective:
         if isinstance(item, Stored):
             if self._read_exactly(node) or self._stays_tiny(node):
                 costs.low["read exactly"] = NEVER
+            if not any(ir.precision(n) is LOW or n in self._near_low for n in node.users):
+                costs.low["nothing low near"] = NEVER
             return costs
         if self.config.level is Level.O2 and node in self._follow and self._stays_tiny(node):
             costs.low["read exactly"] = NEVER

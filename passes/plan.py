@@ -20,6 +20,8 @@ O3: everything LOW that is not pinned.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from mpcompile import ir, ops
@@ -35,17 +37,32 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
         _lower_everything(gm.graph, config)
         return False
     objective = Objective(gm.graph, config)
-    for item, low in _best(objective).items():
-        if isinstance(item, Stored):
-            if low:
-                _store_low(objective, item.node)
-            continue
-        node = item
-        ir.set_costs(node, _shown(objective.terms[node]))
-        if ir.precision(node) is FOLLOW or not low:
-            reason = _reason(objective, node, low)
-            ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+    best = _best(objective)
+    while config.level is Level.O2 and (slower := _products_in_full(best)):
+        # At O2 values are low for the sake of low products near them: these are settled first.
+        for node in slower:
+            _settle(objective, node, low=False)
+        objective = Objective(gm.graph, config)
+        best = _best(objective)
+    for item, low in best.items():
+        if not isinstance(item, Stored):
+            _settle(objective, item, low=low)
+        elif low:
+            _store_low(objective, item.node)
     return False
+
+
+def _products_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
+    """The products that a rule made LOW and that are better off in FP32."""
+    nodes = (item for item, low in best.items() if isinstance(item, fx.Node) and not low)
+    return [node for node in nodes if ir.precision(node) is LOW]
+
+
+def _settle(objective: Objective, node: fx.Node, *, low: bool) -> None:
+    ir.set_costs(node, _shown(objective.terms[node]))
+    if ir.precision(node) is FOLLOW or not low:
+        reason = _reason(objective, node, low)
+        ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
 
 
 def _best(objective: Objective) -> dict[Item, bool]:
