@@ -37,6 +37,7 @@ from benchmarks.harness import (
     take_turns,
 )
 from benchmarks.models import Detector, Recommender, Sample
+from benchmarks.step_times import Timed, Work
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 
@@ -49,25 +50,6 @@ OVERHEAD = 0.03
 """What "auto" may cost on a CPU: of the step's time, and of the first step's."""
 OVER_PEERS = 1.0
 """On CUDA, "auto" over the better peer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """A model, its batch, and how many steps make a sample."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    sample: Sample
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What is timed, and how often."""
-
-    models: Sequence[Timed]
-    rounds: int = 20
-    emit: str = "inductor"
 
 
 def _gpt(batch: int, steps: int, **sizes: int) -> Timed:

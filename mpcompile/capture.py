@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CannotRewrite
 from .ir import Region, is_opaque
+from .islands import PACKETS
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
@@ -54,7 +55,6 @@ ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
-RNNS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -218,7 +218,7 @@ class _Replay(fx.Interpreter):
             return _Replay(body, self.place).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._opaque("call_function", target, args, kwargs)
-        if target in RNNS and self.place.autocast() is not None:
+        if target in PACKETS and self.place.autocast() is not None:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         graph = _tracer().graph
         before, known = len(graph.nodes), _grad_fns((args, kwargs))

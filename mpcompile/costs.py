@@ -22,7 +22,8 @@ Numerical risk is no number. At O1 a FOLLOW operator that does arithmetic on an 
 (an accumulating path stays FP32), whatever it costs; and what the backward reads doesn't count, for
 it reads what the forward stored and computes the rest again. At O2 an operator is FULL that reads
 only what a guard or the user wants in FP32 (its range is unknown), or that no path of undecided
-operators joins to a LOW one; and no result is stored low that FP32 arithmetic goes on with.
+operators joins to a LOW one, or that hands a probability on to FP32 arithmetic; and no result is
+stored low that such arithmetic goes on with.
 
 All costs are whole numbers, in sixteenths of a byte.
 """
@@ -30,6 +31,7 @@ All costs are whole numbers, in sixteenths of a byte.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -167,27 +169,26 @@ class Objective:
 
     def _stays_tiny(self, node: fx.Node) -> bool:
         """Whether something in FP32 reads a probability, handed on or not: its logarithm, say."""
-        readers = dict.fromkeys(node.users) if node in self._tiny else {}
-        for reader in (work := list(readers)):  # it grows
-            if reader not in self._follow:
-                if ir.precision(reader) is not LOW and ir.op_name(reader) not in ops.STORED_LOW:
-                    return True
-            elif reader in self._tiny:
-                work += [user for user in reader.users if user not in readers]
-                readers.update(dict.fromkeys(reader.users))
-        return False
+        return node in self._tiny and self._goes_on_in_full(node, self._tiny.__contains__)
 
     def _read_exactly(self, node: fx.Node) -> bool:
         """Whether something in FP32 reads the value, or what is computed from it and from nothing
         low: a logarithm behind a softmax. It must not be handed what underflowed.
         """
+
+        def beside_nothing_low(reader: fx.Node) -> bool:
+            return not any(ir.precision(n) is LOW for n in map(_root, _read_by(reader)))
+
+        return self._goes_on_in_full(node, beside_nothing_low)
+
+    def _goes_on_in_full(self, node: fx.Node, through: Callable[[fx.Node], bool]) -> bool:
+        """Whether the value reaches an FP32 operator by way of such FOLLOW nodes alone."""
         readers = dict.fromkeys(node.users)
         for reader in (work := list(readers)):  # it grows
             if reader not in self._follow:
-                stays = ir.precision(reader) is not LOW
-                if stays and ir.op_name(reader) not in ops.STORED_LOW:
+                if ir.precision(reader) is not LOW and ir.op_name(reader) not in ops.STORED_LOW:
                     return True
-            elif not any(ir.precision(n) is LOW for n in map(_root, _read_by(reader))):
+            elif through(reader):
                 work += [user for user in reader.users if user not in readers]
                 readers.update(dict.fromkeys(reader.users))
         return False
@@ -238,23 +239,26 @@ class Objective:
         apart = node in self._stored and not isinstance(item, Stored)
         if not apart and (stored := self._times_stored(node)):
             costs.full["stored"] = 2 * UNIT * _numel(node) * stored
-        if isinstance(item, Stored):
-            if self._read_exactly(node) or self._stays_tiny(node):
-                costs.low["read exactly"] = NEVER
-            if not any(ir.precision(n) is LOW or n in self._near_low for n in node.users):
-                costs.low["nothing low near"] = NEVER
-            return costs
-        if self.config.level is Level.O2 and node in self._follow and self._stays_tiny(node):
-            costs.low["read exactly"] = NEVER
-        if node in self._follow - self._near_low and self.config.level is Level.O2:
-            costs.low["nothing low near"] = NEVER
-        undecided = self.config.level is Level.O1 and ir.precision(node) is FOLLOW
-        if undecided and not counted_operands(node):
-            costs.low["no operand"] = NEVER
-        value = ir.captured(node)
-        if value is not None and value.ndim == 0 and ir.precision(node) is FOLLOW:
-            costs.low["one number"] = NEVER
+        costs.low.update(dict.fromkeys(self._never_low(item), NEVER))
         return costs
+
+    def _never_low(self, item: Item) -> Iterator[str]:
+        """Why the item must not be low, whatever that costs."""
+        if isinstance(item, Stored):
+            if self._read_exactly(item.node) or self._stays_tiny(item.node):
+                yield "read exactly"
+            if not any(ir.precision(n) is LOW or n in self._near_low for n in item.node.users):
+                yield "nothing low near"
+        elif item in self._follow:
+            if self.config.level is Level.O2 and self._stays_tiny(item):
+                yield "read exactly"
+            if self.config.level is Level.O2 and item not in self._near_low:
+                yield "nothing low near"
+            if self.config.level is Level.O1 and not counted_operands(item):
+                yield "no operand"
+            value = ir.captured(item)
+            if value is not None and value.ndim == 0:
+                yield "one number"
 
     def _times_stored(self, node: fx.Node) -> int:
         """How often FP32 would be written or read where the low dtype could be."""

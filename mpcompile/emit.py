@@ -28,7 +28,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from ._version import __version__
-from .errors import CannotRewrite
+from .errors import CannotRewrite, MPCompileError
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import JointPass, with_joint_passes
 
@@ -143,6 +143,19 @@ def _inductor(
 ) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
     return torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
+
+
+def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Ask torch.compile whether it knows `mode` and `options`, before anything is compiled.
+
+    Raises:
+        MPCompileError: it doesn't.
+    """
+    try:
+        _inductor(mode, options, ())
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = str(error).partition(", known options")[0]
+        raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None
 
 
 def _recomputing(compile_graph: Compiler) -> Compiler:

@@ -61,8 +61,9 @@ RNN_OPS: frozenset[Any] = frozenset(
     for overload in ("input", "data")  # padded, packed
 )
 
-# As Dynamo names them: a graph that could not be captured comes to `emit` as Dynamo wrote it.
-_PACKETS: dict[Any, Any] = {
+# As Dynamo names them, in the graph that capture replays; one that could not be captured comes to
+# `emit` so.
+PACKETS: dict[Any, Any] = {
     torch.lstm: aten.lstm,
     torch.gru: aten.gru,
     torch.rnn_tanh: aten.rnn_tanh,
@@ -75,7 +76,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def name_rnns(gm: fx.GraphModule) -> None:
     """Give the RNNs of a graph of Dynamo's the names they have in ATen; the rest of it may stay."""
     for node in gm.graph.nodes:
-        if packet := _PACKETS.get(node.target):
+        if packet := PACKETS.get(node.target):
             # (input, hx, params, has_biases, ...) or (data, batch_sizes, hx, params, ...)
             node.target = packet.input if isinstance(node.args[3], bool) else packet.data
 

@@ -455,10 +455,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             parameter.grad = gradient
 
 
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
 # torch's public hooks for every optimizer. They cost one length check while nothing is scaled.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1

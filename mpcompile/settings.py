@@ -13,6 +13,7 @@ import torch
 
 from . import ops
 from .device import SUPPORTED
+from .emit import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .loss_scale import LossScale
 from .policy import Level, Policy, op_exists, parse_dtype, parse_level
@@ -160,11 +161,7 @@ def _inductor_options(mode: str | None, options: Any) -> Mapping[str, Any] | Non
     if options is not None and not isinstance(options, Mapping):
         raise MPCompileError(f"options={options!r}: give a dict of Inductor's options")
     if mode is not None or options:
-        try:  # torch.compile's own check; torch 2.13, in 2.11 too
-            torch._TorchCompileInductorWrapper(mode, options, None)
-        except (RuntimeError, TypeError, ValueError) as error:
-            text = str(error).partition(", known options")[0]
-            raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None
+        check_inductor(mode, options)
     return options
 
 

@@ -3,7 +3,8 @@
 One minimum cut over the whole graph. Its objective, term by term and with units, stands in
 costs.py: bytes that values occupy where they are stored or kept for the backward, casts that no
 fusion absorbs, measured time of products where a device profile knows them. Terminals are the nodes
-that a rule, the user, a guard or the level has pinned.
+that a rule, the user, a guard or the level has pinned. At O2 a product that comes out FULL is
+settled, and the cut made anew: what is low for its sake has lost its reason.
 
     linear: LOW -> gelu -> linear: LOW         gelu is LOW: FULL would take two casts
     linear: LOW -> gelu -> mean: FULL          gelu is FULL: wider arithmetic is free in a kernel

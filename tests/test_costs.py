@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
 from graphs import Stage
-from torch import nn
+from torch import fx, nn
 
 import mpcompile
 from mpcompile import ir
 from mpcompile.costs import UNIT, Item, Objective, Stored
 from mpcompile.passes.plan import plan
-from mpcompile.policy import Level, Policy, Precision
+from mpcompile.policy import Config, Level, Policy, Precision
 from mpcompile.profile import Profile, Sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,38 +86,51 @@ def decided(item: Item) -> bool:
     return ir.precision(item) is Precision.LOW
 
 
-def is_optimal(stage: Stage) -> int:
-    """Run the pass and compare with every assignment; how many items it had to decide.
-
-    At O2 products that are FP32 are settled first; what follows is compared.
-    """
-    graph = stage.gm.graph
-    before = {n: ir.mark(n) for n in graph.nodes if ir.is_marked(n)}
-    objective = Objective(graph, stage.config)
-    stage.run()
-    found = {item: decided(item) for item in objective.open}
-    after = {n: ir.mark(n) for n in before}
-    for node, mark in before.items():
-        settled = mark.precision is Precision.LOW and ir.precision(node) is Precision.FULL
-        if not (settled and stage.config.level is Level.O2):
-            ir.set_mark(node, mark)
-    objective = Objective(graph, stage.config)
-    fixed = {n: mark for n, mark in before.items() if n not in found}
+def cheapest(graph: fx.Graph, config: Config) -> dict[Item, bool]:
+    """Of the assignments that cost least, the one with the fewest LOW; each is tried."""
+    objective = Objective(graph, config)
     known = {n: ir.precision(n) is Precision.LOW for n in graph.nodes if n not in objective.terms}
     items = objective.open
     assert len(items) <= 12, f"{len(items)} items: too many to try each assignment"
-    found = {item: found[item] for item in items}
     costs = {
         labels: total(objective, {**known, **dict(zip(items, labels, strict=True))})
         for labels in itertools.product((False, True), repeat=len(items))
     }
-    assert total(objective, {**known, **found}) == min(costs.values())
     best = [labels for labels, cost in costs.items() if cost == min(costs.values())]
-    assert tuple(found.values()) == min(best, key=sum)  # of the best, the one with fewest low
+    return dict(zip(items, min(best, key=sum), strict=True))
+
+
+def wanted_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
+    """Products that a rule made LOW and that are FULL here."""
+    nodes = [item for item, low in best.items() if isinstance(item, fx.Node) and not low]
+    return [node for node in nodes if ir.precision(node) is Precision.LOW]
+
+
+def is_optimal(stage: Stage) -> int:
+    """Run the pass and compare with every assignment; how many items it had to decide.
+
+    At O2 products that are FP32 are settled first, and all assignments are tried anew.
+    """
+    graph = stage.gm.graph
+    before = {n: ir.mark(n) for n in graph.nodes if ir.is_marked(n)}
+    open_ = Objective(graph, stage.config).open
+    stage.run()
+    found = {item: decided(item) for item in open_}
+    after = {n: ir.mark(n) for n in before}
+    for node, mark in before.items():
+        ir.set_mark(node, mark)
+    wanted = dict.fromkeys(open_, False)
+    while slower := wanted_in_full(best := cheapest(graph, stage.config)):
+        if stage.config.level is not Level.O2:
+            break
+        for node in slower:
+            ir.remark(node, precision=Precision.FULL, rule="plan")
+    assert found == {**wanted, **best}
+    fixed = {n: mark for n, mark in before.items() if n not in found}
     for node, mark in fixed.items():  # a reason may gain words on how the result is stored
         now = after[node]
         assert (now.precision, now.rule, now.low) == (mark.precision, mark.rule, mark.low)
-    return len(items)
+    return len(open_)
 
 
 class MLP(nn.Module):

@@ -142,19 +142,19 @@ def test_the_dtype_that_autocast_gave_to_another_value(
         torch.testing.assert_close(mine.grad, other.grad, rtol=5e-2, atol=3e-2 * scale)
 
 
-@torch.library.custom_op("mpcompile_test::stored_as", mutates_args=())
-def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).clone()
+@torch.library.custom_op("mpcompile_test::rounded_to", mutates_args=())
+def rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).to(x.dtype, copy=True)
 
 
-@stored_as.register_fake
+@rounded_to.register_fake
 def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x)
 
 
 def test_a_custom_operator_gets_the_dtype_it_was_given() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
-        return stored_as(x * 2, torch.bfloat16)
+        return rounded_to(x * 2, torch.bfloat16)
 
     compiled = mpcompile(program, dtype=torch.bfloat16, emit="eager", strict=True)
     x = torch.randn(4, 8)

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import copies, loss_scale
+from ..emit import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..loss_scale import LossScale
 from .program import Emit
@@ -401,6 +402,7 @@ def _check(
         raise MPCompileError(
             f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
         )
+    check_inductor(mode, None)
 
 
 def _check_group(name: str, group: dict[str, Any]) -> None:
