@@ -180,6 +180,16 @@ def in_functorch(node: fx.Node) -> bool:
     return node.meta.get("mp_opaque") == "functorch"
 
 
+def backward_is_unknown(node: fx.Node) -> bool:
+    """Whether the node's backward is code that nobody here knows, or known not to be linear."""
+    if not is_op(node):
+        return is_opaque(node) and not in_functorch(node)
+    if op_name(node) in ops.NONLINEAR_BACKWARD:
+        return True
+    namespace = op_name(node).split("::")[0]
+    return namespace not in ("aten", "prims", "prim", "mpcompile")
+
+
 def is_constant(node: fx.Node) -> bool:
     """A tensor that depends on no input: baked into the graph, or made of one number."""
     if is_op(node) and op_name(node) in ops.COPIES_A_CONSTANT:

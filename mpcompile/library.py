@@ -23,7 +23,9 @@ _LIBRARY.define("scale_grad(Tensor(a) x, Tensor scale) -> Tensor(a)")
 _LIBRARY.define("unscale_grad(Tensor(a) x, Tensor scale, Tensor found) -> Tensor(a)")
 
 
-class _ScaleGrad(torch.autograd.Function):
+class ScaleGrad(torch.autograd.Function):
+    """Identity; the gradient times the scale."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
@@ -37,7 +39,9 @@ class _ScaleGrad(torch.autograd.Function):
         return None if grads[0] is None else grads[0] * scale, None
 
 
-class _UnscaleGrad(torch.autograd.Function):
+class UnscaleGrad(torch.autograd.Function):
+    """Identity; the gradient over the scale, and how many were not finite."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor
@@ -62,11 +66,11 @@ class _UnscaleGrad(torch.autograd.Function):
 
 
 def _scale_grad(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return _ScaleGrad.apply(x, scale)  # type: ignore[no-untyped-call,no-any-return]
+    return ScaleGrad.apply(x, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _unscale_grad(x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return _UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
+    return UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
 
 
 _LIBRARY.define("softmax_low(Tensor x, int dim, ScalarType dtype, bool safe) -> Tensor")

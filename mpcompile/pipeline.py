@@ -16,6 +16,7 @@ from .inspect.dump import Dump
 from .inspect.plan import Plan, plan_of
 from .passes.classify import classify
 from .passes.clean import clean
+from .passes.copy_overlaps import copy_overlaps
 from .passes.drop_noop_casts import drop_noop_casts
 from .passes.expand_attention import expand_attention
 from .passes.functionalize import functionalize
@@ -49,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     pad,  # what a dimension of a product ought to be; casts are in place, so pads go behind them
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # what the casts of parameters read; their gradients leave scaled
+    copy_overlaps,  # before scale_gradients: what it copies is a result like any other
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes
     outline,  # last: it hides nodes in bodies, where no pass looks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from . import ir, ops
+from . import ir, ops, units
 from .policy import Precision
 
 Check = Callable[[fx.GraphModule], Iterator[str]]
@@ -82,6 +82,10 @@ def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} still stands in an inlined checkpoint"
 
 
+def _units_agree(gm: fx.GraphModule) -> Iterator[str]:
+    yield from units.complaints(gm)
+
+
 # Checks hold from the named pass on.
 AFTER: dict[str, tuple[Check, ...]] = {
     "classify": (_everything_marked,),
@@ -89,7 +93,7 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
     "place_pads": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
     "scale_gradients": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
-    "clean": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
+    "clean": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured, _units_agree),
     "outline": (_outputs_as_captured, _regions_folded),
 }
 

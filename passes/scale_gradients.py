@@ -22,12 +22,11 @@ import itertools
 import torch
 from torch import fx
 
-from mpcompile import ir, ops
+from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark
 from mpcompile.policy import Config, Precision
-
-SCALE, FOUND = "mp_scale", "mp_found"
+from mpcompile.units import FOUND, SCALE, History
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
@@ -39,14 +38,19 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
         return False
     # The gradient of a working copy leaves scaled: the optimizer's step unscales it.
     trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
-    scaler = _Scaler(graph, _add_input(graph, SCALE, config), _add_input(graph, FOUND, config))
-    for node in [n for n in graph.nodes if _is_nonlinear(n)]:
+    history = History(gm)
+    scale, found = (_add_input(graph, name, config) for name in (SCALE, FOUND))
+    scaler = _Scaler(graph, scale, found, history)
+    for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
     for node in reversed(trained):  # each goes before the one placed last
         if ir.is_mutable(node):
             scaler.own(node)
         else:
             scaler.unscale(node)
+    for node in inputs:
+        if history.final[node] and not ir.requires_grad(node):  # a cache that was filled
+            scaler.own(node)
     scaler.scale_outputs()
     return True
 
@@ -61,34 +65,28 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
     return node
 
 
-def _is_nonlinear(node: fx.Node) -> bool:
-    """Whether the node's backward is code that nobody here knows, or known not to be linear."""
-    if not ir.is_op(node):
-        return ir.is_opaque(node) and not ir.in_functorch(node)
-    if ir.op_name(node) in ops.NONLINEAR_BACKWARD:
-        return True
-    namespace = ir.op_name(node).split("::")[0]
-    return namespace not in ("aten", "prims", "prim", "mpcompile")
-
-
 class _Scaler:
-    def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node) -> None:
-        self.graph, self.scale, self.found = graph, scale, found
+    def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
+        self.graph, self.scale, self.found, self.history = graph, scale, found, history
         self.owned: set[fx.Node] = set()
+
+    def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether autograd tracks `node` when `reader` reads it."""
+        return _is_unscale(node) or self.history.reads[reader, node]
 
     def isolate(self, node: fx.Node) -> None:
         """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
         if ir.in_functorch(node):
             raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
-            if _differentiable(operand):
+            if self.tracked(operand, node):
                 if operand in ir.written(node):
                     self._check_unread(operand, node)
                 with self.graph.inserting_before(node):
                     node.replace_input_with(operand, self._scale(operand, node))
         results = [u for u in node.users if ir.is_getitem(u)] or [node]
         for result in results:
-            if _differentiable(result):
+            if self.history.made[result]:
                 self.unscale(result)
 
     def _check_unread(self, written: fx.Node, node: fx.Node) -> None:
@@ -126,17 +124,19 @@ class _Scaler:
                 raise CannotRewrite(
                     f"input {node.name} needs a gradient and is written without one"
                 )
-        unscaled = self.unscale(node)
-        users = list(unscaled.users)
-        aten, decision = torch.ops.aten, ir.mark(unscaled)
-        with self.graph.inserting_before(unscaled.next):
+        # A tensor without a gradient has none to unscale, until something is written to it.
+        source = self.unscale(node) if ir.requires_grad(node) else node
+        users = list(source.users)
+        aten = torch.ops.aten
+        decision = Mark(
+            Precision.KEEP, "scale", "the caller's tensor is written last", torch.float32
+        )
+        with self.graph.inserting_before(ir.after(source)):
             target, name = aten.clone.default, f"{node.name}_own"
-            own = ir.insert(
-                self.graph, target, (unscaled,), name=name, like=node, decision=decision
-            )
+            own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
         own.meta["mp_captured"] = node.meta["mp_captured"]
         for user in users:
-            user.replace_input_with(unscaled, node if user is output else own)
+            user.replace_input_with(source, node if user is output else own)
         with self.graph.inserting_before(output):
             args = (node, self._scale(own, output))
             target, name = aten.copy_.default, f"{node.name}_back"
@@ -161,7 +161,9 @@ class _Scaler:
         results = list(output.args[0])  # type: ignore[arg-type]
         done: dict[fx.Node, fx.Node] = {}
         for i, result in enumerate(results):
-            if isinstance(result, fx.Node) and _differentiable(result) and result not in self.owned:
+            if not isinstance(result, fx.Node) or result in self.owned:
+                continue
+            if self.tracked(result, output):
                 if result not in done:
                     with self.graph.inserting_before(output):
                         done[result] = self._scale(result, output)
@@ -184,10 +186,5 @@ class _Scaler:
         return new
 
 
-def _differentiable(node: fx.Node) -> bool:
-    value = ir.tensor(node)
-    if value is None or not ir.is_floating(value.dtype):
-        return False
-    if ir.is_marked(node) and ir.mark(node).rule in ("cast", "pad"):
-        return _differentiable(node.args[0])  # type: ignore[arg-type]  # ours: that was captured
-    return ir.requires_grad(node) or node.target is torch.ops.mpcompile.unscale_grad.default
+def _is_unscale(node: fx.Node) -> bool:
+    return node.target is torch.ops.mpcompile.unscale_grad.default
