@@ -20,11 +20,12 @@ from torch._dynamo.exc import RestartAnalysis
 
 from . import (
     copies,
+    fit,
     fused_head,  # noqa: F401  (registers linear_cross_entropy)
+    guard,
     ir,
     kernels,
     library,  # noqa: F401  (registers the operators that scale gradients)
-    loss_scale,
     pipeline,
     profile,
 )
@@ -134,12 +135,15 @@ def _compile(
         if not plan.changed and not any(map(ir.autocast_region, captured.graph.nodes)):
             graph = gm  # torch's own functions: their calls cost less than those of operators
     compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
+    if scale is not None and scale.fitting and _can_run_again(captured, settings, device):
+        compiled = fit.fitting(compiled, scale, read.keys())
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.
         alone = scale is None or len({id(owned[i]) for i in owned}) == 1
         compiled = _with_copies(compiled, copies.Reader(low, scale, low_gradients=alone), read)
     if scale is not None:
         leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
+        scale.open |= len(trained) > len(leaves)
         compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
     return compiled, plan
 
@@ -232,7 +236,7 @@ def _scale_for(
         return None
     if settings.loss_scale is not None:
         return settings.loss_scale if settings.loss_scale.active else None
-    return loss_scale.scale_of(trained) or LossScale.default()
+    return guard.scale_of(trained) or LossScale.default()
 
 
 def _is_leaf(value: Any) -> bool:
@@ -249,7 +253,7 @@ def _with_scale(
     """Hand the live scale to the graph, and let optimizers of its parameters know whose it is."""
 
     def watch(args: Sequence[Any]) -> list[weakref.ref[torch.Tensor]]:
-        loss_scale.watch([args[i] for i in leaves], scale)
+        guard.watch([args[i] for i in leaves], scale)
         return [weakref.ref(args[i]) for i in leaves]
 
     known = watch(example_inputs)
@@ -263,6 +267,25 @@ def _with_scale(
         return compiled(*args, *scale.inputs(device))
 
     return call
+
+
+def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device) -> bool:
+    """Whether a call of the graph may be repeated on copies of what it writes to.
+
+    Not if autograd sees the write, nor if inputs share memory, which copies would not. CUDA graphs
+    are left alone: what they replay is bound to addresses.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    memory = [at for node in inputs if (at := ir.storage(node)) is not None]
+    tracked = any(map(ir.is_write_back, gm.graph.nodes))
+    cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
+        (settings.inductor or {}).get("triton.cudagraphs")
+    )
+    return (
+        len(set(memory)) == len(memory)
+        and not tracked
+        and not (cudagraphs and device.type == "cuda")
+    )
 
 
 def _accumulate_in_fp32() -> None:

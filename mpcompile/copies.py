@@ -29,7 +29,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import MPCompileError
-from .loss_scale import LossScale, skipping_itself
+from .guard import skipping_itself
+from .loss_scale import LossScale
 from .step_graph import CopyLayout
 
 

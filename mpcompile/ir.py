@@ -503,6 +503,11 @@ def is_cast(node: fx.Node) -> bool:
     return node.target is aten.to.dtype and is_marked(node) and mark(node).rule == "cast"
 
 
+def is_write_back(node: fx.Node) -> bool:
+    """Whether the node writes an input of the graph, and autograd sees it (scale_gradients)."""
+    return node.target is aten.copy_.default and is_marked(node) and mark(node).rule == "scale"
+
+
 # -- graphs of optimizer steps --------------------------------------------------------------------
 
 

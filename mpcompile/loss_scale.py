@@ -1,35 +1,38 @@
-"""Loss scaling: the state, its pure update, and the hook that skips an overflowed optimizer step.
+"""Loss scaling: the state, its pure update, and the count of the backward passes that overflowed.
 
 FP16 gradients below 2**-24 vanish. Multiplying the gradient where it enters the graph, and dividing
 where it leaves, moves it into range ("Mixed Precision Training", Micikevicius et al., ICLR 2018,
 section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start large, double after
 2000 good steps, halve and skip the step on overflow. The multiplication itself lives in the graph
-(`passes/scale_gradients.py`); here is the rest:
+(`passes/scale_gradients.py`), the start value is found in the first backward (`fit.py`), and who
+may take a step is decided in `guard.py`.
 
-    before each optimizer.step():
-        overflow = the graphs' own flag, or a gradient of this optimizer that is not finite
-        if overflow: hide the gradients, so that the step changes nothing; show them again after
-        once per training forward: scale = update(scale, overflow)
+    backward                      overflows += a gradient that left the graph was not finite
+    an optimizer's step           skipped if `overflows` grew since this optimizer looked last
+    once per training forward     scale = update(scale, overflow)
+
+The count is never reset, so no look hides an overflow from the next optimizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import MPCompileError, MPCompileWarning
+from .later import Later
+
+log = logging.getLogger("mpcompile")
+
+# GradScaler's; the largest that a fitted scale starts with, too.
+INIT_SCALE = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,49 @@ class ScaleState:
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(ScaleState))
+_SETTINGS = (
+    "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Count:
+    """How far the backward passes of a scale's graphs had come at some moment.
+
+    Attributes:
+        passes: how many times there was something to collect; known without asking the device.
+        overflows: how many of those had a gradient that was not finite: 0-d int64 on the device,
+            or None before the first.
+    """
+
+    passes: int = 0
+    overflows: torch.Tensor | None = None
+
+    def since(self, earlier: Count) -> torch.Tensor | None:
+        """How many overflowed after `earlier`: 0-d int64, or None where no backward ran."""
+        if self.passes == earlier.passes or self.overflows is None:
+            return None
+        return self.overflows if earlier.overflows is None else self.overflows - earlier.overflows
 
 
 class LossScale:
     """How gradients are scaled in FP16, and the live value.
 
-    Build one with `LossScale.dynamic()`, `.static(128.0)` or `.none()` and give it to
-    `mpcompile(..., loss_scale=...)`; each compiled model has its own.
+    Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and give
+    it to `mpcompile(..., loss_scale=...)`; each compiled model has its own.
 
     Attributes:
         kind: "dynamic", "static" or "none".
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
+        fitting: whether the value is still to be found, in the first backward.
+        open: whether some graph hands gradients on to what stands before it, other than a leaf.
     """
 
     def __init__(
         self,
         kind: str,
-        init_scale: float,
+        init_scale: float | None,
         *,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -69,8 +97,10 @@ class LossScale:
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
     ) -> None:
+        self.fitting = init_scale is None
+        start = min(max(INIT_SCALE, min_scale), max_scale) if init_scale is None else init_scale
         checks = {
-            f"init_scale={init_scale}: must be positive and finite": 0 < init_scale < float("inf"),
+            f"init_scale={init_scale}: must be positive and finite": 0 < start < float("inf"),
             f"growth_factor={growth_factor}: must be above 1": growth_factor > 1,
             f"backoff_factor={backoff_factor}: must be between 0 and 1": 0 < backoff_factor < 1,
             f"growth_interval={growth_interval}: must be a whole number from 1": _counts(
@@ -79,7 +109,7 @@ class LossScale:
             f"hysteresis={hysteresis}: must be a whole number from 1": _counts(hysteresis),
             f"min_scale={min_scale}, max_scale={max_scale}: need 0 < min <= init <= max": kind
             != "dynamic"
-            or 0 < min_scale <= init_scale <= max_scale,
+            or 0 < min_scale <= start <= max_scale,
         }
         for complaint, fine in checks.items():
             if not fine:
@@ -91,22 +121,33 @@ class LossScale:
         self.hysteresis = hysteresis
         self.min_scale = min_scale
         self.max_scale = max_scale
-        self._state = ScaleState(float(init_scale), overflows_left=hysteresis)
+        self.open = False
         self.fp16_only = False  # made by default, not handed over: BF16 does without
-        self._forwards = 0  # training forwards seen; the scale moves at most once for each
-        self._updated_at = 0
-        self._overflow_at = -1
-        self._warned = False
+        self._state = ScaleState(float(start), overflows_left=hysteresis)
+        self._warned = self._logged = False
+        self._start()
+
+    def _start(self) -> None:
+        """What no pickle keeps."""
+        self._forwards = 0  # training forwards seen; the scale moves once for each
+        self._moved_at = 0
+        self._overflow_at = -1  # the forward for which an overflow has been counted
+        self._fitted = False
+        self._optimized = False  # whether some optimizer looks at it
+        self._leaves = WeakIdKeyDictionary()  # the parameters whose gradients it scales
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
         self._found: dict[torch.device, torch.Tensor] = {}
         self._resident: dict[str, torch.Tensor] = {}  # the state, once a generated step moves it
-        self._flag: torch.Tensor | None = None
+        self._count = Count()
+        self._looked = Count()  # where the last look was, anybody's
+        self._void = Count()  # whatever overflowed until then left no gradient behind
+        self._arriving: list[tuple[Later, bool]] = []
         self.used: torch.Tensor | None = None  # what the last training forward multiplied by
 
     @classmethod
     def dynamic(
         cls,
-        init_scale: float = 2.0**16,
+        init_scale: float | None = None,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -114,8 +155,11 @@ class LossScale:
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
     ) -> LossScale:
-        """Start at `init_scale`; x`growth_factor` after `growth_interval` good steps in a row,
-        x`backoff_factor` after `hysteresis` overflows; never outside [min_scale, max_scale].
+        """x`growth_factor` after `growth_interval` good steps in a row, x`backoff_factor` after
+        `hysteresis` overflows; never outside [min_scale, max_scale].
+
+        Without `init_scale` the first backward finds it: the largest power of two up to 2**16 that
+        leaves room for gradients eight times as large. So no first steps are skipped.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.
@@ -130,6 +174,11 @@ class LossScale:
             min_scale=min_scale,
             max_scale=max_scale,
         )
+
+    @classmethod
+    def grad_scaler(cls) -> LossScale:
+        """As `torch.amp.GradScaler` does by default: start at 2**16, skip steps until it fits."""
+        return cls.dynamic(INIT_SCALE)
 
     @classmethod
     def default(cls) -> LossScale:
@@ -158,6 +207,7 @@ class LossScale:
     @state.setter
     def state(self, state: ScaleState) -> None:
         self._state = state
+        self.fitting = False
         for name, tensor in self._resident.items():
             tensor.fill_(getattr(state, name, False))
 
@@ -174,17 +224,17 @@ class LossScale:
         return self.kind != "none"
 
     def __repr__(self) -> str:
-        return f"LossScale.{self.kind}(value={self.value:g}, skipped_steps={self.skipped_steps})"
+        state = self.state
+        counts = f"good_steps={state.good_steps}, skipped_steps={state.skipped_steps}"
+        return f"LossScale.{self.kind}(value={state.scale:g}, {counts})"
 
     def __getstate__(self) -> dict[str, Any]:
-        passing: dict[str, Any] = {
-            "_tensors": {},
-            "_found": {},
-            "_resident": {},
-            "_flag": None,
-            "used": None,
-        }
-        return {**self.__dict__, "_state": self.state, **passing}
+        kept = ("kind", *_SETTINGS, "open", "fp16_only", "fitting", "_warned", "_logged")
+        return {**{name: getattr(self, name) for name in kept}, "_state": self.state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
     def update(self, state: ScaleState, overflow: bool) -> ScaleState:
         """The state after a step. Pure: no argument is changed."""
@@ -201,13 +251,12 @@ class LossScale:
         return ScaleState(scale, good, left, skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: the settings and the live state."""
-        settings = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis",
-                    "min_scale", "max_scale")  # fmt: skip
+        """Plain numbers: the settings, the live state, and whether the start is yet to be found."""
         return {
             "kind": self.kind,
-            **{name: getattr(self, name) for name in settings},
+            **{name: getattr(self, name) for name in _SETTINGS},
             **dataclasses.asdict(self.state),
+            "fitting": self.fitting,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,10 +265,9 @@ class LossScale:
         Raises:
             MPCompileError: the mapping is neither.
         """
-        fields = {f.name for f in dataclasses.fields(ScaleState)}
-        if fields <= state.keys():
+        if set(_FIELDS) <= state.keys():
             self.kind = state["kind"]
-            live = ScaleState(**{name: state[name] for name in fields})
+            live = ScaleState(**{name: state[name] for name in _FIELDS})
         elif {"scale", "_growth_tracker"} <= state.keys():
             live = ScaleState(float(state["scale"]), int(state["_growth_tracker"]), self.hysteresis)
         else:
@@ -227,11 +275,11 @@ class LossScale:
                 f"LossScale.load_state_dict: keys {sorted(state)} are neither a LossScale's nor a "
                 "torch.amp.GradScaler's"
             )
-        for name in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis",
-                     "min_scale", "max_scale"):  # fmt: skip
+        for name in _SETTINGS:
             if name in state:
                 setattr(self, name, state[name])
         self.state = live
+        self.fitting = bool(state.get("fitting", False))
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -241,9 +289,9 @@ class LossScale:
         Both 0-d FP32 on `device`. A new value is a new tensor: a backward that is still to come
         divides by the scale its forward multiplied with.
         """
-        if self._resident:
+        if self._resident and not self.fitting:
             self.used = self._resident["scale"].clone()
-        else:
+        else:  # one tensor for all forwards of the iteration that finds the value
             held = self._tensors.get(device)
             if held is None or held[0] != self.value:
                 held = (self.value, torch.tensor(self.value, dtype=torch.float32, device=device))
@@ -255,58 +303,186 @@ class LossScale:
             )
         return self.used, self._found[device]
 
+    def fit(self, value: float) -> None:
+        """The first backward has found the value. Whatever forward comes next ends the search; the
+        other backward passes of this one may still lower it.
+        """
+        self._tensors.clear()  # the one of this iteration is written in place
+        self._state = dataclasses.replace(self._state, scale=value)
+        if self._resident:
+            self._resident["scale"].fill_(value)
+        self._fitted = True
+
+    @property
+    def fitted(self) -> bool:
+        """Whether a backward of this iteration has found the value."""
+        return self._fitted
+
+    def saw_forward(self) -> None:
+        """A training forward is about to run.
+
+        Raises:
+            MPCompileError: gradients that overflowed were used in an update written by hand.
+        """
+        if self._fitted:
+            self.fitting = self._fitted = False
+        if self._arriving or self.count().passes != self._looked.passes:
+            self._nobody_looked()
+        self._forwards += 1
+
+    # -- the count of overflows -------------------------------------------------------------------
+
+    def count(self) -> Count:
+        """How far the backward passes have come."""
+        flags = [leaf.grad for leaf in self._found.values() if leaf.grad is not None]
+        if flags:
+            total = self._count.overflows
+            for leaf in self._found.values():
+                leaf.grad = None
+            for flag in flags:
+                one = flag > 0
+                total = one.to(torch.int64) if total is None else total + one.to(total.device)
+            self._count = Count(self._count.passes + 1, total)
+        return self._count
+
+    def void(self) -> Count:
+        """Until where overflows don't matter any more: their gradients were thrown away."""
+        return self._void
+
+    def scales(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Note the leaves whose gradients come out of its graphs."""
+        for leaf in leaves:
+            self._leaves[leaf] = True
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """The living ones."""
+        return iter(self._leaves)
+
+    def _nobody_looked(self) -> None:
+        """A backward ran, and no optimizer's step looked at it before the next forward.
+
+        Either gradients are being accumulated; or they were thrown away, and must not cost the next
+        step; or an update was written by hand. In the last two cases the scale moves here.
+        """
+        count = self.count()
+        accumulating = any(leaf.grad is not None for leaf in self._leaves)
+        if (new := count.since(self._looked)) is not None:
+            self._arriving.append((Later(new), not accumulating))
+        self._looked = count
+        if not accumulating and not self.open:
+            self._void = count
+        while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
+            _, moves = self._arriving.pop(0)
+            if overflows:
+                self._check_leaves()
+            # A good one counts as a step only where no optimizer does the counting.
+            if moves and (overflows or not self._optimized):
+                skipped = self.skipped_steps
+                state = self.update(self.state, bool(overflows))
+                self._keep(dataclasses.replace(state, skipped_steps=skipped))
+
+    def _check_leaves(self) -> None:
+        """After an overflow that nobody looked at: are the parameters what they were?"""
+        for leaf in self._leaves:
+            held = leaf.untyped_storage().size() > 0  # FSDP frees a parameter between its uses
+            if held and not bool(leaf.isfinite().all()):
+                raise MPCompileError(
+                    f"a parameter of shape {tuple(leaf.shape)} is not finite: gradients that "
+                    "overflowed went into an update that no optimizer made. Put such an update "
+                    "under `if not loss_scale_of(model).overflowed():`"
+                )
+
+    def overflowed(self, gradients: Sequence[torch.Tensor] | None = None) -> bool:
+        """For an update written by hand: whether it must be left out. Call it once for each.
+
+            if not loss_scale_of(model).overflowed():
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= lr * p.grad
+
+        It moves the scale and counts the skipped step, as an optimizer's step does.
+
+        Args:
+            gradients: those that will be used; by default the `.grad` of the model's parameters.
+        """
+        if gradients is None:
+            gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+        earlier = max(self._looked, self._void, key=lambda count: count.passes)
+        new = self.count().since(earlier)
+        overflow = bool(any_nonfinite(gradients)) or (new is not None and bool(new))
+        self.settle(overflow)
+        return overflow
+
+    # -- how it moves -----------------------------------------------------------------------------
+
+    def settle(self, overflow: bool) -> None:
+        """Conclude an optimizer step. The scale moves once for each forward; an overflow that shows
+        after a good step of another optimizer still lowers it.
+        """
+        self._looked, self._optimized = self.count(), True
+        first = self._moved_at != self._forwards
+        late = overflow and self._overflow_at != self._forwards
+        self._moved_at = self._forwards
+        before = self.state
+        if overflow:
+            self._overflow_at = self._forwards
+            self.say_skipped()
+        if first or late:
+            self._keep(self.update(before, overflow))
+            if overflow and self.kind == "dynamic" and before.scale <= self.min_scale:
+                self.warn_at_floor()
+        elif overflow:
+            self._keep(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1))
+        if self._resident:
+            self._resident["hit"].fill_(self._overflow_at == self._forwards)
+
+    def _keep(self, state: ScaleState) -> None:
+        """Take over a state that follows from the last one."""
+        fitting = self.fitting
+        self.state = state
+        self.fitting = fitting
+
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keep the state on `device` from now on: 0-d tensors by the fields of `ScaleState`, and
-        `floor`, set once an overflow came at the lowest scale. A generated step moves them there.
+        """Keep the state on `device` from now on: 0-d tensors by the fields of `ScaleState`; `hit`,
+        whether an overflow was counted for this forward; and `floor`, set once an overflow came at
+        the lowest scale. A generated step moves them there.
         """
         if not self._resident:
             kinds = {float: torch.float32, int: torch.int64, bool: torch.bool}
-            fields = {**dataclasses.asdict(self._state), "floor": False}
+            fields = {**dataclasses.asdict(self._state), "hit": False, "floor": False}
             self._resident = {
                 name: torch.tensor(number, dtype=kinds[type(number)], device=device)
                 for name, number in fields.items()
             }
         return self._resident
 
-    @property
-    def floor(self) -> torch.Tensor | None:
-        """0-d bool on the device, once the state resides there: see `reside`."""
-        return self._resident.get("floor")
+    def resident(self, name: str) -> torch.Tensor | None:
+        """One of the tensors of `reside`, once the state resides there."""
+        return self._resident.get(name)
 
-    def begin_step(self, device: torch.device) -> tuple[bool, torch.Tensor]:
-        """What a generated step needs to know: whether it is the first since the last training
-        forward, and how many overflows the graphs themselves saw since then (0-d, on `device`).
+    def begin_step(self) -> bool:
+        """A generated step is about to look: whether it is the first since the last forward."""
+        self._looked, self._optimized = self.count(), True
+        first = self._moved_at != self._forwards
+        self._moved_at = self._forwards
+        return first
+
+    def skip_for(self) -> None:
+        """Count a step that was skipped for an overflow in its graphs, by an optimizer that holds
+        none of its parameters. How the scale moves is not that optimizer's business.
         """
-        first = self._updated_at != self._forwards
-        self._updated_at = self._forwards
-        flags = [f.grad for f in self._found.values() if f.grad is not None]
-        for leaf in self._found.values():
-            leaf.grad = None
-        seen = [] if first or self._flag is None else [self._flag]
-        total = [flag.to(device) for flag in (*seen, *flags)]
-        self._flag = sum(total[1:], total[0]) if total else _no_overflow(device)
-        return first, self._flag
+        before = self.state
+        self.say_skipped()
+        self._keep(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1))
 
-    def saw_forward(self) -> None:
-        """A training forward is about to run."""
-        self._forwards += 1
-
-    def settle(self, gradients_overflow: bool) -> bool:
-        """Conclude an optimizer step: whether to skip it. Moves the scale once per forward."""
-        flags = [f.grad for f in self._found.values() if f.grad is not None]
-        for leaf in self._found.values():
-            leaf.grad = None
-        if any(bool(flag) for flag in flags):
-            self._overflow_at = self._forwards
-        overflow = gradients_overflow or self._overflow_at == self._forwards
-        if self._updated_at != self._forwards:
-            self._updated_at = self._forwards
-            before, self.state = self.state, self.update(self.state, overflow)
-            if overflow and self.kind == "dynamic" and before.scale <= self.min_scale:
-                self.warn_at_floor()
-        elif overflow:
-            self.state = dataclasses.replace(self.state, skipped_steps=self.state.skipped_steps + 1)
-        return overflow
+    def say_skipped(self) -> None:
+        """One line at the first skipped step."""
+        if not self._logged:
+            self._logged = True
+            log.warning(
+                "an optimizer step was skipped, because gradients overflowed: that is how a loss "
+                "scale is found and kept. loss_scale_of(model).skipped_steps counts them"
+            )
 
     def warn_at_floor(self) -> None:
         """Say once that the scale can't get lower and gradients still overflow."""
@@ -322,143 +498,20 @@ class LossScale:
             )
 
 
-def _no_overflow(device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device)
+def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether some element of some gradient is inf or nan: 0-d bool, for DTensors over all ranks.
 
-
-# -- the optimizer hook ---------------------------------------------------------------------------
-
-# optimizers whose step skips by itself
-_self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-_changes = 0
-
-# parameter -> the LossScales of the graphs that read it
-_scales_of = WeakIdKeyDictionary()
-# called whenever a graph's scale becomes known
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-_hidden: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-class Listener(Protocol):
-    """Who waits for the scales of its parameters."""
-
-    def scales_appeared(self) -> None: ...
-
-
-def listen(listener: Listener) -> None:
-    """Call `listener.scales_appeared()` after each call of `watch`, as long as it lives."""
-    _listeners.add(listener)
-
-
-def watch(parameters: Iterable[torch.Tensor], scale: LossScale) -> None:
-    """Let optimizers that hold these parameters know whose scale their gradients depend on."""
-    global _changes
-    for parameter in parameters:
-        scales = _scales_of.setdefault(parameter, [])
-        if not any(known is scale for known in scales):
-            scales.append(scale)
-            _changes += 1
-    for listener in list(_listeners):
-        listener.scales_appeared()
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def changes() -> int:
-    """Grows whenever some parameter got a scale: what was known of `scales_of` may be outdated."""
-    return _changes
-
-
-def skips_by_itself(optimizer: Optimizer) -> None:
-    """Leave this optimizer's steps alone: they look at the gradients themselves."""
-    _self_skipping.add(optimizer)
-
-
-def skipping_itself(optimizer: Optimizer) -> bool:
-    return optimizer in _self_skipping
-
-
-def scales_of(parameter: torch.Tensor) -> Sequence[LossScale]:
-    """The scales of all graphs over this parameter."""
-    known: Sequence[LossScale] = _scales_of.get(parameter, ())
-    return known
-
-
-def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
-    """The scale that graphs over these parameters already use, if any."""
-    return next((s for p in parameters for s in _scales_of.get(p, ())), None)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if skipping_itself(optimizer):
-        return None
-    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-    if closure is None:
-        _skip_if_overflowed(optimizer)
-        return None
-    # The gradients are made inside the step: look at them right after the closure has run. (It may
-    # even be what compiles the model, so there is nothing to know about the parameters before.)
-    checked = _checked_closure(optimizer, closure)
-    return (args[0], *args[2:]), {**kwargs, "closure": checked}
-
-
-def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        loss = closure()
-        _skip_if_overflowed(optimizer)
-        return loss
-
-    return run
-
-
-def _skip_if_overflowed(optimizer: Optimizer) -> None:
-    if len(_scales_of) == 0:
-        return  # nothing in this process is scaled
-    with_gradient = [p for p in _parameters(optimizer) if p.grad is not None]
-    if not with_gradient:
-        return
-    # Each scale answers for the gradients of its own graphs; any overflow skips the whole step.
-    scales = {id(s): s for p in _parameters(optimizer) for s in _scales_of.get(p, ())}
-    skip = False
-    for scale in scales.values():
-        own = [p.grad for p in with_gradient if scale in _scales_of.get(p, ())]
-        skip |= scale.settle(_any_nonfinite([g for g in own if g is not None]))
-    if skip:
-        hidden = _hidden.setdefault(optimizer, [])
-        for parameter in with_gradient:
-            assert parameter.grad is not None
-            hidden.append((parameter, parameter.grad))
-            parameter.grad = None
-
-
-def _any_nonfinite(gradients: list[torch.Tensor]) -> bool:
+    Gradients may be dense, sparse or sharded, on one device or several.
+    """
     if not gradients:
-        return False
+        return torch.tensor(False)
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # The largest magnitude over all of them: inf or nan exactly if some element is.
     norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
-    return not bool(norm.isfinite())
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for parameter, gradient in _hidden.pop(optimizer, ()):
-        if parameter.grad is None:
-            parameter.grad = gradient
+    full = getattr(norm, "full_tensor", None)  # a DTensor's: every rank must decide alike
+    whole: torch.Tensor = norm if full is None else full()
+    return whole.isfinite().logical_not()
 
 
 def _counts(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
-
-
-# torch's public hooks for every optimizer. They cost one length check while nothing is scaled.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -121,11 +121,15 @@ def parse_loss_scale(scale: LossScale | str | float | None) -> LossScale | None:
         return LossScale.none()
     if scale == "dynamic":
         return None
+    if scale == "grad_scaler":
+        made = LossScale.grad_scaler()
+        made.fp16_only = True
+        return made
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         return LossScale.static(float(scale))
     raise MPCompileError(
-        f"loss_scale={scale!r}: use 'dynamic', 'none', a number, or a LossScale"
-        f"{did_you_mean(str(scale), ('dynamic', 'none'))}"
+        f"loss_scale={scale!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a "
+        f"LossScale{did_you_mean(str(scale), ('dynamic', 'grad_scaler', 'none'))}"
     )
 
 

@@ -27,8 +27,8 @@ def check_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     overflows: list[fx.Node] = []
     with graph.inserting_before(ir.noted(gm, "start")):
         for k in range(len(config.scales)):
-            flag = ir.scale_slot(graph, k, "flag")
-            overflow = ir.call(graph, aten.gt.Scalar, flag, 0, why="the graphs' own flag")
+            flag = ir.scale_slot(graph, k, "flag", torch.int64)
+            overflow = ir.call(graph, aten.gt.Scalar, flag, 0, why="overflows that the graphs saw")
             own = [n for n, g in zip(norms, config.gradients, strict=True) if k in g.scales]
             if own:
                 stacked = ir.call(graph, aten.stack.default, own, why=why)

@@ -7,7 +7,8 @@
 
 The same rule as `LossScale.update`, in tensors; it follows NVIDIA's guide to mixed precision. The
 scale moves once for each training forward (`first`): of several optimizers over one model the first
-one to step moves it. `floor` stays set once an overflow has come at the lowest scale.
+one to step moves it, and after a good step of theirs the first one that overflows (`hit`: one did).
+`floor` stays set once an overflow has come at the lowest scale.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class _Mover:
         left = self.slot("overflows_left", torch.int64)
         floor = self.slot("floor", torch.bool)
         first = self.slot("first", torch.bool)
+        hit = self.slot("hit", torch.bool)
+        hit_before = call(aten.logical_and.default, hit, call(aten.logical_not.default, first))
+        fresh = call(aten.logical_and.default, overflow, call(aten.logical_not.default, hit_before))
+        moves = call(aten.logical_or.default, first, fresh)
+        call(aten.copy_.default, hit, call(aten.logical_or.default, overflow, hit_before))
         at_floor = call(aten.le.Scalar, scale, rule.min_scale)
-        stuck = call(
-            aten.logical_and.default, call(aten.logical_and.default, overflow, first), at_floor
-        )
+        stuck = call(aten.logical_and.default, fresh, at_floor)
         call(aten.copy_.default, floor, call(aten.logical_or.default, floor, stuck))
 
         one_less = call(aten.sub.Scalar, left, 1)
@@ -82,4 +86,4 @@ class _Mover:
         new_left = call(aten.where.self, overflow, one_less, left)
         new_left = call(aten.masked_fill.Scalar, new_left, moved, rule.hysteresis)
         for held, new in ((scale, new_scale), (good, new_good), (left, new_left)):
-            call(aten.copy_.default, held, call(aten.where.self, first, new, held))
+            call(aten.copy_.default, held, call(aten.where.self, moves, new, held))

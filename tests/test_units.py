@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, fallback_reason, leaf
 from graphs import Stage
-from torch import fx, nn
+from torch import fx
 
 from mpcompile import ir, mpcompile, units
 from mpcompile.passes import scale_gradients as scaling

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .. import copies, loss_scale
+from .. import copies, guard
 from ..emit import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..loss_scale import LossScale
@@ -92,7 +92,7 @@ class MPOptimizer(Optimizer):
         for name in _HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
-        loss_scale.skips_by_itself(self)
+        guard.skips_by_itself(self)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, Step] = {}
         self._last: tuple[Any, StepKey] | None = None
@@ -102,7 +102,7 @@ class MPOptimizer(Optimizer):
         self._watch = Watch()
         self.compilations = 0
         copies.own(self._parameters(), self, self._given_scale)
-        loss_scale.listen(self)
+        guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class MPOptimizer(Optimizer):
                 members.append(Member(index, param))
                 facts.append((index, id(param), grad.dtype, grad.stride()))
         # Most steps are like the one before, and to know that is cheaper than to make a key.
-        facts += [loss_scale.changes(), copies.changes()]
+        facts += [guard.changes(), copies.changes()]
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
             self._check_scales(key)
@@ -286,7 +286,7 @@ class MPOptimizer(Optimizer):
         return self._models_scales() or [self._own_scale]
 
     def _models_scales(self) -> list[LossScale]:
-        known = [s for p in self._parameters() for s in loss_scale.scales_of(p)]
+        known = [s for p in self._parameters() for s in guard.scales_of(p)]
         return list({id(s): s for s in known}.values())
 
     def scales_appeared(self) -> None:

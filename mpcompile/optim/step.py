@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import copies, loss_scale
+from .. import copies, guard
 from ..loss_scale import LossScale
 from ..step_graph import Gradient, ScaleRule, Slot, StepConfig
 from . import pipeline
@@ -59,7 +59,7 @@ class StepKey:
             grad = member.param.grad
             assert grad is not None
             copy = next(iter(copies.copies_of(member.param).values()), None)
-            known = tuple(number(s) for s in loss_scale.scales_of(member.param) or (own,))
+            known = tuple(number(s) for s in guard.scales_of(member.param) or (own,))
             stored = copy.scale if copy is not None and grad.dtype is copy.tensor.dtype else None
             by = number(stored) if stored is not None and stored.active else None
             gradients.append(Gradient(grad.dtype, known, by))
@@ -148,6 +148,7 @@ class Step:
         self.setting_values = self._numbers(optimizer)
         for slot, number in self.setting_values.items():
             self.settings[slot].fill_(number)
+        self.none = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
@@ -239,10 +240,10 @@ class Step:
                 self.setting_values[slot] = number
         given = self.program.given
         for k, scale in enumerate(self.key.scales):
-            first, flag = scale.begin_step(self.device)
+            overflows = guard.look(optimizer, scale)
             fresh: dict[str, Any] = {
-                "first": self.first[first],
-                "flag": flag,
+                "first": self.first[scale.begin_step()],
+                "flag": self.none if overflows is None else overflows.to(self.device),
                 "used": scale.used,
             }
             for name, tensor in fresh.items():
@@ -360,9 +361,12 @@ def eager_step(
     skip = False
     for k, scale in enumerate(key.scales):
         own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
-        finite = all(bool(t.isfinite().all()) for t in own)
+        overflow = not all(bool(t.isfinite().all()) for t in own)
         if active:
-            skip |= scale.settle(not finite)
+            overflows = guard.look(optimizer, scale)
+            overflow |= overflows is not None and bool(overflows)
+            scale.settle(overflow)
+            skip |= overflow
     for name, value in (("skipped", torch.tensor(skip)), ("norm", norm)):
         result_of(results, name, norm.device).copy_(value)
     if skip:

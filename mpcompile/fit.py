@@ -1,0 +1,197 @@
+"""Start at a loss scale that fits: the first backward is run again at a lower one, until no
+gradient overflows.
+
+GradScaler starts at 2**16 and skips steps until the scale has come down to where the model's
+gradients fit FP16. Here the first backward runs at 2**19; if it overflows, forward and backward are
+run again, with the same random numbers and on what the inputs were, at half of that, and so on.
+The value kept is an eighth of the one that fits, 2**16 at most: gradients of the next steps may be
+some times as large. The gradient itself is exact at any power of two, so the first step is no other
+than a later one.
+
+    first forward     compiled(x, scale=2**19)            kept until its backward
+    its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
+
+Only while `scale.fitting`; afterwards the compiled function is called as it is. The search waits
+for the device and runs one or a few steps more, beside a compilation that takes seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .loss_scale import INIT_SCALE, LossScale, any_nonfinite
+
+HEADROOM = 8.0
+
+Function = Callable[..., Any]
+Saved = Callable[[], Sequence[Any]]  # the inputs of the call, if nobody wrote to them since
+
+
+def fitting(compiled: Function, scale: LossScale, copied: Collection[int]) -> Function:
+    """What the backend calls: `compiled`, but for the backward passes that find the scale.
+
+    Args:
+        compiled: the graph as emitted; its last two inputs are the scale and the overflow leaf.
+        copied: which inputs are O2's working copies: their gradients leave multiplied by the scale,
+            so that there is one for all backward passes of a step.
+    """
+
+    def call(*args: Any) -> Any:
+        if not scale.fitting or not torch.is_grad_enabled():
+            return compiled(*args)
+        return _Fitted.apply(_Trial(compiled, scale, copied, args), *args)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+class _Trial:
+    """One call of the compiled function, which can be made again under another scale."""
+
+    def __init__(
+        self, compiled: Function, scale: LossScale, copied: Collection[int], args: Sequence[Any]
+    ) -> None:
+        self.compiled, self.scale, self.copied = compiled, scale, copied
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        self.devices = sorted({x.device.index for x in tensors if x.device.type == "cuda"})
+        self.random = _random_state(self.devices)
+        # What the graph may write to (a buffer), as it was.
+        self.before = {
+            i: x.clone()
+            for i, x in enumerate(args[:-2])
+            if isinstance(x, torch.Tensor) and not x.requires_grad
+        }
+        self.used: torch.Tensor = args[-2]
+        self.top = min(INIT_SCALE, scale.max_scale) * HEADROOM
+        self.at = self.top
+        self.results: Any = None
+
+    def forward(self, args: Sequence[Any]) -> Any:
+        """Call the function on leaves of its own."""
+        with torch.enable_grad():
+            self.own = [
+                x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+                for x in args[:-2]
+            ]
+            scale = torch.full_like(self.used, self.at)
+            self.found = torch.zeros_like(args[-1], requires_grad=True)
+            self.results = self.compiled(*self.own, scale, self.found)
+        return self.results
+
+    def again(self, saved: Saved, at: float) -> None:
+        """The same call once more, at another scale."""
+        given = [self.before[i].clone() if i in self.before else x for i, x in enumerate(saved())]
+        self.at = at
+        with torch.random.fork_rng(self.devices):
+            _set_random_state(self.random, self.devices)
+            self.forward(given)
+
+    def backward(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of all inputs but the scale; the last is the count of overflows."""
+        pairs = [
+            (result, grad)
+            for result, grad in zip(self.results, grads, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        leaves = [x for x in self.own if _is_tracked(x)]
+        found = torch.autograd.grad(
+            [result for result, _ in pairs],
+            [*leaves, self.found],
+            [grad for _, grad in pairs],
+            allow_unused=True,
+        )
+        self.results = None  # its graph is spent
+        by_leaf = iter(found)
+        return [next(by_leaf) if _is_tracked(x) else None for x in self.own] + [found[-1]]
+
+    def fits(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether none of them overflowed; waits for the device."""
+        return not bool(any_nonfinite([g for g in gradients[:-1] if g is not None]))
+
+    def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients at the first scale, from above, at which they fit."""
+        scale = self.scale
+        fixed = scale.fitted and bool(self.copied)  # the step's other gradients are stored under it
+        if fixed:
+            self.top = scale.value
+        if self.results is None or fixed:
+            self.again(saved, self.top)
+        # No scale helps where the values themselves are not finite.
+        hopeless = bool(any_nonfinite([g for g in grads if g is not None])) or bool(
+            any_nonfinite([x.detach() for x in self.results if _is_float(x)])
+        )
+        gradients = self.backward(grads)
+        while not (fits := self.fits(gradients)) and not fixed and not hopeless:
+            if self.at * 0.5 < scale.min_scale:
+                break
+            self.again(saved, self.at * 0.5)
+            gradients = self.backward(grads)
+        if fits and not fixed:
+            self._keep(gradients)
+        return gradients
+
+    def _keep(self, gradients: list[torch.Tensor | None]) -> None:
+        scale, at = self.scale, self.at
+        value = min(INIT_SCALE, max(at / HEADROOM, scale.min_scale))
+        if scale.fitted:
+            value = min(value, scale.value)
+        scale.fit(value)
+        self.used.fill_(value)
+        for i in self.copied:
+            gradient = gradients[i]
+            if gradient is not None:
+                gradients[i] = gradient * (value / at)
+
+
+class _Fitted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trial: _Trial, *args: Any) -> Any:
+        results = trial.forward(args)
+        ctx.trial = trial
+        # Buffers may have changed by the time of the backward; the trial has what they were.
+        ctx.places = [i for i, x in enumerate(args) if _is_tracked(x)]
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in args[:-2]] + [*args[-2:]]
+        ctx.save_for_backward(*(args[i] for i in ctx.places))
+        ctx.set_materialize_grads(False)
+        own = [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
+        constant = [
+            new
+            for new, x in zip(own, results, strict=True)
+            if isinstance(x, torch.Tensor) and not x.requires_grad
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        def saved() -> Sequence[Any]:
+            args = list(ctx.others)
+            for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):
+                args[i] = x
+            return args
+
+        gradients = ctx.trial.find(saved, grads)
+        return (None, *gradients[:-1], None, gradients[-1])
+
+
+def _is_tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _random_state(devices: Sequence[int]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _set_random_state(state: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
+    torch.set_rng_state(state[0])
+    for device, theirs in zip(devices, itertools.islice(state, 1, None), strict=True):
+        torch.cuda.set_rng_state(theirs, device)
