@@ -141,7 +141,8 @@ class LossScale:
         self._count = Count()
         self._looked = Count()  # where the last look was, anybody's
         self._void = Count()  # whatever overflowed until then left no gradient behind
-        self._arriving: list[tuple[Later, bool]] = []
+        self._arriving: list[tuple[Later, bool]] = []  # overflows, were gradients held then
+        self._early = False  # it has moved for an overflow whose step is still to come
         self.used: torch.Tensor | None = None  # what the last training forward multiplied by
 
     @classmethod
@@ -362,21 +363,23 @@ class LossScale:
         """A backward ran, and no optimizer's step looked at it before the next forward.
 
         Either gradients are being accumulated; or they were thrown away, and must not cost the next
-        step; or an update was written by hand. In the last two cases the scale moves here.
+        step; or an update was written by hand, or made by an optimizer of what stands before these
+        graphs. In all but the first case the scale moves here.
         """
         count = self.count()
         accumulating = any(leaf.grad is not None for leaf in self._leaves)
         if (new := count.since(self._looked)) is not None:
-            self._arriving.append((Later(new), not accumulating))
+            self._arriving.append((Later(new), accumulating))
         self._looked = count
         if not accumulating and not self.open:
             self._void = count
         while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
-            _, moves = self._arriving.pop(0)
+            _, held = self._arriving.pop(0)
             if overflows:
                 self._check_leaves()
             # A good one counts as a step only where no optimizer does the counting.
-            if moves and (overflows or not self._optimized):
+            if (overflows and (self.open or not held)) or not (self._optimized or held):
+                self._early |= bool(overflows) and held
                 skipped = self.skipped_steps
                 state = self.update(self.state, bool(overflows))
                 self._keep(dataclasses.replace(state, skipped_steps=skipped))
@@ -427,6 +430,8 @@ class LossScale:
         if overflow:
             self._overflow_at = self._forwards
             self.say_skipped()
+        if overflow and self._early:
+            first = late = self._early = False
         if first or late:
             self._keep(self.update(before, overflow))
             if overflow and self.kind == "dynamic" and before.scale <= self.min_scale:

@@ -1,0 +1,355 @@
+"""Who may take a step: whatever loop a gradient ends up in, an overflow changes no parameter."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
+
+FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True}
+OVERFLOW = 1e30  # times a loss: beyond FP16 at any scale
+
+
+def mlp(width: int = 8, out: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, out))
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def parameters(*models: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def assert_unchanged(before: list[torch.Tensor], *models: nn.Module) -> None:
+    for old, new in zip(before, parameters(*models), strict=True):
+        assert torch.equal(old, new)
+
+
+# -- parameters upstream of a compiled model ------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_plain_network_in_front_of_a_compiled_one(is_frozen: bool, fast: bool) -> None:
+    """A generator, encoder or adapter in FP32, with an optimizer that holds nothing compiled."""
+    plain, critic = mlp(out=8), mlp()
+    compiled = mpcompile(frozen(critic) if is_frozen else critic, **FP16)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(plain.parameters())
+    if fast:
+        optimizer = MPOptimizer(optimizer, emit="eager")
+    x = torch.randn(16, 8)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        (compiled(plain(x)).mean() * factor).backward()
+        optimizer.step()
+
+    step(1.0)
+    before, state = parameters(plain), copy.deepcopy(optimizer.state_dict()["state"])
+    scale = loss_scale_of(compiled).value
+    step(OVERFLOW)
+    assert_unchanged(before, plain)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    step(1.0)
+    assert not torch.equal(plain[0].weight, before[0])
+    assert loss_scale_of(compiled).value == scale / 2  # though nobody steps the critic
+    assert all(p.isfinite().all() for p in parameters(plain))
+
+
+def test_an_unrelated_optimizer_is_left_alone() -> None:
+    """Its gradients are its own: what it does with a NaN is not our business."""
+    compiled, plain, other = mpcompile(mlp(), **FP16), mlp(out=8), mlp()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    (compiled(plain(torch.randn(4, 8))).sum() * OVERFLOW).backward()
+    other(torch.randn(4, 8)).sum().backward()
+    before = parameters(other)
+    optimizer.step()
+    assert not torch.equal(before[0], other[0].weight)
+
+
+# -- several optimizers behind one backward -------------------------------------------------------
+
+
+def test_each_optimizer_looks_for_itself() -> None:
+    """The first one's look does not hide the overflow from the second, however late it steps."""
+    model = mpcompile(mlp(), **FP16)
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    x = torch.randn(4, 8)
+    (model(x).sum() * OVERFLOW).backward()
+    before = parameters(model)
+    first.step()
+    model(x).sum().backward()  # the second optimizer accumulates
+    torch.nn.utils.clip_grad_value_(model[2].parameters(), 1.0)  # and made numbers of inf and NaN
+    for p in model[2].parameters():
+        assert p.grad is not None
+        p.grad.nan_to_num_(0.0)
+    second.step()
+    assert_unchanged(before[2:], model[2])
+
+
+def test_an_overflow_after_a_good_step_of_the_same_backward_lowers_the_scale() -> None:
+    """An optimizer for each parameter, stepped in the backward: the last layer's is always good."""
+    model = mpcompile(mlp(), loss_scale=LossScale.dynamic(2.0**10), **FP16)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    good, bad = model[2].bias, model[0].weight
+    model(torch.randn(4, 8)).sum().backward()
+    assert bad.grad is not None
+    bad.grad.fill_(float("inf"))
+    optimizers[good].step()
+    assert loss_scale_of(model).value == 2.0**10
+    optimizers[bad].step()
+    assert loss_scale_of(model).value == 2.0**9
+    assert bad.isfinite().all()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_optimizers_that_step_in_the_backward(fast: bool) -> None:
+    model = mpcompile(mlp(), **FP16)
+    counted = []
+
+    def hook(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    for p in model.parameters():
+        optimizer: torch.optim.Optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizers[p] = MPOptimizer(optimizer, emit="eager") if fast else optimizer
+        p.register_post_accumulate_grad_hook(hook)
+    x = torch.randn(4, 8)
+    for factor in (1.0, OVERFLOW, 1.0, 1.0):
+        before = parameters(model)
+        (model(x).square().mean() * factor).backward()
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        counted.append(sum(moved))
+        assert all(p.isfinite().all() for p in model.parameters())
+    assert counted[0] == counted[-1] == 4
+    assert counted[1] == 0
+
+
+# -- gradients that nobody steps with -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_backward_that_is_thrown_away_costs_no_other_step(fast: bool) -> None:
+    model = mpcompile(mlp(), **FP16)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fast:
+        optimizer = MPOptimizer(optimizer, emit="eager")
+    x = torch.randn(4, 8)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (model(x).square().mean() * OVERFLOW).backward()
+    optimizer.zero_grad()  # and on to the next batch
+    before = parameters(model)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(before[0], model[0].weight)
+    assert loss_scale_of(model).skipped_steps == 0
+
+
+def hand_written(model: nn.Module, guarded: bool, factor: float) -> None:
+    model.zero_grad()
+    (model(torch.ones(4, 8)).square().mean() * factor).backward()
+    if guarded and loss_scale_of(model).overflowed():
+        return
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+
+
+def test_an_update_written_by_hand() -> None:
+    model = mpcompile(mlp(), **FP16)
+    hand_written(model, True, 1.0)
+    before, value = parameters(model), loss_scale_of(model).value
+    hand_written(model, True, OVERFLOW)
+    assert_unchanged(before, model)
+    assert (loss_scale_of(model).skipped_steps, loss_scale_of(model).value) == (1, value / 2)
+    hand_written(model, True, 1.0)
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_an_unguarded_update_with_an_overflow_is_an_error() -> None:
+    """Nothing stands between `.grad` and a loop of one's own; the next forward says what to do."""
+    model = mpcompile(mlp(), **FP16)
+    hand_written(model, False, 1.0)
+    hand_written(model, False, OVERFLOW)
+    with pytest.raises(MPCompileError, match=r"if not loss_scale_of\(model\).overflowed"):
+        hand_written(model, False, 1.0)
+
+
+def test_an_unguarded_loop_moves_the_scale() -> None:
+    model = mpcompile(mlp(), loss_scale=LossScale.dynamic(4.0, growth_interval=2), **FP16)
+    for _ in range(5):
+        hand_written(model, False, 1.0)
+    assert loss_scale_of(model).value == 16.0
+
+
+def test_gradients_assigned_by_hand() -> None:
+    """`torch.autograd.grad` raises no flag; the optimizer looks at what it is given."""
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameters(model)
+    loss = model(torch.randn(4, 8)).sum() * OVERFLOW
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        p.grad = g
+    optimizer.step()
+    assert_unchanged(before, model)
+
+
+# -- the start ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
+def test_the_first_gradient_is_right(level: str, emit: str) -> None:
+    """A gradient of 1 times 65536 is already beyond FP16. Buffers and dropout as in one forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4)
+    )
+    reference = copy.deepcopy(model)
+    compiled = mpcompile(model, dtype=torch.float16, level=level, emit=emit, strict=True)
+    x = torch.randn(32, 8)
+    for network in (reference, compiled):
+        torch.manual_seed(1)
+        network(x).sum().backward()
+    size = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])  # type: ignore[misc]
+    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        assert wanted.grad is not None
+        assert actual.grad is not None
+        assert (wanted.grad - actual.grad).norm() < 1e-2 * size
+    for wanted, actual in zip(reference.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=1e-3)
+    assert loss_scale_of(compiled).skipped_steps == 0
+    assert loss_scale_of(compiled).value < 2.0**16
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_first_step_is_skipped(level: str, fast: bool) -> None:
+    """And the trajectory is FP32's: whoever compares twenty steps sees the same numbers."""
+    torch.manual_seed(0)
+    model = mlp(32)
+    reference = copy.deepcopy(model)
+    compiled = mpcompile(model, level=level, **FP16)
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    losses: list[list[float]] = []
+    for network in (reference, compiled):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        if fast and network is compiled:
+            optimizer = MPOptimizer(optimizer, emit="eager")
+        losses.append([])
+        for _ in range(20):
+            # A sum: gradients 64 times those of the mean, which 2**16 does not fit.
+            loss = F.cross_entropy(network(x), y, reduction="sum")
+            optimizer.zero_grad()
+            (loss / 4).backward()
+            optimizer.step()
+            losses[-1].append(loss.item() / 64)
+    assert loss_scale_of(compiled).skipped_steps == 0
+    torch.testing.assert_close(
+        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.03, atol=0.03
+    )
+
+
+def test_grad_scalers_start_is_there_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """And a skip is said: one line, and the count in the repr."""
+    model = mpcompile(mlp(), loss_scale="grad_scaler", **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    assert loss_scale_of(model).value == 2.0**16
+    with caplog.at_level(logging.WARNING, logger="mpcompile"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 8)).sum() * 4).backward()
+            optimizer.step()
+    assert loss_scale_of(model).skipped_steps == 3
+    assert "skipped_steps=3" in repr(loss_scale_of(model))
+    assert sum("skipped" in record.message for record in caplog.records) == 1
+
+
+def test_a_loss_that_is_not_finite_finds_no_scale() -> None:
+    """The first batch may be broken: the second backward finds it, then."""
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameters(model)
+    (model(torch.randn(4, 8)).sum() * float("nan")).backward()
+    optimizer.step()
+    assert_unchanged(before, model)
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_retain_graph_and_two_losses_in_the_first_step() -> None:
+    reference, model = mlp(), mlp()
+    model.load_state_dict(reference.state_dict())
+    compiled = mpcompile(model, **FP16)
+    x = torch.randn(4, 8)
+    for network in (reference, compiled):
+        out = network(x)
+        out.sum().backward(retain_graph=True)
+        (out.square().sum() * 100).backward()
+    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-2, atol=1e-1)
+
+
+# -- sharded parameters ---------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Its root is no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.b(torch.tanh(self.a(x)))
+        return out
+
+
+def _train_sharded(rank: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    init = f"file://{folder}/init"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model)
+    mpcompile(model, dtype=torch.float16, emit="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    record = []
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(4, 8) * (1e6 if (step, rank) == (2, 1) else 1)  # on one rank alone
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record.append([p.full_tensor().clone() for p in model.parameters()])  # type: ignore[attr-defined]
+    torch.save((record, loss_scale_of(model).skipped_steps), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_fsdp_on_all() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_train_sharded, (folder,), nprocs=2)
+        (one, skipped), (two, theirs) = (torch.load(Path(folder) / f"{r}.pt") for r in range(2))
+    assert skipped == theirs == 1
+    for a, b in zip(one, two, strict=True):
+        assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(a, b, strict=True))
+    moved = [not torch.equal(a[0], b[0]) for a, b in itertools.pairwise(one)]
+    assert moved == [True, False, True]
