@@ -117,10 +117,14 @@ def _compile(
         fuse_head=settings.fuse_head,
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
+    # The passes run operators on fakes, kernels.py on samples: none of the caller's business. (Its
+    # hooks on saved tensors may count them, as an activation checkpoint's do: these replace them.)
+    alone = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     start = time.perf_counter()
-    captured = capture(gm, example_inputs)
+    with alone:
+        captured = capture(gm, example_inputs)
     spent = time.perf_counter() - start
-    with torch._C._DisableAutocast():  # the passes run operators on fakes, kernels.py on samples
+    with alone, torch._C._DisableAutocast():
         plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
         _accumulate_in_fp32()
@@ -139,8 +143,8 @@ def _compile(
         compiled = fit.fitting(compiled, scale, read.keys())
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.
-        alone = scale is None or len({id(owned[i]) for i in owned}) == 1
-        compiled = _with_copies(compiled, copies.Reader(low, scale, low_gradients=alone), read)
+        single = scale is None or len({id(owned[i]) for i in owned}) == 1
+        compiled = _with_copies(compiled, copies.Reader(low, scale, low_gradients=single), read)
     if scale is not None:
         leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
         scale.open |= len(trained) > len(leaves)

@@ -80,7 +80,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
     fakes = [_fakify(value, context, context.fake_mode) for value in example_inputs]
     place = _Place.of(example_inputs)
-    with torch._C._DisableAutocast(), fx_traceback.preserve_node_meta(), context.fake_mode:
+    with (
+        torch._C._DisableAutocast(),
+        fx_traceback.preserve_node_meta(),
+        context.fake_mode,
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # whatever a failure leaves behind
+    ):
         traced = make_fx(
             lambda *args: tuple(_Replay(gm, place).run(*args)),
             pre_dispatch=True,

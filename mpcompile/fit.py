@@ -17,6 +17,7 @@ for the device and runs one or a few steps more, beside a compilation that takes
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -169,6 +170,7 @@ class _Fitted(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        @functools.cache  # a checkpoint hands out what was saved once
         def saved() -> Sequence[Any]:
             args = list(ctx.others)
             for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):

@@ -325,6 +325,9 @@ class LossScale:
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
         """
+        # As torch.utils.checkpoint asks (torch 2.13): is this a forward that a backward repeats?
+        if torch._C._current_graph_task_id() != -1:
+            return
         if self._fitted:
             self.fitting = self._fitted = False
         if self._arriving or self.count().passes != self._looked.passes:

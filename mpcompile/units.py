@@ -96,6 +96,10 @@ class History(fx.Interpreter):
                 self.exact.update(new)
         return result
 
+    def is_as_it_came(self, node: fx.Node) -> bool:
+        """Whether autograd saw no write to an input that needs a gradient."""
+        return node in self.inputs and self.env[node].grad_fn is self.inputs[node]
+
     def _note(self, values: Any) -> set[GradFn]:
         """Note where the nodes of autograd's graph behind some values come from; returns the new
         ones.
@@ -208,8 +212,8 @@ def _function(grad_fn: GradFn) -> Any:
 
 def _written(history: History) -> list[Any]:
     """What inputs hold at the end, where the graph wrote to them: the caller sees that, too."""
-    values = [(node, history.env[node]) for node in history.final]
-    return [v for n, v in values if _tracked(v) and v.grad_fn is not history.inputs.get(n)]
+    nodes = [node for node, tracked in history.final.items() if tracked]
+    return [history.env[node] for node in nodes if not history.is_as_it_came(node)]
 
 
 def _in_order(roots: list[GradFn], stop: Any) -> Iterator[GradFn]:

@@ -42,6 +42,8 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     scale, found = (_add_input(graph, name, config) for name in (SCALE, FOUND))
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
+        if ir.op_name(node) == "higher_order::register_hook":
+            scaler.gather(node)
         scaler.isolate(node)
     for node in reversed(trained):  # each goes before the one placed last
         if ir.is_mutable(node):
@@ -74,6 +76,28 @@ class _Scaler:
         """Whether autograd tracks `node` when `reader` reads it."""
         return _is_unscale(node) or self.history.reads[reader, node]
 
+    def gather(self, hook: fx.Node) -> None:
+        """A hook sees the gradient of all uses of a value, of those before it, too.
+
+        sin(h); k = register_hook(h, body)      ->      k = register_hook(h, body); sin(k)
+        """
+        value, body, *free = hook.all_input_nodes
+        others = [user for user in value.users if user is not hook]
+        before = list(itertools.takewhile(lambda n: n is not hook, self.graph.nodes))
+        if set(others).isdisjoint(before):
+            return
+        memory = ir.storage(value)
+        if free or any(ir.storage(t) == memory for n in self.graph.nodes for t in ir.written(n)):
+            raise CannotRewrite(
+                f"a hook is put on {value.name}, which was read before, and either is written in "
+                "place or the hook reads other values"
+            )
+        ir.after(value).prepend(body)
+        body.append(hook)
+        for user in others:
+            user.replace_input_with(value, hook)
+            self.history.reads[user, hook] = self.history.reads[user, value]
+
     def isolate(self, node: fx.Node) -> None:
         """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
         if ir.in_functorch(node):
@@ -94,9 +118,10 @@ class _Scaler:
         memory = ir.storage(written)
         aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
         following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
-        if any(following & n.users.keys() for n in aliases):
+        if any(n.op == "placeholder" or following & n.users.keys() for n in aliases):
             raise CannotRewrite(
-                f"{ir.op_name(node)} writes into {written.name}, which is read again after it"
+                f"{ir.op_name(node)} writes into {written.name}, which is read again after it, or "
+                "by the caller"
             )
 
     def own(self, node: fx.Node) -> None:
@@ -119,8 +144,10 @@ class _Scaler:
                 output.replace_input_with(other, node)
         if any(n.op == "placeholder" or output in n.users for n in aliases - {node}):
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
+        unseen = self.history.is_as_it_came(node)  # through detach(), for one
         for writer in self.graph.nodes:
-            if aliases.intersection(ir.written(writer)) and not ir.grad_enabled(writer):
+            without = unseen or not ir.grad_enabled(writer)
+            if without and aliases.intersection(ir.written(writer)):
                 raise CannotRewrite(
                     f"input {node.name} needs a gradient and is written without one"
                 )

@@ -1,0 +1,115 @@
+"""Programs that a fuzzer and users' loops found: each is right, or left in FP32 and says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compare import SETTINGS, check, fallback_reason, leaf
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcompile import loss_scale_of, mpcompile
+
+
+class AddTo(torch.autograd.Function):
+    """x += y; the gradient of y is doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        x.add_(y)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], grads[0] * 2
+
+
+def hook_after_a_use(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = x.sum(0)
+    before = (w @ x.t()).sum(1) + h[0]
+    h.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    return before, h
+
+
+def hook_on_a_view_after_a_use(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = torch.tanh(x @ w)
+    row = h[2]
+    before = row * 3
+    row.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    return before, row, h
+
+
+@SETTINGS
+@pytest.mark.parametrize("program", [hook_after_a_use, hook_on_a_view_after_a_use])
+def test_a_hook_sees_every_use(program: Any, level: str, emit: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
+
+
+def write_through_detach(x: torch.Tensor, w: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        w.detach().mul_(0.5)
+    return x @ w
+
+
+def write_under_no_grad_to_a_view(x: torch.Tensor, w: torch.Tensor) -> Any:
+    loss = (x * 2).mean()
+    with torch.no_grad():
+        w[0] += 1
+    return loss
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", [write_through_detach, write_under_no_grad_to_a_view])
+def test_a_leaf_that_is_written_is_left_alone(program: Any, emit: str) -> None:
+    fallback_reason(program, leaf(8, 16), leaf(16, 16), emit=emit)
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_an_input_that_a_function_of_the_users_writes(emit: str) -> None:
+    def program(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        AddTo.apply(h, y * 1)  # type: ignore[no-untyped-call]
+        return y * 0.5
+
+    y = leaf(4, 8)
+    fast = mpcompile(program, dtype=torch.float16, emit=emit)
+    found = []
+    for run in (program, fast):
+        h = leaf(4, 8) * 1
+        with pytest.warns(Warning, match="left a graph in FP32") if run is fast else _nothing():
+            out = run(h, y)
+        found.append(torch.autograd.grad(out.sum() + h.sum(), y)[0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_compiled_blocks_inside_checkpoints(emit: str) -> None:
+    """Compiled at their first call, which the checkpoint watches; the scale found, too."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+        for _ in range(2)
+    ]
+    plain = copy.deepcopy(blocks)
+    fast = [mpcompile(b, dtype=torch.float16, emit=emit, strict=True) for b in blocks]
+    x = torch.randn(8, 32)
+    for _ in range(3):
+        for own in (plain, fast):
+            h = x.clone().requires_grad_()
+            for block in own:
+                h = checkpoint(block, h, use_reentrant=False)  # type: ignore[assignment]
+            h.sum().backward()
+        for a, b in zip(plain, blocks, strict=True):
+            for wanted, actual in zip(a.parameters(), b.parameters(), strict=True):
+                assert wanted.grad is not None
+                assert actual.grad is not None
+                assert (actual.grad - wanted.grad).norm() <= 1e-2 * wanted.grad.norm() + 1e-4
+    assert all(loss_scale_of(b).skipped_steps == 0 for b in fast)
