@@ -38,6 +38,7 @@ from .joint import JointPass, joint_passes
 from .loss_scale import LossScale
 from .policy import Config, Level
 from .settings import Settings
+from .updates import is_update
 
 # Told of each graph: its plan, or None where it was left in FP32.
 Listener = Callable[[Plan | None], None]
@@ -66,7 +67,7 @@ def mpcompile_backend(
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], Plan | None]:
-    if settings.level is Level.O0:
+    if settings.level is Level.O0 or is_update(gm, example_inputs):
         return _emit(gm, example_inputs, settings, untouched=True), None
     try:
         return _compile(gm, example_inputs, settings)

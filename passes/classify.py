@@ -2,7 +2,8 @@
 
 The first rule that applies wins:
 
-1. hands off: opaque calls, dtypes other than FP32, memory that is written in place   -> KEEP
+1. hands off: opaque calls, dtypes other than FP32, memory that is written in place,
+   what parameters are updated from                                                    -> KEEP
 2. the user's word: policy by node, by module, by operator                            -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
 4. the table in ops.py; an operator in no row                                         -> KEEP
@@ -17,14 +18,21 @@ from torch import fx
 from mpcompile import ir, ops
 from mpcompile.ir import Mark
 from mpcompile.policy import LOW_DTYPES, Config, Precision
+from mpcompile.updates import nodes_of_updates
 
 
 def classify(gm: fx.GraphModule, config: Config) -> bool:
     _find_mutable(gm.graph)
+    updates = nodes_of_updates(gm.graph)
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            ir.set_mark(node, _decide(node, config))
+            ir.set_mark(node, _update(config) if node in updates else _decide(node, config))
     return False
+
+
+def _update(config: Config) -> Mark:
+    reason = "a parameter or its gradient is written from it"
+    return Mark(Precision.KEEP, "update", reason, config.low)
 
 
 def _decide(node: fx.Node, config: Config) -> Mark:
