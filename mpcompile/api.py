@@ -157,8 +157,9 @@ def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., An
         try:
             return inner(*args, **kwargs)
         except BackendCompilerFailed as failed:
-            if isinstance(failed.inner_exception, MPCompileError):
-                raise failed.inner_exception from None
+            error = failed.inner_exception
+            if isinstance(error, MPCompileError):
+                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
             raise
 
     return run
