@@ -89,10 +89,12 @@ def _hands_off(node: fx.Node) -> str | None:
 def _policy(node: fx.Node, config: Config) -> Mark | None:
     policy = config.policy
     if node.name in policy.nodes:
-        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", config.low)
+        low = policy.low_dtypes.get(("nodes", node.name), config.low)
+        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", low)
     if (hit := policy.for_module(ir.module_path(node))) is not None:
         pattern, word = hit
-        return Mark(word, "policy", f"policy: module {pattern!r}", config.low)
+        low = policy.low_dtypes.get(("modules", pattern), config.low)
+        return Mark(word, "policy", f"policy: module {pattern!r}", low)
     if (word_for_op := policy.for_op(ir.op_name(node))) is not None:
         return Mark(word_for_op, "policy", f"policy: operator {ir.op_name(node)!r}", config.low)
     return None

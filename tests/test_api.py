@@ -235,6 +235,8 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
         (lambda: Policy(low=[3]), "not an operator"),
         (lambda: Policy(modules=["fc1"]), "give a dict, name -> precision"),
         (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+        (lambda: Policy(modules={"fc1": "fp16"}), "fc1': 'fp16'.*FP16 gradients need a loss scale"),
+        (lambda: Policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
     ],
 )
 def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
