@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mpcompile import ir, ops
+from mpcompile import ir, opaque, ops
 from mpcompile.ir import Mark
 from mpcompile.policy import LOW_DTYPES, Config, Precision
 from mpcompile.updates import nodes_of_updates
@@ -64,7 +64,7 @@ def _decide(node: fx.Node, config: Config) -> Mark:
 def _hands_off(node: fx.Node) -> str | None:
     """Why the node must keep its dtypes whatever anybody asks, or None."""
     if ir.is_opaque(node):
-        return "opaque: its body was captured in these dtypes"
+        return f"opaque: its body was captured in these dtypes{opaque.described(node)}"
     if not (ir.is_op(node) or ir.is_getitem(node)):
         return "no tensor operator"
     if ir.is_mutable(node):
