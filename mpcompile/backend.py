@@ -27,6 +27,7 @@ from . import (
     loss_scale,
     pipeline,
     profile,
+    uncalled,
 )
 from .capture import capture, fake_input
 from .device import SUPPORTED, auto_dtype, matrix_units
@@ -58,6 +59,7 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    uncalled.reached(example_inputs)
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     if listener is not None:
         listener(plan)
