@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import copies
+from . import copies, uncalled
 from .backend import mpcompile_backend
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
@@ -129,6 +129,7 @@ def mpcompile(
         # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
         model._compiled_call_impl = _entry(model, settings, record, compile_kwargs)
         _records[model] = record
+        uncalled.expect(model)
         return model
     compiled = _runner(torch.compile(model, **compile_kwargs), has_rnns=True)
     _records[compiled] = record
@@ -157,8 +158,9 @@ def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., An
         try:
             return inner(*args, **kwargs)
         except BackendCompilerFailed as failed:
-            if isinstance(failed.inner_exception, MPCompileError):
-                raise failed.inner_exception from None
+            error = failed.inner_exception
+            if isinstance(error, MPCompileError):
+                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
             raise
 
     return run
@@ -211,6 +213,7 @@ def _entry(
             )
         result = compiled(*args, **kwargs)
         if unheard and not torch.compiler.is_compiling():
+            uncalled.called(module)
             unheard = record.graphs > 0 and not torch.is_grad_enabled()
             if record.graphs == 0:
                 _warn_nothing_compiled(module)

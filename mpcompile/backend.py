@@ -28,6 +28,7 @@ from . import (
     library,  # noqa: F401  (registers the operators that scale gradients)
     pipeline,
     profile,
+    uncalled,
 )
 from .capture import capture, fake_input
 from .device import SUPPORTED, auto_dtype, matrix_units
@@ -39,6 +40,7 @@ from .joint import JointPass, joint_passes
 from .loss_scale import LossScale
 from .policy import Config, Level
 from .settings import Settings
+from .updates import is_update
 
 # Told of each graph: its plan, or None where it was left in FP32.
 Listener = Callable[[Plan | None], None]
@@ -58,6 +60,7 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    uncalled.reached(example_inputs)
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     if listener is not None:
         listener(plan)
@@ -67,7 +70,7 @@ def mpcompile_backend(
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], Plan | None]:
-    if settings.level is Level.O0:
+    if settings.level is Level.O0 or is_update(gm, example_inputs):
         return _emit(gm, example_inputs, settings, untouched=True), None
     try:
         return _compile(gm, example_inputs, settings)

@@ -95,6 +95,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     _copy_provenance(gm, traced)
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
+        node.meta["mp_gradient"] = _source(node).endswith(".grad")
     _record_modes(traced.graph, place.devices)
     # Not eliminate_dead_code(): it goes through bodies too, where it misses `x.add_(y)`.
     for node in reversed(traced.graph.nodes):
@@ -196,6 +197,13 @@ class _Replay(fx.Interpreter):
             lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
         )
         return replaced
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, torch.Tensor):
+            # No input but the tensor itself: to replay a write to it would be to write to it.
+            raise CannotRewrite(f"the program's own tensor {target} is an attribute of it")
+        return value
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = self.place.autocast()
@@ -367,7 +375,7 @@ def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     ours = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(theirs, ours, strict=True):
         new._dynamo_source = getattr(old, "_dynamo_source", None)
-        new._rename(_readable(getattr(new._dynamo_source, "name", ""), old.name))
+        new._rename(_readable(_source(new), old.name))
         new.target = new.name
         for key in ("tensor_dict", "stack_trace", "nn_module_stack"):
             if key in old.meta:
@@ -380,14 +388,17 @@ def _copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     }
 
 
-def _readable(source: object, fallback: str) -> str:
+def _source(placeholder: fx.Node) -> str:
+    """Where the program has an input from: `L['self']._modules['fc']._parameters['weight']`."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method in 2.11, a property in 2.13
+
+
+def _readable(source: str, fallback: str) -> str:
     """`L['self']._modules['fc']._parameters['weight']` -> `fc_weight`; `L['x'][0]` -> `x_0`."""
-    text = source() if callable(source) else source  # a method in 2.11, a property in 2.13
-    words = re.findall(r"[A-Za-z0-9_]+", str(text))
+    words = re.findall(r"[A-Za-z0-9_]+", source)
     words = [w for w in words if w not in ("_modules", "_parameters", "_buffers")]
-    name = "_".join(
-        words[2:] if "_parameters" in str(text) or "_buffers" in str(text) else words[1:]
-    )
+    name = "_".join(words[2:] if "_parameters" in source or "_buffers" in source else words[1:])
     return name if name.isidentifier() else fallback
 
 

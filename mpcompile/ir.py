@@ -297,6 +297,11 @@ def is_parameter(node: fx.Node) -> bool:
     return bool(node.meta.get("mp_parameter", False))
 
 
+def is_gradient(node: fx.Node) -> bool:
+    """Whether the node is an input that holds the `.grad` of some tensor."""
+    return bool(node.meta.get("mp_gradient", False))
+
+
 def requires_grad(node: fx.Node) -> bool:
     """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
     meta = node.meta.get("tensor_meta")

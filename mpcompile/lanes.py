@@ -15,7 +15,7 @@ which is found out by computing both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +150,11 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
     if name == "aten::to":
         args = (args[0], torch.float32)
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast():
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        slopes = torch.autograd.grad(result, lanes, allow_unused=True, materialize_grads=True)
+        try:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            slopes = _slopes(result, lanes)
+        except RuntimeError:  # it takes no single number: a layout of four dimensions, say
+            return None
     found, low = result.item(), ir.value(node).dtype
     largest = torch.finfo(low).max if low.is_floating_point else -1.0
     fits = all(abs(number) <= largest for number in (found, *(slope.item() for slope in slopes)))
@@ -160,6 +163,12 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
         _survives(content, ir.dtype(ir.operands(node)[path])) for path, content in contents.items()
     )
     return found if fits and sure else None
+
+
+def _slopes(result: torch.Tensor, lanes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not result.requires_grad:  # detached: no gradient ever comes back
+        return ()
+    return torch.autograd.grad(result, lanes, allow_unused=True, materialize_grads=True)
 
 
 def _survives(content: float | None, dtype: torch.dtype) -> bool:

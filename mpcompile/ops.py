@@ -248,6 +248,20 @@ def rule_for(op: object) -> Rule | None:
     return _REGISTERED.get(key) or _BUILTIN.get(key)
 
 
+def is_product(name: str) -> bool:
+    """Whether this is the name of a matrix product, convolution or attention: an operator's, or
+    that of the function or method a program calls (`"matmul"`).
+    """
+    rule = _BUILTIN.get(op_key(name)) if name not in _MADE_OF_PRODUCTS else None
+    return name in _MADE_OF_PRODUCTS or (
+        rule is not None and rule.precision is LOW and name not in ("prelu", "aten::prelu")
+    )
+
+
+# Functions that are no operators of the table, but come down to one that is.
+_MADE_OF_PRODUCTS = frozenset(("tensordot", "inner", "imatmul", "higher_order::flex_attention"))
+
+
 def castable(op: object, position: int) -> bool:
     """Whether the argument at this position may be handed over in another dtype."""
     if not isinstance(op, torch._ops.OpOverload):

@@ -91,6 +91,15 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     )
 
 
+# Words that name the dtype too, whatever the rest of the graph runs in.
+_DTYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
 def _precision(word: Precision | str, where: str) -> Precision:
     if isinstance(word, Precision) and word is not Precision.FOLLOW:
         return word
@@ -117,6 +126,7 @@ class Policy:
             `torch.ops` object itself.
         modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
             (`"layers.0.mlp.fc1"`). From `mpcompile(module)`, one that matches none is an error.
+            `"bf16"` and `"fp16"` are low in that dtype, whatever the rest runs in.
         nodes: node name as the dump shows it -> precision.
 
     Raises:
@@ -128,6 +138,8 @@ class Policy:
     keep: frozenset[str] = frozenset()
     modules: Mapping[str, Precision] = field(default_factory=dict)
     nodes: Mapping[str, Precision] = field(default_factory=dict)
+    # ("modules" or "nodes", key) -> the low dtype asked for by name
+    low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -161,9 +173,17 @@ class Policy:
                 for key, word in (table or {}).items()
             }
             object.__setattr__(self, name, parsed)
+        dtypes = {
+            (name, key): _DTYPES[str(word).lower()]
+            for name, table in (("modules", modules), ("nodes", nodes))
+            for key, word in (table or {}).items()
+            if str(word).lower() in _DTYPES
+        }
+        object.__setattr__(self, "low_dtypes", dtypes)
 
     def __hash__(self) -> int:
-        return hash((self.low, self.full, self.keep, *self.modules.items(), *self.nodes.items()))
+        tables = (self.modules, self.nodes, self.low_dtypes)
+        return hash((self.low, self.full, self.keep, *(i for t in tables for i in t.items())))
 
     def for_op(self, op: str) -> Precision | None:
         """The user's word on an operator key such as `"aten::softmax"`, if any."""

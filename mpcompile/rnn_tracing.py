@@ -49,10 +49,14 @@ def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Disabled: a `backward()` within a compiled function compiles the backward while Dynamo looks at
+# each frame. It would compile these two as well, under the lock it holds while it calls them.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(_: CallbackArgs) -> None:
     if _thread.calls:
         _thread.setting.enter_context(torch._dynamo.config.patch(allow_rnn=True))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end(_: CallbackArgs) -> None:
     _thread.setting.close()

@@ -89,7 +89,11 @@ class Settings:
         if not isinstance(policy, Policy):
             raise MPCompileError(f"policy={policy!r}: give an mpcompile.Policy(...)")
         _check_policy(policy)
+        dtype = parse_dtype(request.get("dtype", "auto"))
         scale = request.get("loss_scale", "dynamic")
+        any_dtype = isinstance(scale, LossScale) and not scale.fp16_only
+        if dtype is not torch.float16 and not any_dtype:
+            _check_unscaled(policy)
         emit = _choice("emit", request.get("emit", "inductor"), EMITS)
         mode = request.get("mode")
         recompute = _flag("recompute", request.get("recompute", False))
@@ -98,10 +102,10 @@ class Settings:
                 raise MPCompileError(f"{name} is Inductor's; it means nothing to emit={emit!r}")
         return cls(
             level=parse_level(request.get("level", Level.O1)),
-            dtype=parse_dtype(request.get("dtype", "auto")),
+            dtype=dtype,
             policy=policy,
             loss_scale=parse_loss_scale(scale),
-            scale_any_dtype=isinstance(scale, LossScale) and not scale.fp16_only,
+            scale_any_dtype=any_dtype,
             pad=_choice("pad", request.get("pad", "auto"), PADS),
             emit=emit,
             dump=_directory(request.get("dump") or os.environ.get("MPCOMPILE_DUMP")),
@@ -175,6 +179,16 @@ def _check_policy(policy: Policy) -> None:
             known = [name.removeprefix("aten::") for name in ops.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
             raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+
+
+def _check_unscaled(policy: Policy) -> None:
+    """Without a loss scale, as in a BF16 compile, small gradients of an FP16 part would be zero."""
+    for (table, key), dtype in policy.low_dtypes.items():
+        if dtype is torch.float16:
+            raise MPCompileError(
+                f"Policy({table}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
+                "has none: compile with dtype=torch.float16, hand over a LossScale, or write 'low'"
+            )
 
 
 def check_torch_version(version: str) -> None:

@@ -2,7 +2,8 @@
 
 The first rule that applies wins:
 
-1. hands off: opaque calls, dtypes other than FP32, memory that is written in place   -> KEEP
+1. hands off: opaque calls, dtypes other than FP32, memory that is written in place,
+   what parameters are updated from                                                    -> KEEP
 2. the user's word: policy by node, by module, by operator                            -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
 4. the table in ops.py; an operator in no row                                         -> KEEP
@@ -14,17 +15,24 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mpcompile import ir, ops
+from mpcompile import ir, opaque, ops
 from mpcompile.ir import Mark
 from mpcompile.policy import LOW_DTYPES, Config, Precision
+from mpcompile.updates import nodes_of_updates
 
 
 def classify(gm: fx.GraphModule, config: Config) -> bool:
     _find_mutable(gm.graph)
+    updates = nodes_of_updates(gm.graph)
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            ir.set_mark(node, _decide(node, config))
+            ir.set_mark(node, _update(config) if node in updates else _decide(node, config))
     return False
+
+
+def _update(config: Config) -> Mark:
+    reason = "a parameter or its gradient is written from it"
+    return Mark(Precision.KEEP, "update", reason, config.low)
 
 
 def _decide(node: fx.Node, config: Config) -> Mark:
@@ -56,7 +64,7 @@ def _decide(node: fx.Node, config: Config) -> Mark:
 def _hands_off(node: fx.Node) -> str | None:
     """Why the node must keep its dtypes whatever anybody asks, or None."""
     if ir.is_opaque(node):
-        return "opaque: its body was captured in these dtypes"
+        return f"opaque: its body was captured in these dtypes{opaque.described(node)}"
     if not (ir.is_op(node) or ir.is_getitem(node)):
         return "no tensor operator"
     if ir.is_mutable(node):
@@ -81,10 +89,12 @@ def _hands_off(node: fx.Node) -> str | None:
 def _policy(node: fx.Node, config: Config) -> Mark | None:
     policy = config.policy
     if node.name in policy.nodes:
-        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", config.low)
+        low = policy.low_dtypes.get(("nodes", node.name), config.low)
+        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", low)
     if (hit := policy.for_module(ir.module_path(node))) is not None:
         pattern, word = hit
-        return Mark(word, "policy", f"policy: module {pattern!r}", config.low)
+        low = policy.low_dtypes.get(("modules", pattern), config.low)
+        return Mark(word, "policy", f"policy: module {pattern!r}", low)
     if (word_for_op := policy.for_op(ir.op_name(node))) is not None:
         return Mark(word_for_op, "policy", f"policy: operator {ir.op_name(node)!r}", config.low)
     return None

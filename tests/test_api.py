@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,8 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
         (lambda: Policy(low=[3]), "not an operator"),
         (lambda: Policy(modules=["fc1"]), "give a dict, name -> precision"),
         (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+        (lambda: Policy(modules={"fc1": "fp16"}), "fc1': 'fp16'.*FP16 gradients need a loss scale"),
+        (lambda: Policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
     ],
 )
 def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
@@ -383,8 +386,15 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
         assert len(caught) == 1
         strict = mpcompile(Net(), emit="eager", strict=True)
-        with pytest.raises(Exception, match="the moon is full"):
+        with pytest.raises(MPCompileError, match="the moon is full") as failed:
             strict(x)
+    # A traceback shows what went wrong and where, and nothing of how Dynamo passed it on.
+    error = failed.value
+    assert isinstance(error.__cause__, mp.errors.CannotRewrite)
+    assert error.__cause__.__traceback__ is not None
+    text = "".join(traceback.format_exception(error))
+    assert "in refuse" in text
+    assert "BackendCompilerFailed" not in text
 
 
 class _SkippedByDynamo(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from mpcompile import mpcompile
+from mpcompile import compiled_plans, mpcompile
 
 
 @SETTINGS
@@ -130,3 +130,73 @@ def loop_of_known_length(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("program", [products_and_tangents, loop_of_known_length])
 def test_other_transforms(program: Any, level: str, emit: str) -> None:
     check(program, leaf(4, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
+
+
+def _cond(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def both(a: torch.Tensor) -> torch.Tensor:
+        return torch.cond(a.sum() > 1, lambda a: a @ w, lambda a: a * 2, (a,))
+
+    return torch.cond(x.sum() > 0, both, lambda a: F.linear(a, w) + torch.mm(a, w), (x,))
+
+
+def _scan(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    _, rows = scan(lambda h, row: (torch.tanh(h @ w) + row, h * 2), x[0], x)
+    return rows
+
+
+def _map(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch._higher_order_ops.map(lambda row, w: torch.einsum("i,ij->j", row, w), x, w)
+
+
+def _while_loop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    start = (torch.zeros((), dtype=torch.int64), x.detach())
+    with torch.no_grad():
+        loop = torch._higher_order_ops.while_loop
+        return loop(lambda i, h: i < 3, lambda i, h: (i + 1, h.matmul(w) / 4), start)[1]
+
+
+def _vmap(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: torch.tanh(F.linear(row, w)) @ w)(x)
+
+
+@pytest.mark.parametrize(
+    ("inside", "count"), [(_cond, 3), (_scan, 1), (_map, 1), (_while_loop, 1), (_vmap, 2)]
+)
+def test_the_plan_counts_the_products_inside(inside: Any, count: int) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(inside(F.linear(x, w), w), w)
+
+    compiled = mpcompile(program, dtype=torch.float16, emit="eager", strict=True)
+    compiled(torch.rand(8, 16), torch.rand(16, 16) / 16)
+    (plan,) = compiled_plans(compiled)
+    holders = [node for node in plan.nodes if node.products]
+    assert sum(node.products for node in holders) == count
+    assert sum(node["products"] for node in plan.to_dict()["nodes"]) == count
+    for node in holders:
+        assert node.precision == "KEEP"
+        assert f"; {node.products} matrix product" in node.reason
+        assert node.reason in str(plan)
+    assert f"matrix products in opaque calls, all FP32: {count}\n" in str(plan)
+
+
+def test_products_under_an_autocast_of_ones_own_are_not_counted_as_fp32() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.cond(
+                x.sum() > 0, lambda a: a @ w, lambda a: (a * 2).to((a @ w).dtype), (x,)
+            )
+
+    compiled = mpcompile(program, dtype=torch.bfloat16, emit="eager", strict=True)
+    compiled(torch.rand(8, 16), torch.rand(16, 16))
+    assert "opaque" in str(compiled_plans(compiled)[0])
+    assert not any(node.products for node in compiled_plans(compiled)[0].nodes)
+
+
+@LEVELS
+def test_a_plan_without_opaque_calls_counts_none(level: str) -> None:
+    compiled = mpcompile(F.linear, dtype=torch.float16, level=level, emit="eager", strict=True)
+    compiled(torch.rand(8, 16), torch.rand(16, 16))
+    (plan,) = compiled_plans(compiled)
+    assert plan.counts()["LOW"] == 1
+    assert not any(node.products for node in plan.nodes)
+    assert "opaque" not in str(plan)

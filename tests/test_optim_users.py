@@ -368,6 +368,8 @@ COMPLEX = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         (lambda: MPOptimizer(sgd(), max_grad_norm=float("nan")), "must be a positive number"),
         (lambda: MPOptimizer(sgd(), max_grad_norm="1"), "must be a positive number"),
         (lambda: MPOptimizer(sgd(), mode="fastest"), "Unrecognized mode=fastest"),
+        (lambda: MPOptimizer(sgd(), options={"nonsense": 1}), "optimization option nonsense"),
+        (lambda: MPOptimizer(sgd(), options=["trace"]), r"=\['trace'\]\): give a dict of Inductor"),
         (lambda: MPOptimizer(sgd(), emit="triton"), r"\(emit='triton'\): use inductor, aot_eager"),
         (lambda: MPOptimizer(sgd(), emit="eager", mode="max-autotune"),
          r"\(mode='max-autotune'\) is Inductor's; it means nothing to eager"),

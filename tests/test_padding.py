@@ -186,7 +186,8 @@ ACTIVATIONS = [
     lambda x: x / x.norm(dim=-1, keepdim=True), lambda x: x * x.sum(0),
     lambda x: torch.maximum(x, -x), lambda x: x.masked_fill(x > 0, 2.0),
     lambda x: torch.where(x > 0, x, 1.0), lambda x: x.flip(-1), lambda x: torch.cat([x, x], 0),
-    lambda x: x.cumsum(-1), lambda x: F.dropout(x, 0.0),
+    lambda x: x.cumsum(-1), lambda x: F.dropout(x, 0.0), lambda x: x.detach(),
+    lambda x: x.detach() * x,
 ]  # fmt: skip
 
 
@@ -304,6 +305,17 @@ def test_views_behind_a_padded_product() -> None:
         )  # fmt: skip
 
     all_aligned(program, torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("method", ["contiguous", "clone"])
+def test_a_layout_behind_a_padded_product(method: str) -> None:
+    """What lanes hold is found out with single numbers, which have no such layout."""
+    up, down = nn.Linear(8, 21), nn.Linear(21, 5)
+
+    def program(x: Tensor) -> Any:
+        return down(getattr(up(x), method)(memory_format=torch.channels_last))
+
+    all_aligned(program, torch.randn(2, 3, 4, 8))
 
 
 # -- symbolic sizes --------------------------------------------------------------------------------

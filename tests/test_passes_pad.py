@@ -208,6 +208,7 @@ KEEP = {
     "back and forth": (lambda x: x + 0.5 - 0.5, 0.0),
     "shifted log": (lambda x: (x + 1).log(), 0.0),
     "square": (torch.square, 0.0),
+    "detach": (torch.detach, 0.0),
     "view": (lambda x: x.view(2, 4, 1001).relu().view(8, 1001), 0.0),
 }
 CUT: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from .. import ir
+from .. import ir, opaque
 from ..policy import Config
 from .tensor_cores import TensorCoreReport, tensor_core_report
 
@@ -29,6 +29,7 @@ class PlanNode:
         rule, reason: who decided, and why.
         costs: what the planner weighed ("low", "full" -> term -> bytes of memory traffic; see
             costs.py), or None where there was nothing to decide.
+        products: matrix products inside an opaque call, which stay FP32 unseen by any pass.
     """
 
     name: str
@@ -41,6 +42,7 @@ class PlanNode:
     rule: str
     reason: str
     costs: dict[str, dict[str, int]] | None = None
+    products: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Plan:
         head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
             f"{count} {name}" for name, count in sorted(self.counts().items())
         )
+        if hidden := sum(node.products for node in self.nodes):
+            head += f"; matrix products in opaque calls, all FP32: {hidden}"
         width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
         lines = [
             f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
@@ -119,6 +123,7 @@ def plan_of(
             rule=ir.mark(node).rule,
             reason=ir.mark(node).reason,
             costs=ir.costs(node),
+            products=opaque.products_in(node),
         )
         for node in graph.nodes
         if ir.is_marked(node)

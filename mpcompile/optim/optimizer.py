@@ -78,7 +78,7 @@ class MPOptimizer(Optimizer):
         options: Mapping[str, Any] | None = None,
         dump: str | Path | None = None,
     ) -> None:
-        _check(optimizer, loss_scale, max_grad_norm, emit, mode)
+        _check(optimizer, loss_scale, max_grad_norm, emit, mode, options)
         self._inner = optimizer
         self._max_grad_norm = max_grad_norm
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
@@ -367,7 +367,12 @@ class MPOptimizer(Optimizer):
 
 
 def _check(
-    optimizer: Any, scale: Any, max_grad_norm: float | None, emit: str, mode: str | None
+    optimizer: Any,
+    scale: Any,
+    max_grad_norm: float | None,
+    emit: str,
+    mode: str | None,
+    options: Any,
 ) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, MPOptimizer):
@@ -402,7 +407,9 @@ def _check(
         raise MPCompileError(
             f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
         )
-    check_inductor(mode, None)
+    if options is not None and not isinstance(options, Mapping):
+        raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
+    check_inductor(mode, options)
 
 
 def _check_group(name: str, group: dict[str, Any]) -> None:

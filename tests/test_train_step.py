@@ -1,0 +1,206 @@
+"""A whole training step as one compiled function: forward, backward, and the optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import LEVELS, TOLERANCE
+from torch import nn
+
+from mpcompile import (
+    MPCompileWarning,
+    MPOptimizer,
+    backend,
+    compiled_plans,
+    loss_scale_of,
+    mpcompile,
+)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def make_optimizer(kind: str, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
+    return MPOptimizer(plain, emit="eager") if kind == "generated" else plain
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y) * factor
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    one = torch.tensor(1.0)
+    return [(torch.randn(8, 16), torch.randint(0, 8, (8,)), one) for _ in range(count)]
+
+
+def assert_trains_as_plain(
+    kind: str, level: str, dtype: torch.dtype, emit: str, **settings: Any
+) -> None:
+    """Same parameters as plain PyTorch's after some steps; FP32 moments; products run low."""
+    model = make_model()
+    reference = copy.deepcopy(model)
+    theirs = train_step(reference, make_optimizer("plain", reference, **settings))
+    optimizer = make_optimizer(kind, model, **settings)
+    ours = mpcompile(train_step(model, optimizer), dtype=dtype, level=level, emit=emit)
+    start = [p.detach().clone() for p in model.parameters()]
+    for batch in batches(4):  # a warning would be an error here
+        torch.testing.assert_close(ours(*batch), theirs(*batch), rtol=1e-2, atol=1e-2)
+    # How far training moved a parameter, not how large it is: Adam's steps are all of one size.
+    for p, q, before in zip(model.parameters(), reference.parameters(), start, strict=True):
+        assert p.dtype is torch.float32
+        assert (p - q).norm() <= 5 * TOLERANCE[dtype] * (q - before).norm()
+        state = optimizer.state[p]
+        assert state["step"] == 4
+        assert {v.dtype for v in state.values()} == {torch.float32}
+        # Not rounded: the moments are sums of products of many gradients.
+        for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            assert not torch.equal(moment, moment.to(dtype).float())
+    low = [n.op for plan in compiled_plans(ours) for n in plan.nodes if n.precision == "LOW"]
+    assert low.count("aten::linear") == 2
+
+
+@DTYPES
+@LEVELS
+@pytest.mark.parametrize("kind", ["plain", "generated"])
+def test_a_whole_step_trains_as_plain_pytorch_does(
+    kind: str, level: str, dtype: torch.dtype
+) -> None:
+    assert_trains_as_plain(kind, level, dtype, "aot_eager")
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
+def test_so_do_the_optimizers_other_implementations(settings: dict[str, Any]) -> None:
+    assert_trains_as_plain("plain", "O2", torch.float16, "aot_eager", **settings)
+
+
+@pytest.mark.slow
+@DTYPES
+@LEVELS
+@pytest.mark.parametrize("kind", ["plain", "generated"])
+def test_under_inductor(kind: str, level: str, dtype: torch.dtype) -> None:
+    assert_trains_as_plain(kind, level, dtype, "inductor")
+
+
+@LEVELS
+@pytest.mark.parametrize("kind", ["plain", "generated"])
+def test_an_overflowed_step_changes_nothing(kind: str, level: str) -> None:
+    model = make_model()
+    optimizer = make_optimizer(kind, model)
+    step = mpcompile(
+        train_step(model, optimizer), dtype=torch.float16, level=level, emit="aot_eager"
+    )
+
+    def everything() -> list[torch.Tensor]:
+        states = [v for p in model.parameters() for v in optimizer.state[p].values()]
+        return [t.detach().clone() for t in (*model.parameters(), *states)]
+
+    factors = (1.0, 1e30, 1.0, 1e30, 1.0)
+    for i, ((x, y, _), factor) in enumerate(zip(batches(5), factors, strict=True)):
+        before = everything()
+        step(x, y, torch.tensor(factor))
+        if i > 0:  # the first makes the optimizer's state
+            same = all(itertools.starmap(torch.equal, zip(before, everything(), strict=True)))
+            assert same == (factor != 1.0)
+    assert loss_scale_of(step).skipped_steps == 2
+    assert optimizer.state[next(model.parameters())]["step"] == 3
+
+
+def test_backward_alone() -> None:
+    model = make_model()
+    reference = copy.deepcopy(model)
+
+    def gradients(model: nn.Module) -> Callable[..., None]:
+        def run(x: torch.Tensor, y: torch.Tensor) -> None:
+            F.cross_entropy(model(x), y).backward()
+
+        return run
+
+    ours = mpcompile(gradients(model), dtype="float16", emit="aot_eager")
+    theirs = gradients(reference)
+    for x, y, _ in batches(2):
+        ours(x, y)
+        theirs(x, y)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert (p.grad - q.grad).norm() <= 1e-2 * q.grad.norm()
+
+
+def test_an_update_written_by_hand_is_not_rounded() -> None:
+    """What the update is computed from keeps FP32, a product among it; what else is there, not."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 16))
+    mixer, x = torch.randn(16, 16), torch.randn(8, 16)
+    start = weight.detach().clone()
+
+    def update(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.sub_(0.1 * torch.mm(mixer, grad))
+        return F.linear(x, weight)
+
+    grad = torch.randn(16, 16)
+    compiled = mpcompile(update, dtype="bfloat16", level="O2", emit="aot_eager", strict=True)
+    compiled(x, grad)
+    torch.testing.assert_close(weight.detach(), start - 0.1 * mixer @ grad, rtol=1e-6, atol=1e-6)
+    (plan,) = compiled_plans(compiled)
+    decided = {n.op: (n.precision, n.rule) for n in plan.nodes}
+    assert decided["aten::mm"] == ("KEEP", "update")
+    assert decided["aten::linear"][0] == "LOW"
+
+
+def test_an_average_of_activations_leaves_their_forward_alone() -> None:
+    """A codebook kept by averaging, as VQ-VAE's: the encoder in front of it still runs low."""
+    torch.manual_seed(0)
+    encoder, codebook = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = encoder(x)
+        with torch.no_grad():
+            codebook.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h
+
+    compiled = mpcompile(forward, dtype="bfloat16", emit="aot_eager", strict=True)
+    compiled(torch.randn(8, 16))
+    decided = {n.op: n.precision for plan in compiled_plans(compiled) for n in plan.nodes}
+    assert decided["aten::linear"] == "LOW"
+    assert decided["aten::mean"] in ("KEEP", "FULL")
+
+
+def test_a_whole_step_is_no_failure_under_strict() -> None:
+    model = make_model()
+    optimizer = make_optimizer("plain", model)
+    step = mpcompile(train_step(model, optimizer), dtype="float16", emit="aot_eager", strict=True)
+    for batch in batches(2):
+        step(*batch)
+    assert optimizer.state[next(model.parameters())]["step"] == 2
+
+
+def test_no_graph_is_run_to_capture_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's state is part of the graph. Replaying its writes would count a step twice."""
+    monkeypatch.setattr(backend, "is_update", lambda *_: False)
+    model = make_model()
+    optimizer = make_optimizer("plain", model)
+    step = mpcompile(train_step(model, optimizer), dtype="float16", emit="aot_eager")
+    with pytest.warns(MPCompileWarning, match="is an attribute of it"):
+        step(*batches(1)[0])
+    assert optimizer.state[next(model.parameters())]["step"] == 1

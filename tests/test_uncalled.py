@@ -1,0 +1,142 @@
+"""A module that is compiled and then trained without being called, as by a trainer."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile, uncalled
+
+OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
+
+
+class Lightning(nn.Module):
+    """Has what a LightningModule has: a method of its own that makes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        return out
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.net(x)).square().mean()
+
+
+class Calling(Lightning):
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self(x)).square().mean()
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def fit(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    """What a trainer does."""
+    for _ in range(steps):
+        module.training_step(torch.randn(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warned(module: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MPCompileWarning)
+        fit(module, optimizer)
+    return [str(w.message) for w in caught if w.category is MPCompileWarning]
+
+
+def looks() -> bool:
+    """Whether optimizer steps pay for this."""
+    return uncalled._before_step in torch_optimizer._global_optimizer_pre_hooks.values()
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits() -> None:
+    gc.collect()
+    for module in list(uncalled._waiting):
+        uncalled.called(module)
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_one_warning_says_what_to_do(generated: bool) -> None:
+    module = mpcompile(Lightning(), **OPTIONS)
+    optimizer = optimizer_of(module)
+    assert looks()
+    (message,) = warned(module, MPOptimizer(optimizer, emit="eager") if generated else optimizer)
+    assert "Lightning was compiled but never called, yet" in message
+    assert "self.net = mpcompile(self.net)" in message
+    assert not looks()
+
+
+def compiled_submodule() -> Any:
+    module = Lightning()
+    module.net = mpcompile(module.net, **OPTIONS)
+    return module
+
+
+def compiled_method() -> Any:
+    module = Lightning()
+    module.training_step = mpcompile(module.training_step, **OPTIONS)  # type: ignore[method-assign]
+    return module
+
+
+def test_what_it_says_to_do_works() -> None:
+    for module in (compiled_submodule(), compiled_method()):
+        assert warned(module, optimizer_of(module)) == []
+        assert not looks()
+        plans = compiled_plans(module.net if module.net in _compiled() else module.training_step)
+        assert plans[0].counts()["LOW"] > 0
+
+
+def _compiled() -> Any:
+    from mpcompile import api
+
+    return api._records
+
+
+def test_a_module_that_is_called_hears_nothing() -> None:
+    module = mpcompile(Calling(), **OPTIONS)
+    assert warned(module, optimizer_of(module)) == []
+    assert not looks()
+
+
+def test_nor_does_one_inside_a_function_that_is_compiled() -> None:
+    module = mpcompile(Lightning(), **OPTIONS)
+    module.training_step = mpcompile(module.training_step, **OPTIONS)  # type: ignore[method-assign]
+    assert warned(module, optimizer_of(module)) == []
+    assert not looks()
+
+
+def test_nor_one_whose_parameters_are_not_trained_yet() -> None:
+    """An optimizer over two networks, of which one waits for its turn."""
+    first, second = Lightning(), mpcompile(Lightning(), **OPTIONS)
+    optimizer = optimizer_of(nn.ModuleList([first, second]))
+    assert warned(first, optimizer) == []
+    assert looks()
+    second(torch.randn(2, 8)).sum().backward()
+    assert not looks()
+
+
+def test_other_optimizers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, other = mpcompile(Lightning(), **OPTIONS), Lightning()
+    optimizer = optimizer_of(other)
+    fit(other, optimizer, steps=1)
+    monkeypatch.setattr(module, "parameters", lambda: pytest.fail("looked at again"))
+    fit(other, optimizer, steps=2)
+
+
+def test_a_module_that_is_gone_is_forgotten() -> None:
+    mpcompile(Lightning(), **OPTIONS)
+    gc.collect()
+    assert len(uncalled._waiting) == 0
