@@ -265,6 +265,7 @@ class Reader:
             self.low_gradients
             and master not in _in_full
             and owner_of(master) is not None
+            and len(copies_of(master)) == 1
             and not onlookers.has_hooks(master)
         )
 

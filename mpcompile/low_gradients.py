@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -107,7 +107,8 @@ class LowGradient:
         if master.grad_dtype is torch.float32:
             return
         if grad is not None and grad.dtype is self.dtype:
-            self.check_untouched(grad)
+            if self._was_changed(grad) and bool(grad.any()):  # zeroed is as good as true
+                self._refuse_changed()
             grad = grad.float() if self.stored is None else self.stored.true(grad)
         master.grad = None
         master.grad_dtype = torch.float32
@@ -160,7 +161,7 @@ class LowGradient:
         if node.metadata.get("mpcompile") is not self:
             node.metadata["mpcompile"] = self
             node.register_prehook(self._arrive)
-            node.register_hook(lambda *_: self._note_arrival())
+            node.register_hook(lambda *_: self.note_arrival())
         # It holds its parameter: we may not hold it, or neither would ever be freed.
         _nodes.setdefault(keeper, {})[id(self)] = node
 
@@ -181,6 +182,8 @@ class LowGradient:
             grad, by = aside
             if before is None or self.stored is None:
                 self.stored = by
+            elif before.is_cpu and self._was_changed(before) and bool(before.any()):
+                self._refuse_changed()  # a GPU would have to be waited for
             return (self.stored.bring(grad, by),)
         if arrived.dtype is self.dtype:
             raise MPCompileError(
@@ -192,7 +195,8 @@ class LowGradient:
         self.widen(master)
         return None if aside is None else (arrived + aside[1].true(aside[0]),)
 
-    def _note_arrival(self) -> None:
+    def note_arrival(self) -> None:
+        """The gradient that is there now is as it was stored: see `check_untouched`."""
         master = self._master()
         if master is not None and master.grad is not None:
             self._arrived = weakref.ref(master.grad), master.grad._version
@@ -209,23 +213,29 @@ class LowGradient:
         Raises:
             MPCompileError: says what to do instead.
         """
-        if self.stored is None:
-            return
+        if self._was_changed(grad):
+            self._refuse_changed()
+
+    def _was_changed(self, grad: torch.Tensor) -> bool:
         seen = self._arrived
-        if seen is None or seen[0]() is not grad or seen[1] != grad._version:
-            raise MPCompileError(
-                f"the gradient of an O2 parameter of shape {self._shape} was changed between "
-                "backward() and step(). It is stored in FP16 times the loss scale, so a threshold "
-                "or a term meant for true gradients is off by that factor. To clip, use "
-                "MPOptimizer(..., max_grad_norm=...); otherwise level='O1' or dtype=torch.bfloat16"
-            )
+        return self.stored is not None and (
+            seen is None or seen[0]() is not grad or seen[1] != grad._version
+        )
+
+    def _refuse_changed(self) -> NoReturn:
+        raise MPCompileError(
+            f"the gradient of an O2 parameter of shape {self._shape} was changed between "
+            "backward() and step(). It is stored in FP16 times the loss scale, so a threshold "
+            "or a term meant for true gradients is off by that factor. To clip, use "
+            "MPOptimizer(..., max_grad_norm=...); otherwise level='O1' or dtype=torch.bfloat16"
+        )
 
     def restate(self, grad: torch.Tensor, by: Multiplied) -> None:
         """Bring the stored gradient to another scale, in place, where that is another number."""
         if self.stored is not None and self.stored.moves != by.moves:
             grad.copy_(by.bring(grad, self.stored))
             self.stored = by
-            self._note_arrival()
+            self.note_arrival()
 
 
 def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch.Tensor:

@@ -103,6 +103,12 @@ def _zeroed_in_place(net: nn.Module) -> None:
     (loss(net, 5) + loss(net, 6)).backward()
 
 
+def _a_penalty(net: nn.Module) -> torch.Tensor:
+    weight: Any = net.fc1.weight
+    value: torch.Tensor = weight.square().sum()
+    return value
+
+
 def _evaluations_between(net: nn.Module) -> None:
     first = loss(net)
     with torch.no_grad():
@@ -371,14 +377,26 @@ def test_autograd_grad_returns_true_gradients() -> None:
     optimizer.step()
 
 
-def test_a_change_of_a_scaled_gradient_is_refused_when_it_is_widened() -> None:
+@pytest.mark.parametrize("widened", [True, False])
+def test_a_change_of_a_scaled_gradient_is_refused_when_more_is_added(widened: bool) -> None:
     model = Net()
     _optimizer = trained(model)
     loss(model).backward()
     model.fc1.weight.grad.clamp_(-1, 1)  # type: ignore[union-attr]
-    model.fc1.weight.register_hook(lambda grad: None)  # type: ignore[operator, union-attr]
     with pytest.raises(MPCompileError, match="was changed"):
-        loss(model).backward()
+        (loss(model) + _a_penalty(model) if widened else loss(model)).backward()
+
+
+def test_a_gradient_that_was_zeroed_may_be_widened() -> None:
+    model = Net()
+    reference = copy.deepcopy(model).double()
+    optimizer = trained(model)
+    for net in (model, reference):
+        loss(net).backward()
+        net.zero_grad(set_to_none=False)
+        (loss(net, 5) + _a_penalty(net)).backward()
+    assert check(model, reference) == [n for n in MATRICES if n != "fc1.weight"]
+    optimizer.step()
 
 
 # -- memory ----------------------------------------------------------------------------------------
