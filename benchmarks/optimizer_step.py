@@ -48,6 +48,7 @@ from benchmarks.harness import (
     take_turns,
 )
 from mpcompile import LossScale, MPOptimizer, copies, ir
+from mpcompile.low_gradients import Multiplied
 
 IDEAL = 30
 """Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),
@@ -241,15 +242,17 @@ def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
     parameters = _parameters(work, device)
     scale, dtype = _loss_scale(), _low_dtype(device)
     if ours.low:
+        scale.inputs(device)  # as a forward does: what it multiplied by
         for parameter in parameters:
             assert parameter.grad is not None
             low = parameter.grad.to(dtype)
             parameter.grad = None
             parameter.grad_dtype = dtype
             parameter.grad = low
-            copy = copies.copy_of(parameter, dtype)
-            copy.scale = scale if dtype is torch.float16 else None
-        scale.inputs(device)  # as a forward does: what it multiplied by
+            gradient = copies.copy_of(parameter, dtype).gradient
+            if dtype is torch.float16:
+                gradient.scale, gradient.stored = scale, Multiplied.now(scale)
+                gradient.note_arrival()
     return MPOptimizer(
         torch.optim.AdamW(parameters, lr=RATE),
         loss_scale=scale,

@@ -28,10 +28,13 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import low_gradients, onlookers
 from .errors import MPCompileError
 from .guard import skipping_itself
 from .loss_scale import LossScale
+from .low_gradients import LowGradient, Multiplied
 from .step_graph import CopyLayout
+from .traced_gradients import hide_low_gradients
 
 
 class MasterWeight(nn.Parameter):
@@ -79,6 +82,8 @@ class MasterWeight(nn.Parameter):
 
 _DATA: Any = torch._C.TensorBase.data
 
+hide_low_gradients(of=MasterWeight)
+
 
 class WorkingCopy:
     """The low-precision copy of one master weight.
@@ -86,7 +91,7 @@ class WorkingCopy:
     Attributes:
         stored: what graphs read: the copy, behind it zeros where it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
-        scale: the loss scale its gradients are stored multiplied by, or None.
+        gradient: how its gradients are stored.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
     """
 
@@ -99,15 +104,9 @@ class WorkingCopy:
             stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
             self.stored = stored.contiguous(memory_format=suggest_memory_format(master))
         self.tensor = self.real_part(self.stored, master)
-        self.scale: LossScale | None = None
+        self.gradient = LowGradient(master, dtype)
         self.awaited = 0
         self._seen: tuple[int, int] | None = None
-        self._shape = tuple(master.shape)
-        self._reads = 0  # training forwards since a gradient last arrived
-        self._own: torch.Tensor | None = None  # our gradient in the backward `_task`
-        self._task = -1
-        self._arrived: tuple[int, int] | None = None
-        self._node: Any = None
 
     def refresh(self, master: torch.Tensor) -> None:
         """Cast the copy anew if the master may have changed since it was written."""
@@ -148,80 +147,6 @@ class WorkingCopy:
             master.settled()
         self._seen = _state(master)
 
-    # -- gradients ------------------------------------------------------------------------------
-
-    def store_low(self, master: torch.Tensor, scale: LossScale | None) -> None:
-        """Have the next gradient stored in the low dtype, multiplied by `scale` if there is one."""
-        self._reads += 1
-        if master.grad is not None or not master.requires_grad:
-            return
-        master.grad_dtype = self.tensor.dtype
-        self._set_scale(scale)
-        if scale is not None and self._node is None:
-            self._node = torch.autograd.graph.get_gradient_edge(master).node
-            self._node.register_prehook(self._check)
-            alive = weakref.ref(master)
-            self._node.register_hook(lambda *_: self._note_arrival(alive()))
-
-    def store_full(self, master: torch.Tensor) -> None:
-        """Have gradients stored in FP32 and true to size from now on, the one that is there too."""
-        grad, used = master.grad, self.scale.used if self.scale is not None else None
-        self._set_scale(None)
-        if master.grad_dtype is torch.float32:
-            return
-        master.grad = None
-        master.grad_dtype = torch.float32
-        if grad is not None:
-            master.grad = grad.float() if used is None else grad.float() / used
-
-    def _set_scale(self, scale: LossScale | None) -> None:
-        global _changes
-        if scale is not self.scale:
-            self.scale = scale
-            _changes += 1
-
-    def contribute(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """One graph's scaled gradient: what to return to autograd for it.
-
-        The first one of a backward is handed on, further ones are added to it, so that the sum is
-        known to be all ours when it arrives (see `_check`).
-        """
-        task = torch._C._current_graph_task_id()  # as torch.utils.checkpoint does (torch 2.13)
-        if self._own is not None and self._task == task:
-            self._own.add_(grad)
-            return None
-        # What will be added to must be nobody else's gradient, too.
-        self._own, self._task = grad if self._reads == 1 else grad.clone(), task
-        return self._own
-
-    def _check(self, gradients: Sequence[torch.Tensor]) -> None:
-        own, self._own, self._reads = self._own, None, 0
-        if self.scale is not None and gradients[0] is not own:
-            raise MPCompileError(
-                f"a gradient from outside the compiled model reached an O2 parameter of shape "
-                f"{self._shape}, whose gradient is stored in FP16 times the loss scale: the sum "
-                "would be wrong. Compute that loss (a penalty on the weights?) inside the compiled "
-                "model, or use level='O1', or dtype=torch.bfloat16"
-            )
-
-    def _note_arrival(self, master: torch.Tensor | None) -> None:
-        if master is not None and master.grad is not None:
-            self._arrived = id(master.grad), master.grad._version
-
-    def check_untouched(self, grad: torch.Tensor) -> None:
-        """Refuse a scaled gradient that somebody changed since it arrived.
-
-        Raises:
-            MPCompileError: says what to do instead.
-        """
-        if self.scale is not None and self._arrived != (id(grad), grad._version):
-            raise MPCompileError(
-                f"the gradient of an O2 parameter of shape {self._shape} was changed between "
-                "backward() and step(). It is stored in FP16 times the loss scale, so a threshold "
-                "or a term meant for true gradients is off by that factor. To clip, use "
-                "MPOptimizer(..., max_grad_norm=...); otherwise level='O1' or dtype=torch.bfloat16"
-            )
-
 
 def _state(master: torch.Tensor) -> tuple[int, int]:
     return master.data_ptr(), master._version
@@ -230,7 +155,7 @@ def _state(master: torch.Tensor) -> tuple[int, int]:
 _owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
 _given = WeakIdKeyDictionary()  # parameter -> the LossScale that its optimizer was given
 _copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
-_in_full = WeakIdKeyDictionary()  # parameters that some graph reads in FP32, too
+_in_full = WeakIdKeyDictionary()  # parameters whose gradients must be FP32: see `read_in_full`
 _generation = 0
 _changes = 0
 
@@ -264,8 +189,8 @@ def generation() -> int:
 
 
 def changes() -> int:
-    """Grows whenever a copy was made or is stored under another scale."""
-    return _changes
+    """Grows whenever a copy was made, or gradients are stored under another scale."""
+    return _changes + low_gradients.changes()
 
 
 def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
@@ -298,11 +223,13 @@ def copy_of(
 
 
 def read_in_full(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that a graph reads these in FP32: their gradients must be FP32 and true to size."""
+    """Note that the gradients of these must be FP32 and true to size from now on: a graph reads
+    the parameters in FP32, too, or their gradients are averaged over processes.
+    """
     for parameter in parameters:
         _in_full[parameter] = True
         for copy in copies_of(parameter).values():
-            copy.store_full(parameter)
+            copy.gradient.expect(parameter, None, low=False)
 
 
 class Reader:
@@ -326,14 +253,22 @@ class Reader:
         tensors = [copy.stored for copy in copies]
         if not torch.is_grad_enabled():
             return tensors
+        read_in_full(p for p in onlookers.reduced_parameters() if p not in _in_full)
         for copy, master in zip(copies, masters, strict=True):
             copy.awaited += 1
-            if self.stores_low(master):
-                copy.store_low(master, self.scale)
+            if master.requires_grad:
+                copy.gradient.expect(master, self.scale, low=self.stores_low(master))
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
     def stores_low(self, master: torch.Tensor) -> bool:
-        return self.low_gradients and master not in _in_full and owner_of(master) is not None
+        """Whether nobody but the one optimizer looks at this parameter's gradients."""
+        return (
+            self.low_gradients
+            and master not in _in_full
+            and owner_of(master) is not None
+            and len(copies_of(master)) == 1
+            and not onlookers.has_hooks(master)
+        )
 
 
 class _ReadCopies(torch.autograd.Function):
@@ -342,29 +277,29 @@ class _ReadCopies(torch.autograd.Function):
         ctx: Any, reader: Reader, copies: Sequence[WorkingCopy], *masters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reader, ctx.copies, ctx.masters = reader, copies, masters
-        ctx.used = reader.scale.used if reader.scale is not None else None
+        ctx.multiplied = Multiplied.now(reader.scale)
         ctx.set_materialize_grads(False)
         return tuple(copy.stored.detach() for copy in copies)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[torch.Tensor | None] = []
-        for grad, copy, master in zip(grads, ctx.copies, ctx.masters, strict=True):
+        nodes = [node for node, _ in ctx.next_functions]  # one for each tensor given
+        for grad, copy, master, node in zip(grads, ctx.copies, ctx.masters, nodes, strict=True):
             copy.awaited = max(0, copy.awaited - 1)
-            if grad is None:
+            if grad is None or node is None:
                 results.append(None)
                 continue
             if copy.is_padded:
                 # Laid out as the parameter is: autograd keeps such a gradient as it is.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            if ctx.reader.stores_low(master) and master.grad_dtype is grad.dtype:
-                results.append(copy.contribute(grad) if ctx.used is not None else grad)
-            else:
-                copy.store_full(master)
-                true = grad.float()
-                results.append(true if ctx.used is None else true * ctx.used.reciprocal())
+            low, keeper = ctx.reader.stores_low(master), owner_of(master)
+            results.append(
+                copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
+            )
         return (None, None, *results)
 
 
@@ -374,8 +309,8 @@ def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str)
     Raises:
         MPCompileError: another model reads this parameter under another scale.
     """
-    for copy in copies_of(parameter).values():
-        if copy.scale is not None and copy.scale is not scale:
+    for copy in copies_of(parameter).values() if parameter.requires_grad else ():
+        if copy.gradient.scale not in (None, scale):
             raise MPCompileError(
                 f"{name} is shared by two O2 models with loss scales of their own, and its "
                 "gradient can be stored under one only: hand both models the same "
@@ -391,8 +326,7 @@ def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for copy in copies_of(parameter).values():
-                grad = parameter.grad
-                if copy.scale is not None and grad is not None and grad.dtype is copy.tensor.dtype:
+                if copy.gradient.is_scaled(parameter.grad):
                     raise MPCompileError(
                         f"{type(optimizer).__name__} is about to use a gradient that is stored in "
                         "FP16 times the loss scale, for the MPOptimizer that holds the parameter "

@@ -168,6 +168,7 @@ class _Fitted(torch.autograd.Function):
         return tuple(own)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         @functools.cache  # a checkpoint hands out what was saved once

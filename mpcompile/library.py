@@ -33,6 +33,7 @@ class ScaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (scale,) = ctx.saved_tensors
@@ -51,6 +52,7 @@ class UnscaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(
         ctx: Any, *grads: torch.Tensor | None
@@ -93,6 +95,7 @@ class _SoftmaxLow(torch.autograd.Function):
         return result
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (result,) = ctx.saved_tensors

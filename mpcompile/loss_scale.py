@@ -82,6 +82,7 @@ class LossScale:
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
         fitting: whether the value is still to be found, in the first backward.
+        moves: grows whenever the value may have changed: between equal `moves` it is one number.
         open: whether some graph hands gradients on to what stands before it, other than a leaf.
     """
 
@@ -129,6 +130,7 @@ class LossScale:
 
     def _start(self) -> None:
         """What no pickle keeps."""
+        self.moves = 0
         self._forwards = 0  # training forwards seen; the scale moves once for each
         self._moved_at = 0
         self._overflow_at = -1  # the forward for which an overflow has been counted
@@ -207,6 +209,7 @@ class LossScale:
 
     @state.setter
     def state(self, state: ScaleState) -> None:
+        self.moves += bool(self._resident) or state.scale != self._state.scale
         self._state = state
         self.fitting = False
         for name, tensor in self._resident.items():
@@ -473,6 +476,7 @@ class LossScale:
         self._looked, self._optimized = self.count(), True
         first = self._moved_at != self._forwards
         self._moved_at = self._forwards
+        self.moves += self.kind == "dynamic"
         return first
 
     def skip_for(self) -> None:

@@ -329,22 +329,9 @@ def test_two_graphs_that_share_a_weight(second: str) -> None:
         optimizer.step()
 
 
-def test_a_gradient_from_outside_is_refused_in_fp16() -> None:
-    model, _ = trained(Net())
-    loss = model(torch.randn(4, 8)).mean() + model.fc1.weight.square().sum()  # type: ignore[operator, union-attr]
-    with pytest.raises(MPCompileError, match="outside the compiled model"):
-        loss.backward()
-
-
-def test_a_gradient_from_outside_is_refused_in_a_backward_of_its_own() -> None:
-    model, _ = trained(Net())
-    model(torch.randn(4, 8)).mean().backward()
-    with pytest.raises(MPCompileError, match="outside the compiled model"):
-        model.fc1.weight.square().sum().backward()  # type: ignore[operator, union-attr]
-
-
-def test_a_gradient_from_outside_is_right_in_bf16() -> None:
-    model, _ = trained(Net(), torch.bfloat16)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gradient_from_outside_is_added(dtype: torch.dtype) -> None:
+    model, optimizer = trained(Net(), dtype)
     x = torch.randn(4, 8)
 
     def run(net: nn.Module) -> None:
@@ -352,6 +339,44 @@ def test_a_gradient_from_outside_is_right_in_bf16() -> None:
         (loss + net.fc1.weight.square().sum()).backward()  # type: ignore[operator, union-attr]
 
     check_against_fp64(model, run)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", ["inside", "outside"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gradient_from_outside_is_added_in_a_backward_of_its_own(
+    dtype: torch.dtype, first: str
+) -> None:
+    model, optimizer = trained(Net(), dtype)
+    x = torch.randn(4, 8)
+
+    def run(net: nn.Module) -> None:
+        losses = [
+            lambda: net(x.to(dtype_of(net))).square().mean(),
+            lambda: net.fc1.weight.square().sum(),  # type: ignore[operator, union-attr]
+        ]
+        for loss in losses if first == "inside" else reversed(losses):
+            loss().backward()
+        net(x.to(dtype_of(net))).square().mean().backward()
+
+    check_against_fp64(model, run)
+    optimizer.step()
+
+
+def test_a_half_gradient_from_outside_is_refused_in_fp16() -> None:
+    class HalfGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return torch.ones(16, 8, dtype=torch.float16)
+
+    model, _ = trained(Net())
+    loss = model(torch.randn(4, 8)).mean() + HalfGradient.apply(model.fc1.weight)  # type: ignore[no-untyped-call, union-attr]
+    with pytest.raises(MPCompileError, match="outside the compiled model"):
+        loss.backward()
 
 
 def test_clipping_scaled_gradients_by_hand_is_refused() -> None:

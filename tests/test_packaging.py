@@ -42,6 +42,7 @@ LAYERS = (
     {"costs"},
     {"passes"},
     {"spec", "inspect", "loss_scale", "islands", "joint"},
+    {"low_gradients", "onlookers", "traced_gradients"},
     {"copies"},
     {"capture", "pipeline", "emit"},
     {"settings"},

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from .. import copies, guard
 from ..loss_scale import LossScale
+from ..low_gradients import LowGradient, on_one_scale
 from ..step_graph import Gradient, ScaleRule, Slot, StepConfig
 from . import pipeline
 from .program import Emit, Program
@@ -60,7 +61,7 @@ class StepKey:
             assert grad is not None
             copy = next(iter(copies.copies_of(member.param).values()), None)
             known = tuple(number(s) for s in guard.scales_of(member.param) or (own,))
-            stored = copy.scale if copy is not None and grad.dtype is copy.tensor.dtype else None
+            stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
             by = number(stored) if stored is not None and stored.active else None
             gradients.append(Gradient(grad.dtype, known, by))
             held.append(copy)
@@ -162,11 +163,6 @@ class Step:
         self.copied = [
             (m, copy) for m, copy in zip(key.members, key.copies, strict=True) if copy is not None
         ]
-        self.scaled = [
-            (m, copy)
-            for m, copy, gradient in zip(key.members, key.copies, key.gradients, strict=True)
-            if copy is not None and gradient.scaled_by is not None
-        ]
 
     def _held(self, optimizer: Optimizer, results: dict[str, torch.Tensor]) -> dict[Slot, Any]:
         held: dict[Slot, Any] = {Slot("lr", g): lr for g, lr in self.lrs.items()}
@@ -223,9 +219,7 @@ class Step:
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""
-        for member, copy in self.scaled:
-            assert member.param.grad is not None
-            copy.check_untouched(member.param.grad)
+        used = _multiplied_by(self.key)
         env: dict[fx.Node, Any] = {node: member.param.grad for node, member in self.gradients}
         for g, tensor in self.lrs.items():
             lr = optimizer.param_groups[g]["lr"]
@@ -244,7 +238,7 @@ class Step:
             fresh: dict[str, Any] = {
                 "first": self.first[scale.begin_step()],
                 "flag": self.none if overflows is None else overflows.to(self.device),
-                "used": scale.used,
+                "used": used.get(k),
             }
             for name, tensor in fresh.items():
                 if (node := given.get(Slot("scale", k, name))) is not None:
@@ -253,6 +247,17 @@ class Step:
         torch.autograd.graph.increment_version(self.params)
         for member, copy in self.copied:
             copy.written(member.param)
+
+
+def _multiplied_by(key: StepKey) -> dict[int, torch.Tensor]:
+    """What the gradients that are stored scaled are multiplied by, for each loss scale."""
+    by_scale: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
+    for member, copy, gradient in zip(key.members, key.copies, key.gradients, strict=True):
+        if copy is not None and gradient.scaled_by is not None:
+            assert member.param.grad is not None
+            pair = copy.gradient, member.param.grad
+            by_scale.setdefault(gradient.scaled_by, []).append(pair)
+    return {k: on_one_scale(pairs) for k, pairs in by_scale.items()}
 
 
 _RESULTS = {"skipped": torch.bool, "norm": torch.float32}
@@ -313,20 +318,21 @@ def _gradients_in_full(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Low gradients of O2 stand for the FP32 ones that the step sees: some classes give state the
     dtype of a gradient. The stand-ins are zeros that take no memory.
     """
-    low = [(p, p.grad) for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
+    low = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
+    stored = [(p.grad, p.grad_dtype) for p in low]
     try:
-        for param, _ in low:
+        for param in low:
             _give(param, param.new_zeros((), requires_grad=False).expand(param.shape))
         yield
     finally:
-        for param, grad in low:
-            _give(param, grad)
+        for param, (grad, dtype) in zip(low, stored, strict=True):
+            _give(param, grad, dtype)
 
 
-def _give(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set a gradient of whatever dtype."""
+def _give(param: torch.Tensor, grad: torch.Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Set a gradient of whatever dtype; `dtype`: what the parameter takes from then on."""
     param.grad = None
-    param.grad_dtype = grad.dtype
+    param.grad_dtype = dtype
     param.grad = grad
 
 
@@ -346,15 +352,14 @@ def eager_step(
 ) -> None:
     """One step as the class does it, after the same checks made on the host."""
     params = [m.param for m in key.members]
-    stored = [p.grad for p in params]
+    stored = [(p.grad, p.grad_dtype) for p in params]
+    used = _multiplied_by(key)
     true: list[torch.Tensor] = []
     for param, gradient in zip(params, key.gradients, strict=True):
         assert param.grad is not None
         grad = param.grad.to(param.dtype)
         if gradient.scaled_by is not None:
-            used = key.scales[gradient.scaled_by].used
-            assert used is not None
-            grad = grad / used
+            grad = grad / used[gradient.scaled_by]
         true.append(grad)
     norm = torch.nn.utils.get_total_norm(true)
     active = any(scale.active for scale in key.scales)
@@ -380,6 +385,5 @@ def eager_step(
         with torch.no_grad(), torch._C._DisableAutocast():
             raw_step(type(optimizer))(optimizer)
     finally:
-        for param, grad_ in zip(params, stored, strict=True):
-            assert grad_ is not None
-            _give(param, grad_)
+        for param, (before, dtype) in zip(params, stored, strict=True):
+            _give(param, before, dtype)
