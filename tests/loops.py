@@ -135,16 +135,22 @@ ALL = [O1, O2, Way("O1", torch.bfloat16, overflows=False),
 
 
 def ways(*, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})) -> Any:
-    """All ways, with a mark on some."""
+    """All ways, with a mark on some. BF16 runs with the slow tests."""
     unknown = but.keys() - set(map(str, ALL))
     assert not unknown, unknown
-    marked = [pytest.param(w, id=str(w), marks=[but[str(w)]] if str(w) in but else []) for w in ALL]
-    return pytest.mark.parametrize("way", marked)
+    return pytest.mark.parametrize("way", [_param(w, but) for w in ALL])
+
+
+def _param(way: Way, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})) -> Any:
+    marks = [pytest.mark.slow] if way.dtype is torch.bfloat16 else []
+    return pytest.param(
+        way, id=str(way), marks=[*marks, *(m for n, m in but.items() if n == str(way))]
+    )
 
 
 WAYS = ways()
 # For optimizers and loops that no MPOptimizer takes.
-PLAIN = pytest.mark.parametrize("way", [w for w in ALL if not w.generated], ids=str)
+PLAIN = pytest.mark.parametrize("way", [_param(w) for w in ALL if not w.generated])
 
 # What is known to be wrong. Each test says by its mark which of these it waits for.
 FALSE_OUTSIDE = pytest.mark.xfail(

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen base; weights that thaw, join an optimizer later, or are replaced."""
+"""Low-rank adapters on a frozen base; weights that thaw, join an optimizer, or are replaced."""
 
 from __future__ import annotations
 

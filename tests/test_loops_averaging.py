@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
-from loops import ALL, WAYS, Way, agree, finite, low_nodes, same, snapshot
+from loops import WAYS, Way, agree, finite, low_nodes, same, snapshot
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -101,7 +100,7 @@ def test_hand_written_average_swapped_in_for_evaluation(way: Way) -> None:
     agree(way, loop, tolerance=TOLERANCE[way.dtype])
 
 
-@pytest.mark.parametrize("way", ALL, ids=str)
+@WAYS
 def test_the_averaged_model_can_be_compiled_too(way: Way) -> None:
     """It is a plain copy, so it may be; its updates are seen though nothing tells it of them."""
     way = way.again

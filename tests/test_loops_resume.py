@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import O1, O2, Way
-from test_loops_averaging import ResNet
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -23,6 +23,12 @@ WAYS: dict[str, Way] = {"O1": O1, "O2": O2}
 HALF, STEPS, PLANTED = 3, 6, 1
 
 
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 5)
+    )
+
+
 class Run:
     """Model, optimizer and schedule: what a training script makes before it loads anything."""
 
@@ -30,7 +36,7 @@ class Run:
         # Growth every three good steps: at the third step after an overflow, which comes behind
         # the checkpoint. So the end depends on how many good steps the checkpoint remembers.
         scale = LossScale.dynamic(init_scale=1024.0, growth_interval=3)
-        self.model = way.model(ResNet(), loss_scale=scale)
+        self.model = way.model(network(), loss_scale=scale)
         self.optimizer = way.optimizer(
             torch.optim.AdamW(self.model.parameters(), lr=0.01), max_grad_norm=1.0
         )
@@ -41,7 +47,7 @@ class Run:
     def train(self, start: int, end: int) -> None:
         for step in range(start, end):
             torch.manual_seed(step)
-            x, y = torch.randn(2, 8, 3, 6, 6), torch.randint(5, (2, 8))
+            x, y = torch.randn(2, 8, 16), torch.randint(5, (2, 8))
             self.optimizer.zero_grad()
             for micro in range(2):
                 loss = F.cross_entropy(self.model(x[micro]), y[micro]) / 2
@@ -62,7 +68,7 @@ class Run:
 
 
 def resume(folder: str) -> None:
-    """What the new process does."""
+    """What the new process does; its random numbers are seeded anew in each step."""
     for name, way in WAYS.items():
         torch.manual_seed(123)  # other weights than those that were saved
         run = Run(way.again)
@@ -71,25 +77,19 @@ def resume(folder: str) -> None:
         torch.save(run.state(), Path(folder, f"{name}_resumed.pt"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Uninterrupted runs' ends, checkpoints of their middles, and the ends of resumed ones."""
-    folder = tmp_path_factory.mktemp("resume")
-    for name, way in WAYS.items():
-        torch.manual_seed(0)
-        run = Run(way.again)
-        run.train(0, HALF)
-        torch.save(run.state(), folder / f"{name}.pt")
-        run.train(HALF, STEPS)
-        torch.save(run.state(), folder / f"{name}_end.pt")
+def resume_here(folder: str) -> None:
+    torch._dynamo.reset()
+    resume(folder)
+
+
+def resume_elsewhere(folder: str) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
-    program = f"import test_loops_resume as t; t.resume({str(folder)!r})"
+    program = f"import test_loops_resume as t; t.resume({folder!r})"
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path},
         timeout=200,
     )  # fmt: skip
-    return folder
 
 
 def leaves(state: Any) -> list[tuple[Any, Any]]:
@@ -98,14 +98,29 @@ def leaves(state: Any) -> list[tuple[Any, Any]]:
     return [(path, v.tolist() if isinstance(v, torch.Tensor) else v) for path, v in found]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_resumed_in_a_new_process(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "resumed_by", [resume_here, pytest.param(resume_elsewhere, marks=pytest.mark.slow)]
+)
+def test_resumed(resumed_by: Callable[[str], None], tmp_path: Path) -> None:
+    for name, way in WAYS.items():
+        torch.manual_seed(0)
+        run = Run(way.again)
+        run.train(0, HALF)
+        torch.save(run.state(), tmp_path / f"{name}.pt")
+        run.train(HALF, STEPS)
+        torch.save(run.state(), tmp_path / f"{name}_end.pt")
+    resumed_by(str(tmp_path))
+    for name in WAYS:
+        check_resumed(tmp_path, name)
+
+
+def check_resumed(folder: Path, name: str) -> None:
     middle, end, resumed = (
         torch.load(folder / f"{name}{which}.pt", weights_only=True)
         for which in ("", "_end", "_resumed")
     )
     assert leaves(resumed) == leaves(end)
-    assert not torch.equal(end["model"]["stem.weight"], middle["model"]["stem.weight"])
+    assert not torch.equal(end["model"]["0.weight"], middle["model"]["0.weight"])
     # Halved by the overflow, one good step before the checkpoint: doubled at the third one, and
     # not again, for there are two more.
     assert [(s["scale"]["scale"], s["scale"]["skipped_steps"]) for s in (middle, end)] == [
@@ -121,11 +136,11 @@ def test_checkpoints_go_to_plain_pytorch_and_back(level: str) -> None:
     first = Run(way.again)
     first.train(0, 2)
     saved = first.state()
-    model = ResNet()
+    model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    x, y = torch.randn(8, 3, 6, 6), torch.randint(5, (8,))
+    x, y = torch.randn(8, 16), torch.randint(5, (8,))
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     second = Run(Way(level, generated=True))
@@ -135,7 +150,7 @@ def test_checkpoints_go_to_plain_pytorch_and_back(level: str) -> None:
     second.train(3, 4)
     counters = {int(s["step"]) for s in second.optimizer.state.values()}
     assert counters == {3}  # of four steps one was skipped
-    assert not torch.equal(second.model.stem.weight, model.stem.weight)
+    assert not torch.equal(second.model[0].weight, model[0].weight)
 
 
 @pytest.mark.xfail(
