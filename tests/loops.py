@@ -171,8 +171,8 @@ BY_HAND = pytest.mark.xfail(
 )
 TOO_SMALL = pytest.mark.xfail(
     reason="gradients are too small by the loss scale where a graph returns a tensor that was made "
-    "without a gradient and written in place",
-    raises=AssertionError,
+    "without a gradient and written in place; under AOTAutograd the graph stays in FP32",
+    raises=(AssertionError, MPCompileError),
 )
 
 
