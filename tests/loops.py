@@ -149,6 +149,8 @@ def _param(way: Way, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType(
 
 
 WAYS = ways()
+# For loops whose O2 says little that another's does not.
+MOSTLY_O1 = ways(but={"O2-float16-mp": pytest.mark.slow})
 # For optimizers and loops that no MPOptimizer takes.
 PLAIN = pytest.mark.parametrize("way", [_param(w) for w in ALL if not w.generated])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import WAYS, Way, agree, low_nodes, same, snapshot
+from loops import MOSTLY_O1, WAYS, Way, agree, low_nodes, same, snapshot
 from torch import nn
 
 
@@ -83,7 +83,7 @@ def test_adapters_added(when: str, way: Way) -> None:
     agree(way, loop, tolerance=0.2 if way.dtype is torch.bfloat16 else None)
 
 
-@WAYS
+@MOSTLY_O1
 def test_adapters_merged_into_the_base(way: Way) -> None:
     """After training the product is added to the base weight and the adapter goes."""
 
@@ -130,7 +130,7 @@ def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     agree(way, loop)
 
 
-@WAYS
+@MOSTLY_O1
 def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     """All parameters are in the optimizer from the start; which have gradients changes."""
 

@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from loops import WAYS, Way, agree, finite, low_nodes, same, snapshot
+from loops import MOSTLY_O1, WAYS, Way, agree, finite, low_nodes, same, snapshot
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -100,7 +100,7 @@ def test_hand_written_average_swapped_in_for_evaluation(way: Way) -> None:
     agree(way, loop, tolerance=TOLERANCE[way.dtype])
 
 
-@WAYS
+@MOSTLY_O1
 def test_the_averaged_model_can_be_compiled_too(way: Way) -> None:
     """It is a plain copy, so it may be; its updates are seen though nothing tells it of them."""
     way = way.again

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import WAYS, Way, agree
+from loops import MOSTLY_O1, WAYS, Way, agree
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, checkpoint_sequential
 
@@ -56,7 +56,7 @@ def test_checkpoints_inside_the_compiled_model(way: Way) -> None:
     agree(way, loop)
 
 
-@WAYS
+@MOSTLY_O1
 def test_reentrant_checkpoints_inside_the_compiled_model(way: Way) -> None:
     """The input needs a gradient, as the old kind demands of it."""
 
@@ -97,7 +97,7 @@ def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
     agree(way, loop)
 
 
-@WAYS
+@MOSTLY_O1
 @KINDS
 def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:
     def loop(way: Way) -> None:

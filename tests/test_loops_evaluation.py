@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, WAYS, Way, agree, finite, low_nodes, same, snapshot
+from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree, finite, low_nodes, same, snapshot
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mpcompile as package
-from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPCompileWarning,
+    MPOptimizer,
+    loss_scale_of,
+    mpcompile,
+)
 
 
 class Classifier(nn.Module):
@@ -82,7 +89,7 @@ def test_evaluation_between_forward_and_backward(way: Way) -> None:
     agree(way, loop)
 
 
-@WAYS
+@MOSTLY_O1
 def test_an_evaluation_that_forgot_no_grad(way: Way) -> None:
     """A forward with gradients whose backward never comes, overflowing at that."""
 
@@ -164,21 +171,35 @@ def test_the_module_is_named_like_the_function() -> None:
         package(Classifier())  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("how", ["twice", "under torch.compile"])
-def test_compiled_twice(how: str) -> None:
-    """The last call counts; nothing breaks, and an overflow is still skipped."""
-    model: Any = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
-    if how == "twice":
-        model = mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=1024.0)
-    else:
-        model = torch.compile(model, backend="eager")
+def test_compiled_twice() -> None:
+    """The last call counts: its scale is the one that backs off."""
+    first = LossScale.dynamic(init_scale=512.0)
+    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=first)
+    scale = LossScale.dynamic(init_scale=1024.0)
+    model = mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 16), torch.randint(4, (8,))
-    before = snapshot([model])
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    assert not same(before, snapshot([model]))
-    assert finite(model)
+    for factor in (1.0, 1e30):
+        before = snapshot([model])
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) * factor).backward()
+        optimizer.step()
+        assert same(before, snapshot([model])) == (factor > 1)
+    assert (scale.value, first.value) == (512.0, 512.0)
+    assert (scale.skipped_steps, first.skipped_steps) == (1, 0)
+
+
+def test_torch_compile_around_a_compiled_model_traces_the_plain_one() -> None:
+    """As the README says: FP32, and the gradients right."""
+    model: Any = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
+    outer = torch.compile(model, backend="eager")
+    x, y = torch.randn(8, 16), torch.randint(4, (8,))
+    F.cross_entropy(outer(x), y).backward()
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model.forward(x), y).backward()
+    torch.testing.assert_close(mine, [p.grad for p in model.parameters()])
+    assert not low_nodes(model)
 
 
 def test_a_model_already_half() -> None:

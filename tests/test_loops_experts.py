@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, TOO_SMALL, Way, agree, ways
+from loops import MOSTLY_O1, O1, O2, TOO_SMALL, Way, agree
 from torch import nn
 
 
@@ -67,7 +67,7 @@ class Residual(Experts):
         return x + super().forward(x, places)
 
 
-@ways()
+@MOSTLY_O1
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_filled_buffer_is_added_to_the_input(fill: str, way: Way) -> None:
     def loop(way: Way) -> None:

@@ -130,9 +130,8 @@ def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) 
     return ((gradients.norm(2, dim=1) - 1) ** 2).mean()
 
 
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("generated", [False, True], ids=["plain", "mp"])
+@pytest.mark.parametrize(("generated", "emit"), [(False, "eager"), (True, "aot_eager")])
 def test_a_gradient_penalty_is_refused_before_anything_changes(
     level: str, generated: bool, emit: str
 ) -> None:

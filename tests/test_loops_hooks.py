@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, WAYS, Way, agree, same, snapshot
+from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree, same, snapshot
 from torch import nn
 
 from mpcompile import MPCompileError
@@ -85,7 +85,7 @@ def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
     agree(way, lambda way: hooked_for_a_while(way, lambda model: model))
 
 
-@WAYS
+@MOSTLY_O1
 def test_activations_collected_by_forward_hooks(way: Way) -> None:
     """A penalty on features that hooks caught: gradients enter in the middle of the model."""
 

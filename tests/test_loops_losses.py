@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, PLAIN, THROWN_AWAY, WAYS, Way, agree
+from loops import MOSTLY_O1, O1, O2, PLAIN, THROWN_AWAY, WAYS, Way, agree
 from torch import nn
 
 from mpcompile import MPCompileError, MPOptimizer
@@ -48,7 +48,7 @@ def test_two_backwards_through_one_graph(hit: int, way: Way) -> None:
     agree(way, loop)
 
 
-@WAYS
+@MOSTLY_O1
 def test_tasks_that_take_turns(way: Way) -> None:
     """A forward for each task, gradients accumulated over both, one head unused in each."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from loops import WAYS, Way, agree
+from loops import MOSTLY_O1, WAYS, Way, agree
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -90,7 +90,7 @@ class Seq2Seq(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@WAYS
+@MOSTLY_O1
 def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
     """The program differs from step to step, by which tokens are forced."""
 
