@@ -1,0 +1,184 @@
+"""Embedding bags and sparse gradients, and modules called with parameters of the caller's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import MOSTLY_O1, O1, O2, PLAIN, UPSTREAM_NAN, WAYS, Way, agree, same, snapshot
+from torch import nn
+from torch.func import functional_call
+
+from mpcompile import MPCompileError, MPOptimizer
+
+
+class Bags(nn.Module):
+    """Bags of words of any length, each word with a weight."""
+
+    def __init__(self, mode: str, sparse: bool = False) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(30, 16, mode=mode, sparse=sparse)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, words: torch.Tensor, offsets: torch.Tensor, weights: Any) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.bag(words, offsets, per_sample_weights=weights))
+        return out
+
+
+@MOSTLY_O1
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(mode: str, way: Way) -> None:
+    def loop(way: Way) -> None:
+        model = way.model(Bags(mode))
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        words, y = torch.randint(30, (4, 20)), torch.randint(4, (4, 5))
+        offsets = torch.tensor([0, 4, 4, 9, 17])  # the second bag is empty
+        weights = torch.rand(4, 20)
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            logits = model(words[step], offsets, weights[step] if mode == "sum" else None)
+            loss = F.cross_entropy(logits, y[step])
+            (loss * factor).backward()
+            optimizer.step()
+            way.log(loss)
+
+    agree(way, loop)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 16, sparse=True)
+        self.hidden, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(F.relu(self.hidden(self.table(words)).mean(1)))
+        return out
+
+
+@WAYS
+def test_sparse_embeddings_with_sparse_adam(way: Way) -> None:
+    """SparseAdam for the table, as it is; any optimizer for the rest."""
+
+    def loop(way: Way) -> None:
+        model = way.model(Words())
+        sparse = torch.optim.SparseAdam(model.table.parameters(), lr=0.01, eps=1e-3)
+        if way.plain:  # what `way.optimizer` would do
+            sparse.register_step_pre_hook(lambda *_: sparse.zero_grad() if way.planting else None)
+        rest = [*model.hidden.parameters(), *model.head.parameters()]
+        dense = way.optimizer(torch.optim.SGD(rest, lr=0.5))
+        words, y = torch.randint(30, (4, 6, 5)), torch.randint(4, (4, 6))
+        for step, factor in way.steps(4, model, sparse, dense, planted=2):
+            sparse.zero_grad()
+            dense.zero_grad()
+            loss = F.cross_entropy(model(words[step]), y[step])
+            (loss * factor).backward()
+            assert model.table.weight.grad is not None
+            assert model.table.weight.grad.is_sparse
+            sparse.step()
+            dense.step()
+            way.log(loss)
+
+    agree(way, loop, tolerance=0.3 if way.dtype is torch.bfloat16 else 0.05)
+
+
+def test_sparse_gradients_are_refused_by_an_mpoptimizer_before_anything_changes() -> None:
+    way = O2.again
+    model = way.model(Words())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    before = snapshot([model])
+    model(torch.randint(30, (6, 5))).square().sum().backward()
+    with pytest.raises(MPCompileError, match="sparse"):
+        optimizer.step()
+    assert same(before, snapshot([model, optimizer]))
+    with pytest.raises(MPCompileError, match="SparseAdam wants sparse gradients"):
+        MPOptimizer(torch.optim.SparseAdam(model.table.parameters()))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+@pytest.mark.parametrize("planted", [None, pytest.param(2, marks=UPSTREAM_NAN)])
+@pytest.mark.parametrize("way", [O1], ids=str)
+def test_functional_call_with_replaced_parameters(way: Way, planted: int | None) -> None:
+    """A hypernetwork's weights: gradients go through them to what made them."""
+
+    def loop(way: Way) -> None:
+        model = way.model(network())
+        makers = way.follow(nn.ParameterDict({
+            name.replace(".", "_"): torch.zeros_like(p) for name, p in model.named_parameters()
+        }))  # fmt: skip
+        optimizer = way.optimizer(torch.optim.SGD(makers.parameters(), lr=0.5))
+        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+        before = snapshot([model])
+        for step, factor in way.steps(4, makers, planted=planted):
+            made = {
+                name: p.detach() + makers[name.replace(".", "_")]
+                for name, p in model.named_parameters()
+            }
+            loss = F.cross_entropy(functional_call(model, made, (x[step],)), y[step])
+            optimizer.zero_grad()
+            (loss * factor).backward()
+            optimizer.step()
+            way.log(loss)
+        assert same(before, snapshot([model]))
+
+    agree(way, loop)
+
+
+@PLAIN
+def test_functional_call_in_a_meta_learning_step(way: Way) -> None:
+    """First-order MAML: a step by torch.autograd.grad on a copy, the loss of what came of it."""
+
+    def loop(way: Way) -> None:
+        model = way.model(network())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        x, y = torch.randn(4, 2, 8, 16), torch.randint(4, (4, 2, 8))
+        for step, factor in way.steps(4, model, optimizer, planted=1):
+            inner = dict(model.named_parameters())
+            loss = F.cross_entropy(functional_call(model, inner, (x[step, 0],)), y[step, 0])
+            grads = torch.autograd.grad(loss, list(inner.values()))
+            inner = {n: p - 0.1 * g for (n, p), g in zip(inner.items(), grads, strict=True)}
+            loss = F.cross_entropy(functional_call(model, inner, (x[step, 1],)), y[step, 1])
+            optimizer.zero_grad()
+            (loss * factor).backward()
+            optimizer.step()
+            way.log(loss)
+
+    agree(way, loop)
+
+
+def test_functional_call_at_o2_with_copies() -> None:
+    """The copies are the module's own parameters'; replaced ones must not be read from them."""
+    way = O2.again
+    model = way.model(network())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    x = torch.randn(8, 16)
+    model(x).square().sum().backward()
+    optimizer.step()
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not functional_call(model, zeros, (x,)).any()
+    assert model(x).any()
+    given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    reference = network()
+    functional_call(model, given, (x,)).square().mean().backward()
+    optimizer.zero_grad()
+    wanted = {n: p.detach().clone().requires_grad_() for n, p in given.items()}
+    functional_call(reference, wanted, (x,)).square().mean().backward()
+    for name, p in given.items():
+        expected = wanted[name].grad
+        assert p.grad is not None
+        assert expected is not None
+        assert (p.grad - expected).norm() <= 0.02 * expected.norm(), name
+
+
+def test_functional_call_by_a_plain_way_leaves_no_gradient_behind() -> None:
+    way = O1.again
+    model = way.model(network())
+    given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    functional_call(model, given, (torch.randn(8, 16),)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None and p.grad.any() for p in given.values())

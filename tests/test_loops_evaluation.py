@@ -1,0 +1,276 @@
+"""Evaluation between training steps, other batch sizes, a smaller last batch; newcomers' loops."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree, finite, low_nodes, same, snapshot
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpcompile as package
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPCompileWarning,
+    MPOptimizer,
+    loss_scale_of,
+    mpcompile,
+)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
+        return out
+
+
+def data(size: int) -> DataLoader[Any]:
+    x = torch.randn(size, 16)
+    return DataLoader(TensorDataset(x, (x @ torch.randn(16, 4)).argmax(1)), batch_size=8)
+
+
+@WAYS
+def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
+    """20 samples to train on in batches of 8, 8 and 4; 27 to evaluate on, the last batch of 3."""
+
+    def loop(way: Way) -> None:
+        train, test = data(20), data(27)
+        model = way.model(Classifier())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        batches = iter([b for _ in range(2) for b in train])
+        for step, factor in way.steps(6, model, optimizer, planted=4):
+            model.train()
+            x, y = next(batches)
+            loss = F.cross_entropy(model(x), y)
+            (loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            way.log(loss)
+            if step % 3 == 2:
+                model.eval()
+                with torch.no_grad():
+                    way.log(torch.stack([F.cross_entropy(model(x), y) for x, y in test]).mean())
+        model.eval()
+        with torch.inference_mode():
+            way.log(F.cross_entropy(model(x), y).clone())
+
+    agree(way, loop, tolerance=0.06 if way.dtype is torch.float16 else 0.3)
+
+
+@WAYS
+def test_evaluation_between_forward_and_backward(way: Way) -> None:
+    """The backward still to come uses what its own forward saw, mode and scale."""
+
+    def loop(way: Way) -> None:
+        model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[step]), y[step])
+            model.eval()
+            with torch.no_grad():
+                way.log(model(x[0]).norm())
+            model.train()
+            (loss * factor).backward()
+            optimizer.step()
+            way.log(loss)
+
+    agree(way, loop)
+
+
+@MOSTLY_O1
+def test_an_evaluation_that_forgot_no_grad(way: Way) -> None:
+    """A forward with gradients whose backward never comes, overflowing at that."""
+
+    def loop(way: Way) -> None:
+        model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[step]), y[step])
+            (loss * factor).backward()
+            optimizer.step()
+            way.log(loss)
+            model.eval()
+            model(x[step] * 1e30)
+            way.log(F.cross_entropy(model(x[step]), y[step]))
+            model.train()
+
+    agree(way, loop)
+
+
+# -- the README's quick start, and what newcomers do with it ----------------------------------
+
+
+def quick_start(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+) -> list[float]:
+    losses = []
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("generated", [False, True], ids=["plain", "mp"])
+def test_quick_start_with_the_default_scale(generated: bool, dtype: torch.dtype) -> None:
+    """Some first steps may be skipped while the scale is found; then it learns."""
+    model = mpcompile(Classifier(), dtype=dtype, emit="eager")
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    if generated:
+        optimizer = MPOptimizer(optimizer, emit="eager", max_grad_norm=1.0)
+    loader = data(120)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MPCompileWarning)
+        first = quick_start(model, optimizer, loader)
+        last = quick_start(model, optimizer, loader)
+    assert sum(last) < 0.7 * sum(first)
+    assert finite(model, optimizer)
+    assert loss_scale_of(model).skipped_steps < 5
+
+
+def test_the_optimizer_made_before_compiling() -> None:
+    """Compiled in place: it holds the same parameters, so the order doesn't matter."""
+
+    def loop(way: Way) -> None:
+        model = Classifier()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        way.model(model)
+        optimizer = way.optimizer(inner)
+        x, y = torch.randn(3, 8, 16), torch.randint(4, (3, 8))
+        for step, factor in way.steps(3, model, optimizer, planted=1):
+            loss = F.cross_entropy(model(x[step]), y[step])
+            (loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            way.log(loss)
+
+    agree(O1, loop)
+    agree(O2, loop)
+
+
+def test_the_module_is_named_like_the_function() -> None:
+    """`import mpcompile; mpcompile(model)` is a TypeError that names what was called."""
+    with pytest.raises(TypeError, match="module"):
+        package(Classifier())  # type: ignore[operator]
+
+
+def test_compiled_twice() -> None:
+    """The last call counts: its scale is the one that backs off."""
+    first = LossScale.dynamic(init_scale=512.0)
+    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=first)
+    scale = LossScale.dynamic(init_scale=1024.0)
+    model = mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 16), torch.randint(4, (8,))
+    for factor in (1.0, 1e30):
+        before = snapshot([model])
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) * factor).backward()
+        optimizer.step()
+        assert same(before, snapshot([model])) == (factor > 1)
+    assert (scale.value, first.value) == (512.0, 512.0)
+    assert (scale.skipped_steps, first.skipped_steps) == (1, 0)
+
+
+def test_torch_compile_around_a_compiled_model_traces_the_plain_one() -> None:
+    """As the README says: FP32, and the gradients right."""
+    model: Any = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
+    outer = torch.compile(model, backend="eager")
+    x, y = torch.randn(8, 16), torch.randint(4, (8,))
+    F.cross_entropy(outer(x), y).backward()
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model.forward(x), y).backward()
+    torch.testing.assert_close(mine, [p.grad for p in model.parameters()])
+    assert not low_nodes(model)
+
+
+def test_a_model_already_half() -> None:
+    """`model.half()` out of habit: refused at the call."""
+    with pytest.raises(MPCompileError, match=r"model\.float\(\)"):
+        mpcompile(Classifier().half(), dtype=torch.float16)
+
+
+def test_a_batch_already_half() -> None:
+    """`x.half()` out of habit: the same results, to FP16."""
+    model = mpcompile(nn.Linear(16, 4), dtype=torch.float16, emit="eager")
+    x = torch.randn(8, 16)
+    torch.testing.assert_close(model(x.half()).float(), model(x).float(), rtol=5e-3, atol=5e-3)
+
+
+def test_a_grad_scaler_left_in() -> None:
+    """Its steps are skipped until its own scale has backed off (README); nothing breaks."""
+    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    before = snapshot([model])
+    losses, loader = [], data(64)
+    for x, y in [b for _ in range(3) for b in loader]:
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        assert finite(model)
+    assert not same(before, snapshot([model]))
+    assert sum(losses[-8:]) < sum(losses[:8])
+
+
+def test_autocast_left_in() -> None:
+    """Around the forward: it trains as without."""
+
+    def loop(way: Way) -> None:
+        model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            with torch.autocast("cpu", torch.float16, enabled=not way.plain):
+                loss = F.cross_entropy(model(x[step]).float(), y[step])
+            (loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            way.log(loss)
+
+    agree(O1, loop)
+
+
+def test_zero_grad_forgotten() -> None:
+    """Gradients pile up as they do in FP32; one overflow makes all steps after it skip, visibly."""
+    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step in range(4):
+        (F.cross_entropy(model(x[step]), y[step]) * (1e30 if step == 1 else 1)).backward()
+        optimizer.step()
+        assert finite(model)
+    assert loss_scale_of(model).skipped_steps == 3
+
+
+def test_the_bound_forward_is_not_compiled() -> None:
+    """`model.forward(x)` bypasses what a call runs, in torch too: plain FP32, gradients right."""
+    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = snapshot([model])
+    F.cross_entropy(model.forward(torch.randn(8, 16)), torch.randint(4, (8,))).backward()
+    optimizer.step()
+    assert not low_nodes(model)
+    assert not same(before, snapshot([model]))
+    assert finite(model)

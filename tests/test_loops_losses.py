@@ -1,0 +1,162 @@
+"""Several losses and backwards: multi-task training, LBFGS, backwards that are thrown away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import MOSTLY_O1, O1, O2, PLAIN, THROWN_AWAY, WAYS, Way, agree
+from torch import nn
+
+from mpcompile import MPCompileError, MPOptimizer
+
+
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 32), nn.Tanh())
+        self.kind, self.size = nn.Linear(32, 4), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.trunk(x)
+        return self.kind(h), self.size(h).squeeze(1)
+
+
+X, Y, Z = torch.randn(4, 8, 16), torch.randint(4, (4, 8)), torch.randn(4, 8)
+
+
+@WAYS
+@pytest.mark.parametrize("hit", [0, 1], ids=["first", "second"])
+def test_two_backwards_through_one_graph(hit: int, way: Way) -> None:
+    """The overflow is in one of them; the other's gradients are fine, and must not be applied."""
+
+    def loop(way: Way) -> None:
+        model = way.model(Tasks())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            kind, size = model(X[step])
+            losses = [F.cross_entropy(kind, Y[step]), F.mse_loss(size, Z[step])]
+            (losses[0] * (factor if hit == 0 else 1)).backward(retain_graph=True)
+            (losses[1] * (factor if hit == 1 else 1)).backward()
+            optimizer.step()
+            way.log(losses[0])
+            way.log(losses[1])
+
+    agree(way, loop)
+
+
+@MOSTLY_O1
+def test_tasks_that_take_turns(way: Way) -> None:
+    """A forward for each task, gradients accumulated over both, one head unused in each."""
+
+    def loop(way: Way) -> None:
+        model = way.model(Tasks())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            first = F.cross_entropy(model(X[step])[0], Y[step])
+            (first * factor).backward()
+            second = F.mse_loss(model(X[step])[1], Z[step])
+            second.backward()
+            optimizer.step()
+            way.log(first)
+            way.log(second)
+
+    agree(way, loop)
+
+
+@PLAIN
+def test_lbfgs_with_a_closure(way: Way) -> None:
+    def loop(way: Way) -> None:
+        model = way.model(Tasks())
+        optimizer = way.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+        for step, _ in way.steps(2, model):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                kind, size = model(X[step])
+                loss = F.cross_entropy(kind, Y[step]) + F.mse_loss(size, Z[step])
+                loss.backward()
+                return loss
+
+            way.log(optimizer.step(closure))  # type: ignore[arg-type]
+
+    agree(way, loop, tolerance=0.1 if way.dtype is torch.float16 else 0.3)
+
+
+def test_lbfgs_survives_an_overflow() -> None:
+    """Whatever evaluation of the closure it is in, nothing becomes non-finite."""
+    way = O1.again
+    model = way.model(Tasks())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        kind, size = model(X[0])
+        loss = F.cross_entropy(kind, Y[0]) + F.mse_loss(size, Z[0])
+        (loss * (1e30 if calls in (4, 9) else 1)).backward()
+        return loss
+
+    losses = []
+    for _ in range(6):
+        losses.append(optimizer.step(closure).detach())  # type: ignore[arg-type]
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert calls > 9
+    assert losses[-1] < losses[3] < losses[0]
+
+
+def test_lbfgs_is_refused_by_an_mpoptimizer() -> None:
+    with pytest.raises(MPCompileError, match="use LBFGS as it is"):
+        MPOptimizer(torch.optim.LBFGS(Tasks().parameters()))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(O1, id="O1", marks=THROWN_AWAY), pytest.param(O2, id="O2")],
+)
+def test_a_backward_thrown_away(way: Way) -> None:
+    """Its overflow is nobody's business: the next step counts as if it had not been."""
+
+    def loop(way: Way) -> None:
+        model = way.model(Tasks())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(X[step])[0], Y[step]) * factor
+            loss.backward()
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            )
+            if not torch.isfinite(norm) or (way.plain and way.planting):
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            way.log(loss)
+
+    agree(way, loop)
+
+
+@WAYS
+def test_a_forward_thrown_away(way: Way) -> None:
+    """`if not torch.isfinite(loss): continue`, before any backward."""
+
+    def loop(way: Way) -> None:
+        model = way.model(Tasks())
+        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+        for step, factor in way.steps(4, model, optimizer, planted=2):
+            loss = F.mse_loss(model(X[step])[1] * factor, Z[step])
+            if not torch.isfinite(loss) or (way.plain and way.planting):
+                optimizer.zero_grad()
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            way.log(loss)
+
+    agree(way, loop)
