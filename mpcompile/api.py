@@ -181,7 +181,8 @@ def _entry(
     * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
       the first LOW op narrows them again.
 
-    It is compiled anew when an `MPOptimizer` takes over parameters of an O2 model.
+    It is compiled anew when an `MPOptimizer` takes over parameters of an O2 model, and when a hook
+    is put on the module itself or taken off: Dynamo guards on no hooks.
     """
 
     def build() -> Callable[..., Any]:
@@ -196,12 +197,20 @@ def _entry(
     def owners() -> list[int]:
         return [id(copies.owner_of(p)) for p in module.parameters()]
 
+    def hooks() -> tuple[int, ...]:
+        kinds = (module._forward_pre_hooks, module._forward_hooks,
+                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
+        return tuple(number for kind in kinds for number in kind)
+
     widens = not any(p.dtype in _HALF for p in module.parameters())
-    compiled, built_at, built_for = build(), copies.generation(), owners()
+    compiled, built_at, built_for, built_with = build(), copies.generation(), owners(), hooks()
     unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled, built_at, built_for, unheard
+        nonlocal compiled, built_at, built_for, built_with, unheard
+        if hooks() != built_with:
+            built_with = hooks()
+            compiled = build()
         if settings.level is Level.O2 and copies.generation() != built_at:
             built_at = copies.generation()
             before, built_for = built_for, owners()

@@ -99,15 +99,17 @@ def skipping_itself(optimizer: Optimizer) -> bool:
     return optimizer in _self_skipping
 
 
-def look(optimizer: Optimizer, scale: LossScale) -> torch.Tensor | None:
+def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
     """How many backward passes of the scale's graphs overflowed since this optimizer looked last:
     0-d int64 on the device, or None where none ran. It has looked now.
 
-    Not counted are those whose gradients were thrown away before the last forward.
+    Not counted are those whose gradients were thrown away before the last forward, unless the
+    optimizer's parameters stand `upstream` of the graphs: what became of those nobody knows.
     """
     looks = _looks.setdefault(optimizer, weakref.WeakKeyDictionary())
-    count = scale.count()
-    earlier = max(looks.get(scale, Count()), scale.void(), key=lambda c: c.passes)
+    count, earlier = scale.count(), looks.get(scale, Count())
+    if not upstream:
+        earlier = max(earlier, scale.void(), key=lambda c: c.passes)
     looks[scale] = count
     return count.since(earlier)
 
@@ -196,7 +198,7 @@ def _upstream_overflowed(
             look(optimizer, scale)
             scale.settle(answer)
         return answer
-    looked = [(scale, look(optimizer, scale)) for scale in ran]
+    looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]
     if not bool(overflow):
         return False
     guilty = [scale for scale, overflows in looked if overflows is not None and bool(overflows)]

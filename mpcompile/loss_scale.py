@@ -353,7 +353,7 @@ class LossScale:
         return self._count
 
     def void(self) -> Count:
-        """Until where overflows don't matter any more: their gradients were thrown away."""
+        """Until where overflows don't matter to the leaves: their gradients were thrown away."""
         return self._void
 
     def scales(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -377,7 +377,7 @@ class LossScale:
         if (new := count.since(self._looked)) is not None:
             self._arriving.append((Later(new), accumulating))
         self._looked = count
-        if not accumulating and not self.open:
+        if not accumulating:
             self._void = count
         while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
             _, held = self._arriving.pop(0)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpcompile import LossScale, MPCompileError, MPOptimizer, compiled_plans, mpcompile
+from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -153,29 +153,6 @@ WAYS = ways()
 MOSTLY_O1 = ways(but={"O2-float16-mp": pytest.mark.slow})
 # For optimizers and loops that no MPOptimizer takes.
 PLAIN = pytest.mark.parametrize("way", [_param(w) for w in ALL if not w.generated])
-
-# What is known to be wrong. Each test says by its mark which of these it waits for.
-FALSE_OUTSIDE = pytest.mark.xfail(
-    reason="a false error: 'a gradient from outside the compiled model reached an O2 parameter'",
-    raises=MPCompileError,
-)
-THROWN_AWAY = pytest.mark.xfail(
-    reason="an overflow in gradients that are thrown away costs the next step",
-    raises=AssertionError,
-)
-UPSTREAM_NAN = pytest.mark.xfail(
-    reason="an overflow in a compiled model makes the plain modules upstream of it NaN, silently, "
-    "where they have an optimizer of their own",
-    raises=AssertionError,
-)
-BY_HAND = pytest.mark.xfail(
-    reason="an update by hand takes the gradients of an overflow", raises=AssertionError
-)
-TOO_SMALL = pytest.mark.xfail(
-    reason="gradients are too small by the loss scale where a graph returns a tensor that was made "
-    "without a gradient and written in place; under AOTAutograd the graph stays in FP32",
-    raises=(AssertionError, MPCompileError),
-)
 
 
 def agree(way: Way, loop: Callable[[Way], Any], tolerance: float | None = None) -> Way:

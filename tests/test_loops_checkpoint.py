@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agree
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-FIRST_FORWARD = pytest.mark.xfail(
-    reason="what compiling in the first forward saves for a backward of its own is seen by the "
-    "checkpoint around it, and is missing when it computes again",
-    raises=CheckpointError,
-)
 KINDS = pytest.mark.parametrize(
     "reentrant",
-    [pytest.param(False, id="new", marks=FIRST_FORWARD), pytest.param(True, id="reentrant")],
+    [pytest.param(False, id="new"), pytest.param(True, id="reentrant")],
 )
 
 

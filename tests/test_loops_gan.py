@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import FALSE_OUTSIDE, O1, THROWN_AWAY, Way, agree, same, snapshot, ways
+from loops import O1, WAYS, Way, agree, same, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -31,7 +31,7 @@ def discriminator(norm: Callable[..., Any]) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*is deprecated:FutureWarning")
-@ways(but={"O2-float16-mp": FALSE_OUTSIDE})
+@WAYS
 @pytest.mark.parametrize("norm", [old_spectral_norm, parametrizations.spectral_norm],
                          ids=["hook", "parametrization"])  # fmt: skip
 def test_dcgan_with_spectral_norm(norm: Callable[..., Any], way: Way) -> None:
@@ -61,7 +61,7 @@ def test_dcgan_with_spectral_norm(norm: Callable[..., Any], way: Way) -> None:
     agree(way, loop)
 
 
-@ways(but={"O2-float16-mp": FALSE_OUTSIDE})
+@WAYS
 def test_wgan_with_weight_clipping(way: Way) -> None:
     """Clamping `p.data` bumps no version counter, and each forward must see it."""
 
@@ -95,7 +95,6 @@ def test_wgan_with_weight_clipping(way: Way) -> None:
     agree(way, loop, tolerance=0.1)
 
 
-@THROWN_AWAY
 def test_an_overflow_of_the_generator_alone_costs_its_critic_nothing() -> None:
     """The critic's gradients of the generator's loss are zeroed before its next step, as always."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import BY_HAND, O1, O2, PLAIN, Way, agree, finite, same, snapshot, ways
+from loops import O1, O2, PLAIN, WAYS, Way, agree, finite, same, snapshot
 from torch import nn
 
 from mpcompile import MPCompileError
@@ -21,14 +21,7 @@ DATA = torch.Generator().manual_seed(7)
 X, Y = torch.randn(5, 8, 16, generator=DATA), torch.randint(5, (5, 8), generator=DATA)
 
 
-FLAG_COMES_LATE = pytest.mark.xfail(
-    reason="the optimizers step before the overflow flag of their backward has arrived, which then "
-    "costs the next step",
-    raises=AssertionError,
-)
-
-
-@ways(but={"O1-float16": FLAG_COMES_LATE})
+@WAYS
 def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     """As in torch's tutorial: step and free each gradient as soon as it is accumulated."""
 
@@ -53,7 +46,6 @@ def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     agree(way, loop)
 
 
-@FLAG_COMES_LATE
 def test_adam_in_the_backward() -> None:
     def loop(way: Way) -> None:
         model = way.model(network())
@@ -111,7 +103,6 @@ class Halves(nn.Module):
         return out
 
 
-@BY_HAND
 def test_an_update_by_hand_after_an_overflow() -> None:
     def loop(way: Way) -> None:
         model = way.model(network())

@@ -33,15 +33,16 @@ PASSES = ROOT / "passes"
 # do not know each other. The package root, at the very top, only gathers what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"device", "library", "fused_head", "step_graph", "padding", "cut"},
+    {"device", "library", "fused_head", "step_graph", "padding", "cut", "islands", "later"},
     {"profile"},
     {"policy"},
     {"ops"},
     {"ir", "kernels"},
-    {"products", "lanes", "attention"},
+    {"products", "lanes", "attention", "opaque", "units", "updates"},
     {"costs"},
     {"passes"},
-    {"spec", "inspect", "loss_scale", "islands", "joint"},
+    {"spec", "inspect", "loss_scale", "joint", "uncalled"},
+    {"guard", "fit"},
     {"low_gradients", "onlookers", "traced_gradients"},
     {"copies"},
     {"capture", "pipeline", "emit"},
@@ -53,7 +54,7 @@ LAYERS = (
 )
 PASSES_MAY_IMPORT = {
     "policy", "ops", "ir", "errors", "step_graph", "padding", "products", "lanes",
-    "attention", "costs", "cut",
+    "attention", "costs", "cut", "opaque", "units", "updates",
 }  # fmt: skip
 
 
