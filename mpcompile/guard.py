@@ -107,6 +107,7 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
     optimizer's parameters stand `upstream` of the graphs: what became of those nobody knows.
     """
     looks = _looks.setdefault(optimizer, weakref.WeakKeyDictionary())
+    scale.lookers.add(optimizer)
     count, earlier = scale.count(), looks.get(scale, Count())
     if not upstream:
         earlier = max(earlier, scale.void(), key=lambda c: c.passes)

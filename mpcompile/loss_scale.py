@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,7 @@ class LossScale:
         self._overflow_at = -1  # the forward for which an overflow has been counted
         self._fitted = False
         self._optimized = False  # whether some optimizer looks at it
+        self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
         self._leaves = WeakIdKeyDictionary()  # the parameters whose gradients it scales
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
         self._found: dict[torch.device, torch.Tensor] = {}
@@ -333,8 +335,11 @@ class LossScale:
             return
         if self._fitted:
             self.fitting = self._fitted = False
-        if self._arriving or self.count().passes != self._looked.passes:
+        passes = self.count().passes
+        if self._arriving or passes != self._looked.passes:
             self._nobody_looked()
+        elif len(self.lookers) > 1 and passes != self._void.passes and not self._accumulating():
+            self._void = self._count  # one of them may have looked too early, in the backward
         self._forwards += 1
 
     # -- the count of overflows -------------------------------------------------------------------
@@ -372,8 +377,7 @@ class LossScale:
         step; or an update was written by hand, or made by an optimizer of what stands before these
         graphs. In all but the first case the scale moves here.
         """
-        count = self.count()
-        accumulating = any(leaf.grad is not None for leaf in self._leaves)
+        count, accumulating = self.count(), self._accumulating()
         if (new := count.since(self._looked)) is not None:
             self._arriving.append((Later(new), accumulating))
         self._looked = count
@@ -389,6 +393,9 @@ class LossScale:
                 skipped = self.skipped_steps
                 state = self.update(self.state, bool(overflows))
                 self._keep(dataclasses.replace(state, skipped_steps=skipped))
+
+    def _accumulating(self) -> bool:
+        return any(leaf.grad is not None for leaf in self._leaves)
 
     def _check_leaves(self) -> None:
         """After an overflow that nobody looked at: are the parameters what they were?"""
