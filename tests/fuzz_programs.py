@@ -139,7 +139,7 @@ class Input:
         size = [batch if s == -1 else s for s in self.size]
         if self.kind == "index":
             return torch.randint(4, size, generator=generator)
-        value = torch.randn(size, generator=generator)
+        value = torch.randn(size, generator=generator, dtype=torch.float32)
         if self.kind == "mask":
             return value > 0
         return value * (0.4 if self.kind == "parameter" else 1.0)
