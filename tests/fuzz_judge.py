@@ -469,7 +469,7 @@ def smaller(program: Program, setting: Setting) -> tuple[Program, Setting, str]:
     progress = True
     while progress:
         progress = False
-        for candidate in fuzz_programs.reductions(program):
+        for candidate in map(fuzz_programs.pruned, fuzz_programs.reductions(program)):
             if found := fails(candidate, setting):
                 program, message, progress = candidate, found, True
                 break

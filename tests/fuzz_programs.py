@@ -18,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import linecache
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +33,15 @@ from torch.utils.checkpoint import checkpoint
 
 Choose = Callable[[int], int]
 BATCH = 4
+
+# What is known to go wrong at the moment, and is not drawn: strike out what has been mended.
+KNOWN_BUGS = {
+    "late": "a result or input made without a gradient, then written with values that have one",
+    "overlap": "a result whose elements share memory (`unfold`)",
+    "detached_leaf": "a leaf that is written through `detach()`: the compiled program crashes",
+    "cond": "the result of torch.cond is written: taken for a write to its operands",
+    "dirty": "an autograd.Function writes one operand: taken for a write to all of them",
+}
 LARGEST = 60.0  # in size; far from FP16's 65504 even after sums and products of the backward
 
 
@@ -170,14 +181,15 @@ class Program:
     """Lines, inputs and what is returned.
 
     Attributes:
-        results: the returned expression.
+        returned: the expressions that are returned; `form`: in what structure.
         module: whether the parameters and buffers belong to a module whose forward this is.
         doubled: the number of the result that the caller writes in place, or None.
     """
 
     inputs: tuple[Input, ...]
     lines: tuple[Line, ...]
-    results: str
+    returned: tuple[str, ...] = ()
+    form: int = 0
     module: bool = False
     doubled: int | None = None
 
@@ -186,7 +198,22 @@ class Program:
         body = [
             "    " * (line.depth + 1) + (line.wide if wide else line.text) for line in self.lines
         ]
-        return "\n".join([f"def f({names}):", *body, f"    return {self.results}", ""])
+        return "\n".join([f"def f({names}):", *body, f"    return {self._results()}", ""])
+
+    def _results(self) -> str:
+        first, *rest = self.returned
+        together = ", ".join(self.returned)
+        if self.form == 0 and not rest:
+            return first
+        if self.form == 1:
+            return f"[{together}]"
+        if self.form == 2:
+            return f"{{{', '.join(f'{k}: {name}' for k, name in enumerate(self.returned))}}}"
+        if self.form == 3:
+            return f"({first}, [{', '.join(rest)}], None, 3)"
+        if self.form == 4:  # one of them twice
+            return f'{{"a": {first}, "rest": ({", ".join([*rest, first])},)}}'
+        return f"({together},)"
 
     def function(self, *, wide: bool = False, compiled: bool = False) -> Callable[..., Any]:
         """The program as a Python function that Dynamo can find the source of."""
@@ -257,8 +284,8 @@ def _code(text: str) -> Any:
 class Grower:
     """A program under construction, and the values that its lines have made so far."""
 
-    def __init__(self, choose: Choose, known_bugs: bool) -> None:
-        self.choose, self.known_bugs = choose, known_bugs
+    def __init__(self, choose: Choose, known_bugs: Collection[str]) -> None:
+        self.choose, self.avoided = choose, known_bugs
         self.lines: list[Line] = []
         self.depth, self.made = 0, 0
         self.inputs = self._draw_inputs()
@@ -363,8 +390,13 @@ class Grower:
         return f"{a}[{', '.join(subscripts)}]"
 
     def target(self) -> str:
-        """What may be written; new tensors without a gradient are the favourites."""
-        return self.pick(lambda t: t.is_floating_point() and not (t.is_leaf and t.requires_grad))
+        """What may be written, that is, holds each element once."""
+        return self.pick(lambda t: t.is_floating_point() and self.writable(t))
+
+    def writable(self, t: torch.Tensor) -> bool:
+        if (t.is_leaf and t.requires_grad) or _overlaps(t) or 0 in t.stride():
+            return False
+        return "cond" not in self.avoided or _memory(t) not in self.untouched
 
     def eval(self, expression: str) -> torch.Tensor:
         value = self.values.get(expression)
@@ -386,7 +418,6 @@ class Grower:
         try:
             drawn = maker(self)
         except (Unfit, RuntimeError, IndexError, ValueError):
-            self._take_back(before)
             return False
         try:
             for statement in [drawn] if isinstance(drawn, (str, tuple)) else drawn:
@@ -427,11 +458,12 @@ class Grower:
         self.order: list[str] = []
         self.plain: set[str] = set()  # made without a gradient
         self.modes: list[Any] = []
+        self.untouched: set[int] = set()  # memory that nothing may write to
         self.depth = 0
         self.scope = names_in_scope(compiled=False)
         for name, value in zip(
             [i.name for i in self.inputs],
-            draw_inputs(Program(tuple(self.inputs), (), ""), 0)[0],
+            draw_inputs(Program(tuple(self.inputs), ()), 0)[0],
             strict=True,
         ):
             self._bind(name, value)
@@ -439,15 +471,11 @@ class Grower:
     def _take_back(self, count: int) -> None:
         """Undo lines: whatever they wrote can only be had again by starting over."""
         lines = self.lines[:count]
-        if len(self.lines) == count and not self._dirty:
-            return
         self.lines = []
         self._leave(0)
         self._begin()
         for line in lines:
             self._run(line.op, line.text, line.wide, line.depth)
-
-    _dirty = True
 
     def _leave(self, depth: int) -> None:
         while len(self.modes) > depth:
@@ -470,6 +498,12 @@ class Grower:
             return
         scope = {**self.scope, **self.values}
         exec(_code(text), scope)
+        if op == "cond":
+            self.untouched.add(_memory(self.values[self.order[-1]]))
+        written = re.match(r"(?:F\.\w+\(|AddTo\.apply\(|v\d+ = )?([vxb]\d+)", text)
+        if op in WRITES and written and written[1] in self.order:  # read it again, rather
+            self.order.remove(written[1])
+            self.order.append(written[1])
         for name, value in scope.items():
             if isinstance(value, torch.Tensor) and self.values.get(name) is not value:
                 self._bind(name, value)
@@ -485,6 +519,10 @@ class Grower:
 
     def _check(self) -> None:
         roots = []
+        for item in self.inputs:
+            late = self.values[item.name].requires_grad and not item.trained
+            if late and "late" in self.avoided:
+                raise Unfit(item.name)
         for name, value in self.values.items():
             if value.is_floating_point():
                 size = value.detach().abs().amax() if value.numel() else torch.zeros(())
@@ -511,23 +549,29 @@ class Grower:
 
     def finish(self) -> Program:
         self._leave(0)
-        outputs = self._outputs()
-        text = self._nested(outputs)
-        program = Program(tuple(self.inputs), tuple(self.lines), text)
-        program = replace(program, module=bool(self.choose(2)))
-        if self.choose(5) == 4:
-            program = replace(program, doubled=self.choose(len(outputs)))
-        return pruned(program)
+        names = self._outputs()
+        outputs = tuple(self._dressed(name) for name in names)
+        module = bool(self.choose(2))
+        doubled = None
+        if self.choose(5) == 4:  # results that share memory may come back apart (README)
+            doubled = self.choose(len(names))
+            memory = [_memory(self.values[n]) for n in [*names, *(i.name for i in self.inputs)]]
+            if memory.count(memory[doubled]) > 1:
+                doubled = None
+        form = self.choose(7)
+        return pruned(
+            Program(tuple(self.inputs), tuple(self.lines), outputs, form, module, doubled)
+        )
 
     def _outputs(self) -> list[str]:
         inputs = {i.name for i in self.inputs}
 
         def allowed(name: str) -> bool:
             value = self.values[name]
-            if self.known_bugs:
-                return True
-            late = value.requires_grad and name in self.plain and name not in inputs
-            return not late and not _overlaps(value)
+            late = value.requires_grad and name in self.plain
+            if late and name not in inputs and "late" in self.avoided:
+                return False
+            return "overlap" not in self.avoided or not _overlaps(value)
 
         made = [n for n in reversed(self.order) if n not in inputs and allowed(n)]
         text = "\n".join(line.text.partition(" = ")[2] or line.text for line in self.lines)
@@ -541,33 +585,19 @@ class Grower:
             wanted.append(given[self.choose(len(given))])
         return wanted
 
-    def _nested(self, names: list[str]) -> str:
-        extras = []
-        for name in names:
-            value = self.values[name]
-            form = self.choose(12)
-            if form == 8 and value.dim():
-                name = f"{name}[0]"
-            elif form == 9 and value.is_floating_point():
-                name = f"{name}.mean()"
-            elif form == 10:
-                name = f"{name}.detach()"
-            elif form == 11 and value.is_floating_point():
-                name = f"{name} > 0.1"
-            extras.append(name)
-        form = self.choose(7)
-        if form == 0 and len(extras) == 1:
-            return extras[0]
-        if form < 3:
-            return f"({', '.join(extras)},)"
-        if form == 3:
-            return f"[{', '.join(extras)}]"
-        if form == 4:
-            pairs = [f'"{k}": {name}' for k, name in enumerate(extras)]
-            return f"{{{', '.join(pairs)}}}"
-        if form == 5:
-            return f"({extras[0]}, [{', '.join(extras[1:])}], None, 3)"
-        return f'{{"a": {extras[0]}, "rest": ({", ".join([*extras[1:], extras[0]])},)}}'
+    def _dressed(self, name: str) -> str:
+        """Mostly the value itself."""
+        value = self.values[name]
+        form = self.choose(12)
+        if form == 8 and value.dim():
+            return f"{name}[0]"
+        if form == 9 and value.is_floating_point():
+            return f"{name}.mean()"
+        if form == 10:
+            return f"{name}.detach()"
+        if form == 11 and value.is_floating_point():
+            return f"{name} > 0.1"
+        return name
 
 
 Drawn = str | tuple[str, str] | list[Any]
@@ -576,6 +606,10 @@ Maker = Callable[[Grower], Drawn]
 
 def _is_float(t: torch.Tensor) -> bool:
     return t.dtype is torch.float32
+
+
+def _memory(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
 
 
 def _broadcasts(size: Iterable[int], to: Iterable[int]) -> bool:
@@ -609,7 +643,7 @@ def pruned(program: Program) -> Program:
 UNARY = {
     name: "torch.{}(%s)".replace("{}", name)
     for name in ("tanh", "sigmoid", "relu", "abs", "neg", "square", "sin", "cos", "erf", "exp",
-                 "atan", "clone", "sinh", "expm1", "positive")
+                 "atan", "clone", "sinh", "expm1")
 } | {
     name: "F.{}(%s)".replace("{}", name)
     for name in ("gelu", "silu", "softplus", "elu", "selu", "leaky_relu", "mish", "hardswish",
@@ -1128,8 +1162,10 @@ def _cond(g: Grower) -> str:
 
 
 def _hook(g: Grower) -> Drawn:
-    a = g.pick(lambda t: _is_float(t) and t.requires_grad and not t.is_leaf)
-    return f"{a}.register_hook(clipped)"
+    """On a value of its own: torch 2.13 may crash on one that was written without a gradient."""
+    a = g.pick(lambda t: _is_float(t) and t.requires_grad)
+    new = g.new()
+    return [f"{new} = {a} * 0.5", f"{new}.register_hook(clipped)"]
 
 
 EXPRESSIONS: dict[str, Maker] = {
@@ -1262,7 +1298,8 @@ def _scattered(g: Grower) -> Drawn:
 
 
 def _detached(g: Grower) -> Drawn:
-    t = g.any()
+    anything = "detached_leaf" not in g.avoided
+    t = g.pick(lambda x: _is_float(x) and (anything or g.writable(x)))
     return g.of(f"{t}.detach().mul_(0.5)", f"{t}.detach()[0].zero_()", f"{t}.detach().tanh_()")
 
 
@@ -1280,18 +1317,25 @@ def _out(g: Grower) -> Drawn:
 
 
 def _products_written(g: Grower) -> Drawn:
-    t = g.last(8)
-    if g.eval(t).dim() != 2 or t.startswith("w"):
-        raise Unfit
+    t = g.pick(lambda x: _is_float(x) and x.dim() == 2 and x.shape[1] == 8 and g.writable(x))
     a = g.like(t)
     return g.of(f"{t}.addmm_({a}, w0)", f"{t} += {a} @ w0", f"{t}.copy_({a} @ w0)")
 
 
 def _resized(g: Grower) -> Drawn:
-    t = g.pick(lambda x: _is_float(x) and x.dim() > 1 and not (x.is_leaf and x.requires_grad))
+    t = g.pick(lambda x: _is_float(x) and x.dim() > 1 and g.writable(x))
     if t[0] in "xbw":
         raise Unfit
     return g.of(f"{t}.transpose_(0, 1)", f"{t}.unsqueeze_(0)", f"{t}.squeeze_()")
+
+
+def _add_to(g: Grower) -> Drawn:
+    t = g.target()
+    a = g.broad(t)
+    if "dirty" in g.avoided:
+        a = f"({a} * 1)"
+    text = f"AddTo.apply({t}, {a}.expand_as({t}))"
+    return text if g.choose(2) else f"{g.new()} = {text}"
 
 
 WRITES: dict[str, Maker] = {
@@ -1321,7 +1365,6 @@ WRITES: dict[str, Maker] = {
             "imul": "{t} *= {b}",
             "cumsum_": "{t}.cumsum_(-1)",
             "leaky_relu_": "F.leaky_relu_({t})",
-            "AddTo": "AddTo.apply({t}, {b}.expand_as({t}))",
             "fill_value_": "{t}.fill_({b}.sum())",
         }.items()
     },
@@ -1333,6 +1376,7 @@ WRITES: dict[str, Maker] = {
     "detached": _detached,
     "out": _out,
     "products_written": _products_written,
+    "add_to": _add_to,
     "resized": _resized,
 }
 
@@ -1347,14 +1391,18 @@ HEADERS = (
 )
 
 
-def generate(choose: Choose, *, known_bugs: bool = False, longest: int = 14) -> Program:
+def generate(
+    choose: Choose, *, known_bugs: Collection[str] = tuple(KNOWN_BUGS), longest: int = 14
+) -> Program:
     """A program; raises Unfit in the rare case that nothing came of it.
 
     Args:
-        known_bugs: whether to return what is known to go wrong at the moment (see `_outputs`).
+        known_bugs: of `KNOWN_BUGS`, those that are avoided.
     """
     g = Grower(choose, known_bugs)
-    try:
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("error")
+        stack.callback(g._leave, 0)
         for _ in range(3 + choose(longest - 2)):
             form = choose(14)
             if form == 13:
@@ -1363,8 +1411,6 @@ def generate(choose: Choose, *, known_bugs: bool = False, longest: int = 14) -> 
             else:
                 g.grow(KINDS[choose(len(KINDS))])
         return g.finish()
-    finally:
-        g._leave(0)
 
 
 def from_seed(seed: int, **options: Any) -> Program:
@@ -1384,9 +1430,44 @@ def operators() -> list[str]:
 
 
 def reductions(program: Program) -> Iterator[Program]:
-    """Programs with one line or result less; many don't run."""
-    for k in reversed(range(len(program.lines))):
-        yield pruned(replace(program, lines=program.lines[:k] + program.lines[k + 1 :]))
+    """Programs that are a little simpler; many don't run."""
+    lines = program.lines
+    for k in reversed(range(len(lines))):
+        yield replace(program, lines=lines[:k] + lines[k + 1 :])
+        if lines[k].text.startswith("with "):
+            inside = len([*itertools.takewhile(lambda x: x.depth > lines[k].depth, lines[k + 1 :])])
+            moved = [replace(x, depth=x.depth - 1) for x in lines[k + 1 : k + 1 + inside]]
+            yield replace(program, lines=(*lines[:k], *moved, *lines[k + 1 + inside :]))
+    for k in range(len(program.returned)):
+        if len(program.returned) > 1:
+            yield replace(program, returned=program.returned[:k] + program.returned[k + 1 :])
+        bare = re.match(r"\w+", program.returned[k])
+        if bare and bare[0] != program.returned[k]:
+            changed = (*program.returned[:k], bare[0], *program.returned[k + 1 :])
+            yield replace(program, returned=changed)
+    for k in reversed(range(len(lines))):  # without a line, one of its operands for its result
+        made, is_assignment, text = lines[k].text.partition(" = ")
+        if is_assignment and made.isidentifier():
+            for name in dict.fromkeys(re.findall(r"\b[vwxb]\d+\b", text)):
+                if name == made:
+                    continue
+                rest = [_renamed(x, made, name) for x in lines[k + 1 :]]
+                returned = tuple(re.sub(rf"\b{made}\b", name, x) for x in program.returned)
+                yield replace(program, lines=(*lines[:k], *rest), returned=returned)
+    if program.module:
+        yield replace(program, module=False)
+    if program.doubled is not None:
+        yield replace(program, doubled=None)
+    if program.form:
+        yield replace(program, form=0)
+    for k, item in enumerate(program.inputs):
+        if item.kind != "leaf" and item.kind in ("inner", "buffer", "parameter"):
+            simple = replace(item, kind="plain" if item.kind == "buffer" else "leaf")
+            yield replace(
+                program, inputs=(*program.inputs[:k], simple, *program.inputs[k + 1 :])
+            )
 
 
-__all__ = ["Program", "draw_inputs", "field", "from_seed", "generate", "operators"]
+def _renamed(line: Line, old: str, new: str) -> Line:
+    text, wide = (re.sub(rf"\b{old}\b", new, x) for x in (line.text, line.wide))
+    return replace(line, text=text, wide=wide)
