@@ -4,7 +4,7 @@ A few of them here; five thousand with
 
     pytest -m whole tests/test_fuzz.py -n 2        (about an hour on 2 cores)
 
-The programs: fuzz_programs.py. What is demanded of them: fuzz_judge.py.
+The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 import fuzz_judge
 import pytest
 import torch
+from fuzz_grower import Unfit
 from fuzz_judge import Discarded, Setting, Wrong, judge
-from fuzz_programs import Program, Unfit, from_seed, generate, operators
+from fuzz_lines import from_seed, generate, operators
+from fuzz_programs import Program
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
