@@ -285,7 +285,7 @@ class Grower:
         self.values[name] = value
         self.order.append(name)
         self.plain.discard(name)
-        if not value.requires_grad:
+        if not value.requires_grad or any(self.values[n] is value for n in self.plain):
             self.plain.add(name)
 
     def _check(self) -> None:

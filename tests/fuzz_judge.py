@@ -365,7 +365,7 @@ def _distance(value: torch.Tensor | None, exact: torch.Tensor) -> float:
 def judge(program: Program, setting: Setting) -> Verdict:
     """Compile a program and compare everything; raises Wrong, or Discarded."""
     try:
-        return _attempt(program, setting, 0)
+        return attempt(program, setting, 0)
     except Discarded:
         raise
     except Exception as error:
@@ -373,7 +373,7 @@ def judge(program: Program, setting: Setting) -> Verdict:
     _check_torch(program, setting)
     for seed in (1, 2):
         try:
-            _attempt(program, setting, seed)
+            attempt(program, setting, seed)
         except Discarded:
             continue
         except Exception:
@@ -385,7 +385,8 @@ def judge(program: Program, setting: Setting) -> Verdict:
     raise Wrong(f"{type(failure).__name__}: {failure}"[:1500]) from failure
 
 
-def _attempt(program: Program, setting: Setting, seed: int) -> Verdict:
+def attempt(program: Program, setting: Setting, seed: int = 0) -> Verdict:
+    """One draw of the inputs, compiled from nothing; raises whatever goes wrong."""
     wanted = [(BATCH, reference(program, seed))]
     if setting.second is not None:
         # Sizes may be written down in the program: then there is no second call.
