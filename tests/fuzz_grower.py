@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fuzz_programs import Input, Line, Program, draw_inputs, names_in_scope, pruned
 
 Choose = Callable[[int], int]
+T = TypeVar("T")
 LARGEST = 60.0  # in size; far from FP16's 65504 even after sums and products of the backward
 
 # What is known to go wrong at the moment, and is not drawn: strike out what has been mended.
@@ -134,7 +135,7 @@ class Grower:
             picked.append(left.pop(k) if unique else left[k])
         return f"torch.tensor({picked})"
 
-    def of(self, *options: Any) -> Any:
+    def of(self, *options: T) -> T:
         return options[self.choose(len(options))]
 
     def slice(self, a: str) -> str:
@@ -380,7 +381,7 @@ def is_float(t: torch.Tensor) -> bool:
 
 
 def memory_of(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 def _broadcasts(size: Iterable[int], to: Iterable[int]) -> bool:

@@ -254,7 +254,7 @@ class Compiled:
         with torch.no_grad():
             for k, item in enumerate(self.program.inputs):
                 if item.name in self.owner.own:
-                    held = getattr(self.owner, item.name)
+                    held: torch.Tensor = getattr(self.owner, item.name)
                     if item.kind == "buffer" and held.requires_grad:
                         # Written with what has a history: the next call gets a fresh one.
                         held = arguments[k]

@@ -794,12 +794,12 @@ def generate(
         return g.finish()
 
 
-def from_seed(seed: int, **options: Collection[str]) -> Program:
+def from_seed(seed: int, known_bugs: Collection[str] = tuple(KNOWN_BUGS)) -> Program:
     """The program of a number."""
     source = random.Random(seed)
     while True:
         with contextlib.suppress(Unfit):
-            return generate(source.randrange, **options)
+            return generate(source.randrange, known_bugs=known_bugs)
 
 
 def operators() -> list[str]:

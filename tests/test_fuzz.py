@@ -25,6 +25,7 @@ from fuzz_programs import Program
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
+import mpcompile
 from mpcompile.passes import scale_gradients
 
 LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
@@ -75,8 +76,8 @@ class Tally:
         self.judged += verdict.judged
         self.blunt += verdict.blunt
         for text in verdict.fallbacks:
-            reason = text.partition("FP32: ")[2].partition(". It is compiled")[0]
-            self.reasons[re.sub(r"\b[a-z]+\w*\d\w*\b", "N", reason)] += 1
+            why = text.partition("FP32: ")[2].partition(". It is compiled")[0]
+            self.reasons[re.sub(r"\b[a-z]+\w*\d\w*\b", "N", why)] += 1
 
     def check(self) -> None:
         print(f"\n{dict(self.outcomes)}; {self.blunt} of {self.judged} values are blunt")
@@ -218,7 +219,7 @@ class Times(torch.autograd.Function):
 def test_a_wrong_factor_is_caught(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every result, behind what was compiled."""
     programs = differentiable(5)
-    original = fuzz_judge.mpcompile.mpcompile
+    original = mpcompile.mpcompile
 
     def wrong(function: Any, **options: Any) -> Any:
         compiled = original(function, **options)
@@ -229,9 +230,8 @@ def test_a_wrong_factor_is_caught(factor: float, monkeypatch: pytest.MonkeyPatch
 
             return torch.utils._pytree.tree_map(change, compiled(*args, **kwargs))
 
-        run._mp = compiled  # type: ignore[attr-defined]
         return run
 
-    monkeypatch.setattr(fuzz_judge.mpcompile, "mpcompile", wrong)
-    monkeypatch.setattr(fuzz_judge.mpcompile, "compiled_plans", lambda run: [])
+    monkeypatch.setattr(mpcompile, "mpcompile", wrong)
+    monkeypatch.setattr(mpcompile, "compiled_plans", lambda run: [])
     assert len(caught(programs)) >= 4
