@@ -246,8 +246,11 @@ class Grower:
         self.lines = []
         self.leave(0)
         self._begin()
-        for line in lines:
-            self._run(line.op, line.text, line.wide, line.depth)
+        try:
+            for line in lines:
+                self._run(line.op, line.text, line.wide, line.depth)
+        except RuntimeError as error:  # rare: it ran once, and does not again
+            raise Unfit(str(error)) from error
 
     def leave(self, depth: int) -> None:
         while len(self.modes) > depth:
