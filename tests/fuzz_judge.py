@@ -423,7 +423,7 @@ def attempt(program: Program, setting: Setting, seed: int = 0) -> Verdict:
 
 def _check_torch(program: Program, setting: Setting) -> None:
     """Discarded if torch.compile by itself refuses the program or gets it wrong."""
-    backend = "eager" if setting.emit == "eager" else "aot_eager"
+    backend = setting.emit
     torch._dynamo.reset()
     try:
         with _warnings(Verdict()):

@@ -2,7 +2,7 @@
 
 A few of them here; five thousand with
 
-    pytest -m whole tests/test_fuzz.py -n 2        (about an hour on 2 cores)
+    pytest -m whole tests/test_fuzz.py -n 2        (about 20 minutes on 2 cores)
 
 The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
 """
@@ -85,7 +85,8 @@ class Tally:
             print(f"{count:5} {reason}")
         kept = self.outcomes["judged"] + self.outcomes["fallback"]
         assert kept > self.outcomes["discarded"], self.reasons
-        assert self.outcomes["fallback"] <= max(1.0, MOST_FALLBACKS * kept), self.reasons
+        most = MOST_FALLBACKS * kept
+        assert self.outcomes["fallback"] <= most + 2 * most**0.5, self.reasons  # chance of a few
         assert self.blunt <= MOST_BLUNT * self.judged
 
 
