@@ -1,0 +1,302 @@
+"""Training programs as data: lines of PyTorch, and the inputs to run them on.
+
+`Program.source()` is the program as a user would have written it: what is compiled, and what a
+failing example prints. Run in FP64, a few lines differ (`Line.wide`): a cast to another dtype is
+then a plain copy, so that memory is shared, or not, as it is in FP32.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+BATCH = 4
+
+# -- the user's own functions ---------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    """A backward that is not the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 3
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal; its result is a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return -0.5 * grad
+
+
+class Clip(torch.autograd.Function):
+    """A backward that is not linear: what it gets must be true to size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.clamp(-0.01, 0.01)
+
+
+class AddTo(torch.autograd.Function):
+    """Writes its first operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        x.add_(y)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, grad * 2
+
+
+class Two(torch.autograd.Function):
+    """Saved operands, a number, two results, one of which is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, k: float) -> Any:
+        ctx.save_for_backward(x, y)
+        ctx.k = k
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return x * y * k, positive
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return grad * y * ctx.k, grad * x * 2, None
+
+
+FUNCTIONS = (Straight, Reverse, Clip, AddTo, Two)
+
+
+def clipped(grad: torch.Tensor) -> torch.Tensor:
+    """A hook on a value."""
+    return grad.clamp(-0.01, 0.01)
+
+
+def cond_in_eager(pred: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
+    """What torch.cond means. By itself torch.cond compiles even in eager, which is slow."""
+    return yes(*operands) if pred else no(*operands)
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the caller hands over.
+
+    Attributes:
+        kind: "leaf" (needs a gradient), "inner" (a result of the caller's; it may be written),
+            "plain" (no gradient), "parameter", "buffer", "index", "mask".
+        size: its shape; -1 stands for the batch.
+    """
+
+    name: str
+    kind: str
+    size: tuple[int, ...]
+
+    def draw(self, generator: torch.Generator, batch: int) -> torch.Tensor:
+        """An FP32 (or integer, or bool) tensor without history."""
+        size = [batch if s == -1 else s for s in self.size]
+        if self.kind == "index":
+            return torch.randint(4, size, generator=generator)
+        value = torch.randn(size, generator=generator, dtype=torch.float32)
+        if self.kind == "mask":
+            return value > 0
+        return value * (0.4 if self.kind == "parameter" else 1.0)
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in ("leaf", "inner", "parameter")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One statement.
+
+    Attributes:
+        op: the row of the tables below that made it.
+        wide: the statement for FP64.
+        depth: of its indentation.
+    """
+
+    op: str
+    text: str
+    wide: str
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Lines, inputs and what is returned.
+
+    Attributes:
+        returned: the expressions that are returned; `form`: in what structure.
+        module: whether the parameters and buffers belong to a module whose forward this is.
+        doubled: the number of the result that the caller writes in place, or None.
+    """
+
+    inputs: tuple[Input, ...]
+    lines: tuple[Line, ...]
+    returned: tuple[str, ...] = ()
+    form: int = 0
+    module: bool = False
+    doubled: int | None = None
+
+    def source(self, wide: bool = False) -> str:
+        names = ", ".join(i.name for i in self.inputs)
+        body = [
+            "    " * (line.depth + 1) + (line.wide if wide else line.text) for line in self.lines
+        ]
+        return "\n".join([f"def f({names}):", *body, f"    return {self._results()}", ""])
+
+    def _results(self) -> str:
+        first, *rest = self.returned
+        together = ", ".join(self.returned)
+        if self.form == 0 and not rest:
+            return first
+        if self.form == 1:
+            return f"[{together}]"
+        if self.form == 2:
+            return f"{{{', '.join(f'{k}: {name}' for k, name in enumerate(self.returned))}}}"
+        if self.form == 3:
+            return f"({first}, [{', '.join(rest)}], None, 3)"
+        if self.form == 4:  # one of them twice
+            return f'{{"a": {first}, "rest": ({", ".join([*rest, first])},)}}'
+        return f"({together},)"
+
+    def function(self, *, wide: bool = False, compiled: bool = False) -> Callable[..., Any]:
+        """The program as a Python function that Dynamo can find the source of."""
+        source = self.source(wide)
+        name = f"<fuzz {hash(source)}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        scope = names_in_scope(compiled)
+        exec(compile(source, name, "exec"), scope)
+        found: Callable[..., Any] = scope["f"]
+        return found
+
+    def ops(self) -> set[str]:
+        return {line.op for line in self.lines}
+
+    def __str__(self) -> str:
+        inputs = [
+            f"# {i.name}: {i.kind} {['B' if s == -1 else s for s in i.size]}" for i in self.inputs
+        ]
+        how = [f"# parameters and buffers are those of a module: {self.module}"]
+        if self.doubled is not None:
+            how.append(f"# the caller doubles result {self.doubled} in place")
+        text = self.source()
+        used = [inspect.getsource(c) for c in FUNCTIONS if f"{c.__name__}.apply" in text]
+        used += [inspect.getsource(clipped)] if "clipped" in text else []
+        return "\n".join([*used, *inputs, *how, text])
+
+
+def names_in_scope(compiled: bool) -> dict[str, Any]:
+    return {
+        "torch": torch,
+        "F": F,
+        "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+        "cond": torch.cond if compiled else cond_in_eager,
+        "clipped": clipped,
+        **{c.__name__: c for c in FUNCTIONS},
+    }
+
+
+def draw_inputs(
+    program: Program, seed: int, batch: int = BATCH, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(arguments, leaves): the leaves are what gradients are asked for, None where none."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments, leaves = [], []
+    for item in program.inputs:
+        value = item.draw(generator, batch)
+        if value.is_floating_point():
+            value = value.to(dtype)
+        if item.trained:
+            value.requires_grad_()
+        leaves.append(value)
+        arguments.append(value * 1.0 if item.kind == "inner" else value)
+    return arguments, leaves
+
+
+def pruned(program: Program) -> Program:
+    """Without the inputs that nothing mentions."""
+    text = "\n".join(program.source().splitlines()[1:])
+    used = tuple(
+        i for i in program.inputs if any(f"{i.name}{end}" in text for end in ").,[ +*-/}]\n")
+    )
+    return replace(program, inputs=used)
+
+
+# -- making failures smaller ----------------------------------------------------------------------
+
+
+def reductions(program: Program) -> Iterator[Program]:
+    """Programs that are a little simpler; many don't run."""
+    lines = program.lines
+    for k in reversed(range(len(lines))):
+        yield replace(program, lines=lines[:k] + lines[k + 1 :])
+        if lines[k].text.startswith("with "):
+            depth = lines[k].depth
+            after = itertools.takewhile(lambda x, d=depth: x.depth > d, lines[k + 1 :])  # type: ignore[misc]
+            inside = len(list(after))
+            moved = [replace(x, depth=x.depth - 1) for x in lines[k + 1 : k + 1 + inside]]
+            yield replace(program, lines=(*lines[:k], *moved, *lines[k + 1 + inside :]))
+    for k in range(len(program.returned)):
+        if len(program.returned) > 1:
+            yield replace(program, returned=program.returned[:k] + program.returned[k + 1 :])
+        bare = re.match(r"\w+", program.returned[k])
+        if bare and bare[0] != program.returned[k]:
+            changed = (*program.returned[:k], bare[0], *program.returned[k + 1 :])
+            yield replace(program, returned=changed)
+    for k in reversed(range(len(lines))):  # without a line, one of its operands for its result
+        made, is_assignment, text = lines[k].text.partition(" = ")
+        if is_assignment and made.isidentifier():
+            for name in dict.fromkeys(re.findall(r"\b[vwxb]\d+\b", text)):
+                if name == made:
+                    continue
+                rest = [_renamed(x, made, name) for x in lines[k + 1 :]]
+                returned = tuple(re.sub(rf"\b{made}\b", name, x) for x in program.returned)
+                yield replace(program, lines=(*lines[:k], *rest), returned=returned)
+    if program.module:
+        yield replace(program, module=False)
+    if program.doubled is not None:
+        yield replace(program, doubled=None)
+    if program.form:
+        yield replace(program, form=0)
+    for k, item in enumerate(program.inputs):
+        if item.kind != "leaf" and item.kind in ("inner", "buffer", "parameter"):
+            simple = replace(item, kind="plain" if item.kind == "buffer" else "leaf")
+            yield replace(program, inputs=(*program.inputs[:k], simple, *program.inputs[k + 1 :]))
+
+
+def _renamed(line: Line, old: str, new: str) -> Line:
+    text, wide = (re.sub(rf"\b{old}\b", new, x) for x in (line.text, line.wide))
+    return replace(line, text=text, wide=wide)

@@ -1,0 +1,238 @@
+"""Random programs through the compiler, against FP64.
+
+A few of them here; five thousand with
+
+    pytest -m whole tests/test_fuzz.py -n 2        (about 20 minutes on 2 cores)
+
+The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import fuzz_judge
+import pytest
+import torch
+from fuzz_grower import Unfit
+from fuzz_judge import Discarded, Setting, Wrong, judge
+from fuzz_lines import from_seed, generate, operators
+from fuzz_programs import Program
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+
+import mpcompile
+from mpcompile.passes import scale_gradients
+
+LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
+SCALES: tuple[float | str, ...] = (1024.0, 1024.0, 1024.0, "dynamic")
+SECONDS = (None, None, None, None, None, 6)  # the batch of a second call
+
+# Of the programs that are no one else's fault: left in FP32, or drowned in rounding errors.
+MOST_FALLBACKS, MOST_BLUNT = 0.15, 0.1
+
+
+@st.composite
+def programs(draw: Callable[..., Any]) -> Program:
+    try:
+        return generate(lambda n: draw(st.integers(0, n - 1)))
+    except Unfit:
+        assume(False)
+        raise
+
+
+@st.composite
+def the_settings(draw: Callable[..., Any], emits: tuple[str, ...] = EMITS) -> Setting:
+    return Setting(
+        draw(st.sampled_from(LEVELS)),
+        draw(st.sampled_from(emits)),
+        draw(st.sampled_from(SCALES)),
+        draw(st.sampled_from(SECONDS)),
+    )
+
+
+class Tally:
+    """What came of many programs."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.judged = self.blunt = 0
+
+    def count(self, program: Program, setting: Setting) -> None:
+        try:
+            verdict = judge(program, setting)
+        except Discarded as reason:
+            self.outcomes["discarded"] += 1
+            self.reasons[f"discarded: {reason}"] += 1
+            return
+        except Wrong as error:
+            raise AssertionError(_smallest(program, setting, str(error))) from None
+        self.outcomes["fallback" if verdict.fallbacks else "judged"] += 1
+        self.judged += verdict.judged
+        self.blunt += verdict.blunt
+        for text in verdict.fallbacks:
+            why = text.partition("FP32: ")[2].partition(". It is compiled")[0]
+            self.reasons[re.sub(r"\b[a-z]+\w*\d\w*\b", "N", why)] += 1
+
+    def check(self) -> None:
+        print(f"\n{dict(self.outcomes)}; {self.blunt} of {self.judged} values are blunt")
+        for reason, count in self.reasons.most_common():
+            print(f"{count:5} {reason}")
+        kept = self.outcomes["judged"] + self.outcomes["fallback"]
+        assert kept > self.outcomes["discarded"], self.reasons
+        most = MOST_FALLBACKS * kept
+        assert self.outcomes["fallback"] <= most + 2 * most**0.5, self.reasons  # chance of a few
+        assert self.blunt <= MOST_BLUNT * self.judged
+
+
+@functools.lru_cache(maxsize=8)  # Hypothesis runs a failure twice
+def _smallest(program: Program, setting: Setting, message: str) -> str:
+    try:
+        program, setting, message = fuzz_judge.smaller(program, setting)
+    except Discarded as reason:
+        message = f"{message}\n({reason})"
+    return f"{message}\n{setting}\n{program}"
+
+
+def run(examples: int, number: int | None, emits: tuple[str, ...] = EMITS) -> None:
+    """Programs one after the other; `number`: of a series of its own, None for the default one.
+
+    Failures are made smaller line by line (`fuzz_judge.smaller`): each attempt compiles, and
+    Hypothesis, which knows nothing of lines, would need many more of them.
+    """
+    tally = Tally()
+
+    @settings(
+        max_examples=examples,
+        derandomize=number is None,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(), the_settings(emits))
+    def every(program: Program, setting: Setting) -> None:
+        tally.count(program, setting)
+
+    (every if number is None else seed(number)(every))()
+    tally.check()
+
+
+@pytest.mark.parametrize("emit", EMITS)
+def test_random_programs(emit: str) -> None:
+    run(30, None, (emit,))
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(50))
+def test_many_random_programs(number: int) -> None:
+    run(100, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_random_programs_under_inductor() -> None:
+    run(20, 0, ("inductor",))
+
+
+def test_language() -> None:
+    """Every row of the tables is drawn, and programs are what their seed says."""
+    assert len(operators()) > 150
+    drawn = set[str]().union(*(from_seed(k).ops() for k in range(100)))
+    assert len(drawn) > 0.8 * len(operators())
+    assert str(from_seed(7)) == str(from_seed(7))
+
+
+# -- the judge has teeth --------------------------------------------------------------------------
+
+
+@functools.cache
+def differentiable(count: int) -> list[Program]:
+    """Programs that are right, return something differentiable and run without a fallback."""
+    found: list[Program] = []
+    number = 0
+    while len(found) < count:
+        number += 1
+        program = from_seed(number)
+        try:
+            wanted = fuzz_judge.reference(program, 0)
+            gradients = [v for n, v in wanted.exact.values.items() if n.startswith("gradient")]
+            large = any(g is not None and g.norm() > 1e-3 for g in gradients)
+            if large and not fuzz_judge.attempt(program, Setting()).fallbacks:
+                found.append(program)
+        except (Discarded, Wrong):
+            pass
+    return found
+
+
+def caught(programs: list[Program]) -> list[str]:
+    """What the judge says to each."""
+    found = []
+    for program in programs:
+        try:
+            fuzz_judge.attempt(program, Setting())
+        except Wrong as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_forgotten_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first result is not scaled: its gradients come out 1024 times too small."""
+    programs = differentiable(5)
+    original = scale_gradients._Scaler.scale_outputs
+
+    def forgetful(self: Any) -> None:
+        before = list(self.graph.output_node().args[0])
+        original(self)
+        after = list(self.graph.output_node().args[0])
+        for k, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old is not new:
+                after[k] = old
+                break
+        self.graph.output_node().args = (tuple(after),)
+
+    monkeypatch.setattr(scale_gradients._Scaler, "scale_outputs", forgetful)
+    messages = caught(programs)
+    assert len(messages) >= 4
+    assert any(message.startswith("gradient of") for message in messages)
+
+
+class Times(torch.autograd.Function):
+    """A wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_a_wrong_factor_is_caught(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every result, behind what was compiled."""
+    programs = differentiable(5)
+    original = mpcompile.mpcompile
+
+    def wrong(function: Any, **options: Any) -> Any:
+        compiled = original(function, **options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def change(x: Any) -> Any:
+                return Times.apply(x, factor) if torch.is_tensor(x) and x.requires_grad else x
+
+            return torch.utils._pytree.tree_map(change, compiled(*args, **kwargs))
+
+        return run
+
+    monkeypatch.setattr(mpcompile, "mpcompile", wrong)
+    monkeypatch.setattr(mpcompile, "compiled_plans", lambda run: [])
+    assert len(caught(programs)) >= 4
