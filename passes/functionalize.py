@@ -10,7 +10,7 @@ op is rewritten only where nobody can tell the difference:
 * the written value's memory was made in this graph (no input, no constant), and
 * no other live value shares it (a base, a view), and
 * the functional form has the same dtype and shape, and
-* no gradient is recorded through the value while the op itself runs under no_grad.
+* the op doesn't run under no_grad: out of place, its result would have no history.
 
 What stays in place is left for classify, which keeps the captured dtypes of everything that shares
 the memory.
@@ -79,7 +79,7 @@ def _is_private(
     maker = target.args[0] if ir.is_getitem(target) else target
     if memory is None or target.op != "call_function" or ir.is_opaque(maker):  # type: ignore[arg-type]
         return False
-    if ir.requires_grad(target) and not ir.grad_enabled(node):
+    if not ir.grad_enabled(node):  # the value may be one that autograd tracks: it must stay itself
         return False
     at = order[node]
     for other in sharing[memory]:

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 import mpcompile
+from mpcompile import units
 from mpcompile.passes import scale_gradients
 
 LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
@@ -154,7 +155,9 @@ def test_language() -> None:
 
 @functools.cache
 def differentiable(count: int) -> list[Program]:
-    """Programs that are right, return something differentiable and run without a fallback."""
+    """Programs that are right, return something differentiable and run without a fallback; they
+    write no input, through which gradients would come past the faults planted on results.
+    """
     found: list[Program] = []
     number = 0
     while len(found) < count:
@@ -163,6 +166,8 @@ def differentiable(count: int) -> list[Program]:
         try:
             wanted = fuzz_judge.reference(program, 0)
             gradients = [v for n, v in wanted.exact.values.items() if n.startswith("gradient")]
+            if any(item.kind in ("buffer", "inner") for item in program.inputs):
+                continue
             large = any(g is not None and g.norm() > 1e-3 for g in gradients)
             if large and not fuzz_judge.attempt(program, Setting()).fallbacks:
                 found.append(program)
@@ -198,6 +203,7 @@ def test_a_forgotten_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         self.graph.output_node().args = (tuple(after),)
 
     monkeypatch.setattr(scale_gradients._Scaler, "scale_outputs", forgetful)
+    monkeypatch.setattr(units, "complaints", lambda gm: iter(()))  # or no such graph is emitted
     messages = caught(programs)
     assert len(messages) >= 4
     assert any(message.startswith("gradient of") for message in messages)
