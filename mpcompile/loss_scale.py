@@ -135,7 +135,7 @@ class LossScale:
         self._forwards = 0  # training forwards seen; the scale moves once for each
         self._moved_at = 0
         self._overflow_at = -1  # the forward for which an overflow has been counted
-        self._fitted = False
+        self._fitted: int | None = None  # the backward that has found the value, by its number
         self._optimized = False  # whether some optimizer looks at it
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
         self._leaves = WeakIdKeyDictionary()  # the parameters whose gradients it scales
@@ -310,19 +310,23 @@ class LossScale:
         return self.used, self._found[device]
 
     def fit(self, value: float) -> None:
-        """The first backward has found the value. Whatever forward comes next ends the search; the
-        other backward passes of this one may still lower it.
+        """The first backward has found the value. The next step, or the next forward, ends the search;
+        until then other graphs of this backward may still lower it.
         """
         self._tensors.clear()  # the one of this iteration is written in place
         self._state = dataclasses.replace(self._state, scale=value)
         if self._resident:
             self._resident["scale"].fill_(value)
-        self._fitted = True
+        self._fitted = _backward_running()
 
     @property
     def fitted(self) -> bool:
         """Whether a backward of this iteration has found the value."""
-        return self._fitted
+        return self._fitted is not None
+
+    def _end_of_search(self) -> None:
+        if self._fitted is not None:
+            self.fitting, self._fitted = False, None
 
     def saw_forward(self) -> None:
         """A training forward is about to run.
@@ -330,17 +334,17 @@ class LossScale:
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
         """
-        # As torch.utils.checkpoint asks (torch 2.13): is this a forward that a backward repeats?
-        if torch._C._current_graph_task_id() != -1:
+        self._forwards += 1
+        running = _backward_running()
+        if self._fitted != running:
+            self._end_of_search()
+        if running != -1:  # a checkpoint's: nothing can be told from gradients that are half made
             return
-        if self._fitted:
-            self.fitting = self._fitted = False
         passes = self.count().passes
         if self._arriving or passes != self._looked.passes:
             self._nobody_looked()
         elif len(self.lookers) > 1 and passes != self._void.passes and not self._accumulating():
             self._void = self._count  # one of them may have looked too early, in the backward
-        self._forwards += 1
 
     # -- the count of overflows -------------------------------------------------------------------
 
@@ -435,6 +439,7 @@ class LossScale:
         """Conclude an optimizer step. The scale moves once for each forward; an overflow that shows
         after a good step of another optimizer still lowers it.
         """
+        self._end_of_search()
         self._looked, self._optimized = self.count(), True
         first = self._moved_at != self._forwards
         late = overflow and self._overflow_at != self._forwards
@@ -480,6 +485,7 @@ class LossScale:
 
     def begin_step(self) -> bool:
         """A generated step is about to look: whether it is the first since the last forward."""
+        self._end_of_search()
         self._looked, self._optimized = self.count(), True
         first = self._moved_at != self._forwards
         self._moved_at = self._forwards
@@ -530,6 +536,14 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     full = getattr(norm, "full_tensor", None)  # a DTensor's: every rank must decide alike
     whole: torch.Tensor = norm if full is None else full()
     return whole.isfinite().logical_not()
+
+
+def _backward_running() -> int:
+    """The number of the backward that runs in this thread, or -1: none.
+
+    As torch.utils.checkpoint asks (read in torch 2.13; the same in 2.11).
+    """
+    return torch._C._current_graph_task_id()
 
 
 def _counts(value: Any) -> bool:

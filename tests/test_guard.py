@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
 
@@ -305,6 +306,27 @@ def test_retain_graph_and_two_losses_in_the_first_step() -> None:
         (out.square().sum() * 100).backward()
     for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-2, atol=1e-1)
+
+
+def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:
+    """Reentrant: the forward that counts is the one in the backward."""
+    plain, model = nn.Linear(8, 8), mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters()], lr=0.1)
+    x = torch.randn(4, 8)
+    values = []
+    for factor in (1.0, 1.0, OVERFLOW, 1.0):
+        optimizer.zero_grad()
+        out = checkpoint(model, plain(x), use_reentrant=True)
+        before = parameters(plain, model)
+        (out.square().mean() * factor).backward()
+        optimizer.step()
+        values.append(loss_scale_of(model).value)
+        if factor == OVERFLOW:
+            assert_unchanged(before, plain, model)
+        else:
+            assert not torch.equal(before[0], plain.weight)
+    assert values == [values[0], values[0], values[0] / 2, values[0] / 2]
+    assert not loss_scale_of(model).fitting
 
 
 # -- sharded parameters ---------------------------------------------------------------------------
