@@ -310,7 +310,7 @@ class LossScale:
         return self.used, self._found[device]
 
     def fit(self, value: float) -> None:
-        """The first backward has found the value. The next step, or the next forward, ends the search;
+        """The first backward has found the value. The next step or forward ends the search;
         until then other graphs of this backward may still lower it.
         """
         self._tensors.clear()  # the one of this iteration is written in place
