@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,7 @@ class LossScale:
         self._resident: dict[str, torch.Tensor] = {}  # the state, once a generated step moves it
         self._count = Count()
         self._looked = Count()  # where the last look was, anybody's
+        self._by_hand = Count()  # and that of `overflowed`
         self._void = Count()  # whatever overflowed until then left no gradient behind
         self._arriving: list[tuple[Later, bool]] = []  # overflows, were gradients held then
         self._early = False  # it has moved for an overflow whose step is still to come
@@ -370,10 +371,6 @@ class LossScale:
         for leaf in leaves:
             self._leaves[leaf] = True
 
-    def leaves(self) -> Iterator[torch.Tensor]:
-        """The living ones."""
-        return iter(self._leaves)
-
     def _nobody_looked(self) -> None:
         """A backward ran, and no optimizer's step looked at it before the next forward.
 
@@ -427,8 +424,9 @@ class LossScale:
         """
         if gradients is None:
             gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
-        earlier = max(self._looked, self._void, key=lambda count: count.passes)
-        new = self.count().since(earlier)
+        count = self.count()
+        new = count.since(max(self._by_hand, self._void, key=lambda c: c.passes))
+        self._by_hand = count
         overflow = bool(any_nonfinite(gradients)) or (new is not None and bool(new))
         self.settle(overflow)
         return overflow
