@@ -300,6 +300,10 @@ class _ReadCopies(torch.autograd.Function):
             results.append(
                 copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
             )
+        # What is stored low its optimizer's step looks at; nobody can change it before.
+        true = [g for g in results if g is not None and g.dtype is torch.float32]
+        if ctx.multiplied is not None and true:
+            ctx.reader.scale.saw(true)
         return (None, None, *results)
 
 

@@ -116,9 +116,10 @@ class _Trial:
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients at the first scale, from above, at which they fit."""
         scale = self.scale
-        fixed = scale.fitted and bool(self.copied)  # the step's other gradients are stored under it
+        # Found by another backward: the step's other gradients may be stored under it.
+        fixed = not scale.fitting or (scale.fitted and bool(self.copied))
         if fixed:
-            self.top = scale.value
+            self.top = float(self.used)
         if self.results is None or fixed:
             self.again(saved, self.top)
         # No scale helps where the values themselves are not finite.

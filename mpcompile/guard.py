@@ -44,6 +44,8 @@ _self_skipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _looks: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[LossScale, Count]] = (
     weakref.WeakKeyDictionary()
 )
+# optimizers that hold, and have skipped for, an upstream gradient that overflowed
+_poisoned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hidden: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -161,6 +163,8 @@ def _skip_if_overflowed(optimizer: Optimizer) -> None:
             others.append(gradient)
     skip = False
     for scale, theirs in own.items():
+        if scale.open:
+            theirs += others  # parameters that may stand before its graphs
         overflows = look(optimizer, scale)
         overflow = any_nonfinite(theirs)
         if overflows is not None:
@@ -190,22 +194,24 @@ def _upstream_overflowed(
     known = _looks.setdefault(optimizer, weakref.WeakKeyDictionary())
     before = [s for s in others if s.open or sharded]
     ran = [s for s in before if s.count().passes > known.get(s, Count()).passes]
-    if not ran:
+    if not ran and optimizer not in _poisoned:
         return False
-    overflow = any_nonfinite(gradients)
+    overflow = bool(any_nonfinite(gradients))
     if sharded:
-        answer = bool(overflow)
         for scale in ran:
             look(optimizer, scale)
-            scale.settle(answer)
-        return answer
+            scale.settle(overflow)
+        return overflow
     looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]
-    if not bool(overflow):
+    if not overflow:
+        _poisoned.discard(optimizer)
         return False
     guilty = [scale for scale, overflows in looked if overflows is not None and bool(overflows)]
     for scale in guilty:
         scale.skip_for()
-    return bool(guilty)
+    if guilty:
+        _poisoned.add(optimizer)
+    return optimizer in _poisoned
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

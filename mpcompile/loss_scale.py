@@ -362,6 +362,12 @@ class LossScale:
             self._count = Count(self._count.passes + 1, total)
         return self._count
 
+    def saw(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Count an overflow in gradients that left a graph multiplied by the scale."""
+        for leaf in self._found.values():
+            flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
+            leaf.grad = flag if leaf.grad is None else leaf.grad + flag
+
     def void(self) -> Count:
         """Until where overflows don't matter to the leaves: their gradients were thrown away."""
         return self._void
@@ -440,7 +446,10 @@ class LossScale:
         self._end_of_search()
         self._looked, self._optimized = self.count(), True
         first = self._moved_at != self._forwards
-        late = overflow and self._overflow_at != self._forwards
+        hit = self._overflow_at == self._forwards
+        if self._resident and not first:  # a generated step may have counted one
+            hit = hit or bool(self._resident["hit"])
+        late = overflow and not hit
         self._moved_at = self._forwards
         before = self.state
         if overflow:
@@ -455,7 +464,7 @@ class LossScale:
         elif overflow:
             self._keep(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1))
         if self._resident:
-            self._resident["hit"].fill_(self._overflow_at == self._forwards)
+            self._resident["hit"].fill_(overflow or (hit and not first))
 
     def _keep(self, state: ScaleState) -> None:
         """Take over a state that follows from the last one."""
@@ -488,6 +497,9 @@ class LossScale:
         first = self._moved_at != self._forwards
         self._moved_at = self._forwards
         self.moves += self.kind == "dynamic"
+        if self._early and self._resident:
+            self._resident["hit"].fill_(True)
+            first = self._early = False
         return first
 
     def skip_for(self) -> None:

@@ -56,7 +56,8 @@ def test_graphs_of_one_model_share_its_loss_scale() -> None:
             out: torch.Tensor = self.down(F.gelu(h))
             return out
 
-    model = mpcompile(Broken(), dtype=torch.float16, emit="eager", strict=True)
+    options: dict[str, Any] = {"emit": "eager", "strict": True, "loss_scale": "grad_scaler"}
+    model = mpcompile(Broken(), dtype=torch.float16, **options)
     optimizer = torch.optim.Adam(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.randn(8, 16)).mul(1e6).sum().backward()

@@ -21,7 +21,9 @@ from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 INF = float("inf")
 momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
 decayed = functools.partial(AdamW, lr=0.1, weight_decay=0.1)
-fp16 = functools.partial(mpcompile, dtype=torch.float16, emit="eager", strict=True)
+fp16 = functools.partial(  # from 2**16 on, whatever the model
+    mpcompile, dtype=torch.float16, emit="eager", strict=True, loss_scale="grad_scaler"
+)
 
 
 # -- settings that change ---------------------------------------------------------------------

@@ -162,7 +162,8 @@ def train(
     """100 steps: an lr schedule, an accumulation of 2, and two overflows. Returns the lrs too."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
-    model = mpcompile(plain, dtype=torch.float16, emit="eager", strict=True)
+    options: dict[str, Any] = {"emit": "eager", "strict": True, "loss_scale": "grad_scaler"}
+    model = mpcompile(plain, dtype=torch.float16, **options)
     optimizer = MPOptimizer(make(model.parameters()), emit=emit, max_grad_norm=1.0, dump=dump)
     scheduler = StepLR(optimizer, 10, 0.9)
     lrs: list[float] = []

@@ -18,6 +18,7 @@ from ..emit import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..loss_scale import LossScale
 from .program import Emit
+from .saved_scales import SavedScales, saved
 from .step import Step, StepKey, eager_step, initialise_state, move_numbers, rules_of
 from .trace import Member, Setting, StateAppeared, raw_step
 from .watch import Watch
@@ -84,7 +85,7 @@ class MPOptimizer(Optimizer):
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
         self._dump = Path(dump) if dump is not None else None
         self._given_scale = loss_scale
-        self._saved_scales: list[Mapping[str, Any]] = []  # loaded before their models' first run
+        self._saved_scales = SavedScales()  # loaded before their models' first run
         self._start()
 
     def _start(self) -> None:
@@ -283,19 +284,20 @@ class MPOptimizer(Optimizer):
 
     def _scales(self) -> list[LossScale]:
         """The loss scales behind the gradients, without duplicates."""
-        return self._models_scales() or [self._own_scale]
+        return list(self._models_scales()) or [self._own_scale]
 
-    def _models_scales(self) -> list[LossScale]:
-        known = [s for p in self._parameters() for s in guard.scales_of(p)]
-        return list({id(s): s for s in known}.values())
+    def _models_scales(self) -> dict[LossScale, list[int]]:
+        """The loss scales of its models, and the numbers of their parameters here."""
+        found: dict[LossScale, list[int]] = {}
+        for number, parameter in enumerate(self._parameters()):
+            for scale in guard.scales_of(parameter):
+                found.setdefault(scale, []).append(number)
+        return found
 
     def scales_appeared(self) -> None:
         """A model ran for the first time: what was loaded for its loss scale takes effect."""
-        scales = self._models_scales()
-        if self._saved_scales and len(scales) >= len(self._saved_scales):
-            for scale, saved in zip(scales, self._saved_scales, strict=False):
-                scale.load_state_dict(saved)
-            self._saved_scales = []
+        if self._saved_scales.waiting:
+            self._saved_scales.restore(self._models_scales())
 
     def memory(self) -> dict[str, float]:
         """Bytes held for each element of a parameter, on average: of the FP32 `masters`, their
@@ -326,8 +328,10 @@ class MPOptimizer(Optimizer):
                     entry = state["state"].get(index, {})
                     if isinstance(entry.get("step"), torch.Tensor):
                         state["state"][index] = {**entry, "step": entry["step"].cpu()}
-        live = self._saved_scales or [scale.state_dict() for scale in self._scales()]
-        return {**state, "loss_scale": live}
+        live = [saved(scale, numbers) for scale, numbers in self._models_scales().items()]
+        if not live and not self._saved_scales.waiting:
+            live = [{**self._own_scale.state_dict(), "own": True}]
+        return {**state, "loss_scale": [*live, *self._saved_scales.waiting]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of ours or of the plain inner optimizer's. As `"loss_scale"` it may
@@ -340,17 +344,18 @@ class MPOptimizer(Optimizer):
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
         self._inner.load_state_dict(plain)
         move_numbers(self._inner)
-        saved = state_dict.get("loss_scale", [])
-        saved = [saved] if isinstance(saved, Mapping) else list(saved)
+        entries = state_dict.get("loss_scale", [])
+        entries = [entries] if isinstance(entries, Mapping) else list(entries)
         known = self._models_scales()
-        if known and len(saved) > len(known):
+        if known and len(entries) > len(known):
             raise MPCompileError(
-                f"MPOptimizer.load_state_dict: {len(saved)} loss scales were saved, {len(known)} "
+                f"MPOptimizer.load_state_dict: {len(entries)} loss scales were saved, {len(known)} "
                 "are known here; run a forward of each model first, or load loss_scale_of(model)"
             )
-        if saved and not known:
-            self._own_scale.load_state_dict(saved[0])
-        self._saved_scales = saved
+        for entry in entries:
+            if entry.get("own"):  # of an optimizer whose models had no scale, or hadn't run
+                self._own_scale.load_state_dict(entry)
+        self._saved_scales = SavedScales([e for e in entries if not e.get("own")])
         self.scales_appeared()
         self._steps.clear()
 

@@ -1,0 +1,47 @@
+"""Loss scales in an optimizer's checkpoint: each goes back to the model it came from.
+
+Scales belong to models, and a checkpoint is mostly loaded before the first forward, when none is
+known yet. So each is saved with the numbers of the parameters whose gradients it scales, and waits
+until a model of these parameters runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ..loss_scale import LossScale
+
+_PARAMETERS = "parameters"
+
+
+def saved(scale: LossScale, parameters: Collection[int]) -> dict[str, Any]:
+    """A scale's state and the numbers of its parameters in the optimizer."""
+    return {**scale.state_dict(), _PARAMETERS: sorted(parameters)}
+
+
+class SavedScales:
+    """The scales of a checkpoint that wait for their models."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.waiting = list(entries)
+        self._restored: weakref.WeakSet[LossScale] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedScales, (self.waiting,)  # in a copy no scale is known
+
+    def restore(self, known: Mapping[LossScale, Collection[int]]) -> None:
+        """Give each scale that is known by now, and its parameters, what was saved for it."""
+        for scale, parameters in known.items():
+            if self.waiting and scale not in self._restored:
+                entry = max(self.waiting, key=lambda e: _likeness(e, set(parameters)))
+                self.waiting.remove(entry)
+                self._restored.add(scale)
+                scale.load_state_dict(entry)
+
+
+def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
+    """How much of both sets of parameters is in either; 0 for a GradScaler's, which has none."""
+    theirs = set(entry.get(_PARAMETERS, ()))
+    return len(theirs & parameters) / max(len(theirs | parameters), 1)
