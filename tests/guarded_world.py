@@ -24,7 +24,13 @@ HALF_MAX = 65504.0
 # What is known to be wrong, and kept out of the machine's way. Without one of these it finds it.
 STEP_AFTER_ZEROING_IN_PLACE = "an MPOptimizer refuses gradients that O2 stores low, if zeroed"
 MOVES_TWICE_IF_MIXED = "a plain step after an MPOptimizer's lowers the scale for the same overflow"
-KNOWN = {STEP_AFTER_ZEROING_IN_PLACE, MOVES_TWICE_IF_MIXED}
+COPIES_RAISE_NO_FLAG = "where O2 reads copies, an overflow is only what stands in a gradient"
+MOVES_AGAIN_AFTER_EARLY = "an MPOptimizer's step lowers the scale for what a forward lowered it for"
+SAVED_BEFORE_ITS_MODEL_RAN = "an MPOptimizer saves its own static scale for that of its models"
+KNOWN = {
+    STEP_AFTER_ZEROING_IN_PLACE, MOVES_TWICE_IF_MIXED, COPIES_RAISE_NO_FLAG,
+    MOVES_AGAIN_AFTER_EARLY, SAVED_BEFORE_ITS_MODEL_RAN,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,12 +231,13 @@ class World:
             if s not in self.known[name]:
                 self.known[name].append(s)
         scale.open |= kind in ("chain", "stem")
-        before_numbers = copy.copy(scale.numbers)
+        before_numbers, early = copy.copy(scale.numbers), scale.early
         scale.forward(any(self.wanted_params[n].grad is not None for n in self._leaves(s)))
         live = self.live[f"net{k}"](live)
         mine = self.live_scale(s)
         if scale.coarse and mine.value == before_numbers.value:
-            scale.numbers = before_numbers  # it did not see the pass, or saw no reason
+            # It did not see the pass, or saw no reason.
+            scale.numbers, scale.early = before_numbers, early
             scale.numbers.good = mine.state.good_steps
         scale.fitting &= mine.fitting
         assert mine.used is not None
@@ -266,19 +273,22 @@ class World:
                 self.zeroed.discard(name)
                 if bad:
                     self.tainted[name].add(s)
-                    self._found_in_vain(s, name)
+            if bad and self.scales[s].fitting:
+                self._found_in_vain()
         if not retain:
             self.outputs = [o for o in self.outputs if o not in chosen]
         self._overflow_in_sums()
         self.check()
 
-    def _found_in_vain(self, s: int, name: str) -> None:
+    def _found_in_vain(self) -> None:
         """Where no scale fits, the search ends at another than the reference has: which elements
         of a gradient are not finite may then differ.
         """
-        live, wanted = self.params[name].grad, self.wanted_params[name].grad
-        if self.scales[s].fitting and live is not None and wanted is not None:
-            wanted[~live.isfinite()] = math.inf
+        for name, p in self.params.items():
+            wanted = self.wanted_params[name].grad
+            if p.grad is not None and wanted is not None:
+                by = self._stored(p).by if p.grad.dtype is torch.float16 else 1.0
+                wanted.copy_(p.grad.float() / by)
 
     def _overflow_in_sums(self) -> None:
         """Gradients that O2 stores low are added up in FP16: that, too, may overflow."""
@@ -343,7 +353,10 @@ class World:
         asked = have if held.generated else held.names
         scales = {s for n in asked for s in self.known[n]} if have else set()
         must = {s: self._must_skip(s, have) for s in scales}
-        may = {s: must[s] or self.scales[s].stale(held) for s in scales}
+        may = {
+            s: must[s] or self.scales[s].stale(held) or any(s in self.tainted[n] for n in have)
+            for s in scales
+        }
         upstream = self._is_bad(n for n in have if not self.known[n])
         before = self._snapshot(held)
         held.live.step()
@@ -364,21 +377,29 @@ class World:
             scale = self.scales[s]
             grew = self.live_scale(s).skipped_steps > scale.numbers.skipped
             bad = must[s] or (may[s] and (grew if scale.coarse else skipped))
+            early = scale.early
             scale.step(held, bad)
             lower = max(scale.numbers.value / 2, scale.min_scale)
-            if MOVES_TWICE_IF_MIXED in KNOWN and bad and self.live_scale(s).value == lower:
-                if len({h.generated for h in self.held}) == 2 or self.setup.by_hand:
-                    scale.numbers.value = lower
+            mixed = len({h.generated for h in self.held}) == 2 or self.setup.by_hand
+            twice = (MOVES_TWICE_IF_MIXED in KNOWN and mixed) or (
+                MOVES_AGAIN_AFTER_EARLY in KNOWN and early and held.generated
+            )
+            if twice and bad and self.live_scale(s).value == lower:
+                scale.numbers.value = lower
         if upstream:
             self._adopt_skips(but=scales)
+        for name in have:  # it has looked: what it keeps of these gradients is its own doing
+            self.tainted[name].clear()
         if not skipped:
             held.wanted.step()
             self._compare_step(held)
-            self._forget(held.names)
+        self._forget(held.names)
         self.check()
 
     def _must_skip(self, s: int, have: Iterable[str]) -> bool:
         own = [n for n in have if s in self.known[n]]
+        if COPIES_RAISE_NO_FLAG in KNOWN and self.scales[s].coarse:
+            return self._is_bad(own)
         return self._is_bad(own) or any(s in self.tainted[n] for n in own)
 
     def _adopt_skips(self, but: set[int]) -> None:
@@ -390,14 +411,19 @@ class World:
 
     def by_hand(self) -> None:
         """An update of the first model, under the question that is to be asked first."""
-        scale, names = self.scales[self.scale_at[0]], list(self._leaves(self.scale_at[0]))
-        must = self._must_skip(self.scale_at[0], names)
-        overflowed = self.live_scale(self.scale_at[0]).overflowed()
+        s = self.scale_at[0]
+        scale, leaves = self.scales[s], list(self._leaves(s))
+        names = [n for n in leaves if n.startswith("net0.")]
+        must = self._must_skip(s, names)
+        may = scale.unseen() or self._is_bad(leaves)
+        overflowed = self.live_scale(s).overflowed()
         self.steps += 1
         self.skips += overflowed
         assert overflowed or not must, "an overflow was missed"
-        assert must or not overflowed or scale.unseen(), "overflowed() without an overflow"
+        assert must or may or not overflowed, "overflowed() without an overflow"
         scale.step("hand", overflowed)
+        for name in names:
+            self.tainted[name].clear()
         if not overflowed:
             with torch.no_grad():
                 for params in (self.params, self.wanted_params):
@@ -429,6 +455,8 @@ class World:
 
     def reload(self) -> None:
         """Save everything and go on with fresh objects."""
+        if SAVED_BEFORE_ITS_MODEL_RAN in KNOWN and not all(self.known.values()):
+            return
         saved = io.BytesIO()
         scales = {s: self.live_scale(s).state_dict() for s in self.scales}
         state = self.live.state_dict(), [h.live.state_dict() for h in self.held], scales
