@@ -1,4 +1,4 @@
-"""What a guarded training loop does, written out in plain PyTorch: the reference of the state machine.
+"""What a guarded training loop does, written out in plain PyTorch: the machine's reference.
 
 Mixed precision by hand: `emulated` runs a `Net` with FP16 casts and a loss scale at its edges, and
 notes each gradient that leaves it and is not finite. So the reference knows of an overflow without
@@ -7,8 +7,8 @@ asking the guard. All else is bookkeeping over whole backward passes:
     backward      a scale's pass is bad if a gradient that left one of its graphs was not finite; a
                   parameter is tainted by a scale while a part of its gradient is from a bad pass
     step          MUST be skipped if a gradient is not finite, or is tainted by a scale
-                  MAY be skipped, too, if there was a bad pass of one of the optimizer's scales after
-                  that optimizer last looked, and after the scale's last void (below)
+                  MAY be skipped, too, if there was a bad pass of one of its scales after this
+                  optimizer last looked, and after the scale's last void (below)
     forward       voids what came before, if nobody looked at the passes before it and no parameter
                   of the scale has a gradient any more
 
@@ -24,8 +24,16 @@ the two is what is harmless, each seen in practice:
   those of parameters that have a gradient.)
 * Where O2 stores gradients low nothing is counted but what stands in the gradient itself, so none
   of these skips happens there.
+* A step, skipped or not, takes the taint off what it looked at. Who clips the gradients of a
+  skipped step and keeps them keeps garbage, and the next step uses it.
 * A parameter that two models share answers for both: a gradient that is not finite counts for both
   scales, whichever overflowed.
+
+What is not harmless, and is known, has a name in `guarded_world.KNOWN`. Out of reach are:
+
+* A step ends the life of the forwards before it, skipped or not: it writes O2's copies again, and a
+  backward that needs them is refused by autograd, as it is after a step that was done.
+* Where the search for the first scale ends in vain, the gradient is that of its lowest scale.
 
 An optimizer over parameters that no compiled model reads looks at its own gradients only.
 

@@ -27,9 +27,13 @@ MOVES_TWICE_IF_MIXED = "a plain step after an MPOptimizer's lowers the scale for
 COPIES_RAISE_NO_FLAG = "where O2 reads copies, an overflow is only what stands in a gradient"
 MOVES_AGAIN_AFTER_EARLY = "an MPOptimizer's step lowers the scale for what a forward lowered it for"
 SAVED_BEFORE_ITS_MODEL_RAN = "an MPOptimizer saves its own static scale for that of its models"
+LEFT_INFINITE = (
+    "a plain optimizer in front of a model takes a second step with what the first refused"
+)
+LATE_SEARCH = "a backward of a forward before the scale was found finds it anew"
 KNOWN = {
     STEP_AFTER_ZEROING_IN_PLACE, MOVES_TWICE_IF_MIXED, COPIES_RAISE_NO_FLAG,
-    MOVES_AGAIN_AFTER_EARLY, SAVED_BEFORE_ITS_MODEL_RAN,
+    MOVES_AGAIN_AFTER_EARLY, SAVED_BEFORE_ITS_MODEL_RAN, LEFT_INFINITE, LATE_SEARCH,
 }  # fmt: skip
 
 
@@ -99,7 +103,7 @@ class World:
         self._id = {id(p): name for name, p in self.wanted_params.items()}
         one = setup.shared and setup.level == "O2" and setup.generated
         self.scale_at = [0 if one and k < 2 else k for k in range(count)]
-        self.scales = {k: self._fresh_scale() for k in set(self.scale_at)}
+        self.scales = {k: self._fresh_scale(k) for k in set(self.scale_at)}
         self.groups = self._layout()
         self.tainted: dict[str, set[int]] = {name: set() for name in self.wanted_params}
         self.known: dict[str, list[int]] = {name: [] for name in self.wanted_params}
@@ -136,12 +140,13 @@ class World:
     def _names(parts: nn.Module) -> dict[str, nn.Parameter]:
         return dict(parts.named_parameters())
 
-    def _fresh_scale(self) -> Scale:
+    def _fresh_scale(self, s: int) -> Scale:
         setup = self.setup
+        copied = setup.level == "O2" and setup.generated and not (setup.by_hand and s == 0)
         start = setup.init_scale or min(2.0**16, setup.max_scale)
         return Scale(
             Numbers(start), setup.growth_interval, setup.min_scale, setup.max_scale,
-            fitting=setup.init_scale is None, coarse=setup.level == "O2" and setup.generated,
+            fitting=setup.init_scale is None, coarse=copied,
         )  # fmt: skip
 
     def _read_by(self, k: int) -> set[str]:
@@ -239,7 +244,10 @@ class World:
             # It did not see the pass, or saw no reason.
             scale.numbers, scale.early = before_numbers, early
             scale.numbers.good = mine.state.good_steps
-        scale.fitting &= mine.fitting
+        if scale.fitting and not mine.fitting:
+            scale.fitting = False
+            if LATE_SEARCH in KNOWN:
+                self.outputs = []
         assert mine.used is not None
 
         def note(tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -324,10 +332,12 @@ class World:
         for name in self._read_by(k):
             if not name.startswith("latent"):
                 self.tainted[name].clear()
+        if LEFT_INFINITE in KNOWN:
+            self._drop(n for n in self.params if not self.known[n])
         self.check()
 
     def clip(self, i: int) -> None:
-        """Make ordinary numbers of whatever there is, as many loops do, where gradients are FP32."""
+        """Make ordinary numbers of whatever there is, where gradients are FP32."""
         held = self.held[i % len(self.held)]
         pairs = [(self.params[n].grad, self.wanted_params[n].grad) for n in held.names]
         if any(live is not None and live.dtype is not torch.float32 for live, _ in pairs):
@@ -340,6 +350,10 @@ class World:
                 wanted.copy_(live)
 
     # -- steps --------------------------------------------------------------------------------
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.params[name].grad = self.wanted_params[name].grad = None
 
     def _is_bad(self, names: Iterable[str]) -> bool:
         grads = [self.wanted_params[n].grad for n in names]
@@ -393,6 +407,8 @@ class World:
         if not skipped:
             held.wanted.step()
             self._compare_step(held)
+        elif LEFT_INFINITE in KNOWN and not held.generated:
+            self._drop(n for n in have if not self.known[n])
         self._forget(held.names)
         self.check()
 
@@ -471,7 +487,7 @@ class World:
         fresh = self._live_optimizers()
         for s in self.scales:
             self.live_scale(s).load_state_dict(scales[s])
-            new = self._fresh_scale()
+            new = self._fresh_scale(s)
             new.copy_state(self.scales[s])
             self.scales[s] = new
         for name in self.params:
