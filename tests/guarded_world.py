@@ -380,7 +380,9 @@ class World:
             assert not changed, f"a step was not skipped: {must}, upstream {upstream}"
             skipped = True
         elif any(may.values()):
-            skipped = not changed
+            # Plain SGD with gradients of zero changes nothing either way.
+            skipped = bool(held.live.skipped) if held.generated else not changed  # type: ignore[attr-defined]
+            assert not (skipped and changed)
             self.harmless += skipped
         else:
             skipped = False
