@@ -535,8 +535,8 @@ def _notes(work: Work) -> list[str]:
         f"{work.steps} steps on {BATCHES} batches that come round; random weights and, but for the "
         f"text, random data. `emit={work.emit!r}`: the rewritten graph, operator by operator. "
         "The difference is the largest one of a loss to that of the same step in FP32, relative "
-        "to it; the last column is that of the rounded weights in FP32. With two models the numbers "
-        "are of the generator / the discriminator.",
+        "to it; the last column is that of the rounded weights in FP32. With two models the "
+        "numbers are of the generator / the discriminator.",
         "More runs: forward and backward passes of a graph beyond the ones asked for, over all "
         "steps (the search ends with the first). Seconds: one cold first step at O1, optimizer "
         f"included, with `emit={work.compiler!r}` and empty caches.",
