@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     conv_cpu,
+    first_steps,
     gpt_cpu,
     optimizer_step,
     padding,
@@ -225,6 +226,24 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert model["shares"][padding.ALWAYS] == 1
     assert len(data["verdicts"]) == 2 * len(padding.TINY.models)
     assert "auto over never" in capsys.readouterr().out
+
+
+def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "first_steps_cpu.json").read_text())
+    assert list(data["runs"]) == [training.name for training in first_steps.TINY.trainings]
+    for level in first_steps.LEVELS:
+        found, fixed = (first_steps.arm(level, s) for s in (first_steps.FOUND, first_steps.FIXED))
+        for runs in data["runs"].values():
+            assert not any(runs[found]["skipped"])
+            assert runs[fixed]["again"] == 0
+        large = data["runs"]["Autoencoder, summed squares"]
+        # 2**19, halved until it fits, less the headroom; the other one skips both of its steps.
+        assert large[found]["first"] == [2.0**16 / 2 ** large[found]["again"]]
+        assert large[fixed]["skipped"] == [2]
+        assert data["loss_difference"]["MLP"][found] < 1e-3
+    assert list(data["verdicts"].values()) == [True, True]
+    assert "What the search costs" in capsys.readouterr().out
 
 
 def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
