@@ -31,10 +31,7 @@ LEFT_INFINITE = (
     "a plain optimizer in front of a model takes a second step with what the first refused"
 )
 LATE_SEARCH = "a backward of a forward before the scale was found finds it anew"
-KNOWN = {
-    STEP_AFTER_ZEROING_IN_PLACE, MOVES_TWICE_IF_MIXED, COPIES_RAISE_NO_FLAG,
-    MOVES_AGAIN_AFTER_EARLY, SAVED_BEFORE_ITS_MODEL_RAN, LEFT_INFINITE, LATE_SEARCH,
-}  # fmt: skip
+KNOWN: set[str] = set()
 
 
 @dataclass(frozen=True)
