@@ -83,7 +83,8 @@ def mpcompile(
         dtype: torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).
         level: "O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.
         policy: your overrides, by operator, module or node.
-        loss_scale: "dynamic", "none", a number, or a `LossScale`. BF16 needs none and gets none
+        loss_scale: "dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that
+            don't fit), "none", a number, or a `LossScale`. BF16 needs none and gets none
             unless you hand over a `LossScale`.
         pad: "auto" pads odd dims of matrix products where that pays on the device, "always"
             everywhere, "never" nowhere. Results are the same.

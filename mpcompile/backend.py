@@ -6,6 +6,7 @@ unchanged, with one warning that says why; under `strict=True` it is an error. N
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
@@ -120,14 +121,11 @@ def _compile(
         fuse_head=settings.fuse_head,
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
-    # The passes run operators on fakes, kernels.py on samples: none of the caller's business. (Its
-    # hooks on saved tensors may count them, as an activation checkpoint's do: these replace them.)
-    alone = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     start = time.perf_counter()
-    with alone:
+    with _unseen():
         captured = capture(gm, example_inputs)
     spent = time.perf_counter() - start
-    with alone, torch._C._DisableAutocast():
+    with _unseen(), torch._C._DisableAutocast():
         plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
         _accumulate_in_fp32()
@@ -141,8 +139,9 @@ def _compile(
         settings = replace(settings, emit="eager", mode=None, recompute=False)
         if not plan.changed and not any(map(ir.autocast_region, captured.graph.nodes)):
             graph = gm  # torch's own functions: their calls cost less than those of operators
+    searches = scale is not None and scale.fitting and _can_run_again(captured, settings, device)
     compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
-    if scale is not None and scale.fitting and _can_run_again(captured, settings, device):
+    if scale is not None and searches:
         compiled = fit.fitting(compiled, scale, read.keys())
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.
@@ -153,6 +152,17 @@ def _compile(
         scale.open |= len(trained) > len(leaves)
         compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
     return compiled, plan
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """For operators that passes run on fakes and kernels.py on samples. The caller's hooks on saved
+    tensors may count what they see, as an activation checkpoint's do.
+
+    Torch internals used here were read in torch 2.13 and exist in 2.11.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _with_working_copies(

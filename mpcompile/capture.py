@@ -24,9 +24,10 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +85,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         torch._C._DisableAutocast(),
         fx_traceback.preserve_node_meta(),
         context.fake_mode,
-        torch.set_grad_enabled(torch.is_grad_enabled()),  # whatever a failure leaves behind
+        _modes_kept(),
     ):
         traced = make_fx(
             lambda *args: tuple(_Replay(gm, place).run(*args)),
@@ -104,6 +105,22 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = node.meta.get("val")
     return traced
+
+
+@contextlib.contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Undo what a replay that fails half-way leaves behind: no_grad, and functorch forbidding hooks
+    on saved tensors.
+    """
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        finally:
+            if forbidden is None:
+                torch._C._autograd._saved_tensors_hooks_enable()
+            else:
+                torch._C._autograd._saved_tensors_hooks_disable(forbidden)
 
 
 def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> Any:

@@ -134,6 +134,8 @@ class _Trial:
             gradients = self.backward(grads)
         if fits and not fixed:
             self._keep(gradients)
+        elif not (fits or fixed or hopeless):
+            scale.search_failed()
         return gradients
 
     def _keep(self, gradients: list[torch.Tensor | None]) -> None:

@@ -34,6 +34,9 @@ log = logging.getLogger("mpcompile")
 
 # GradScaler's; the largest that a fitted scale starts with, too.
 INIT_SCALE = 2.0**16
+# A sum over a batch of large errors may fit at a scale below 1 only.
+MIN_SCALE = 2.0**-14
+MOST_FAILURES = 3  # of the search for the first scale
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class LossScale:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         hysteresis: int = 1,
-        min_scale: float = 1.0,
+        min_scale: float = MIN_SCALE,
         max_scale: float = 2.0**24,
     ) -> None:
         self.fitting = init_scale is None
@@ -135,6 +138,7 @@ class LossScale:
         self._forwards = 0  # training forwards seen; the scale moves once for each
         self._moved_at = 0
         self._overflow_at = -1  # the forward for which an overflow has been counted
+        self._failures = 0
         self._fitted: int | None = None  # the backward that has found the value, by its number
         self._optimized = False  # whether some optimizer looks at it
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
@@ -158,7 +162,7 @@ class LossScale:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         hysteresis: int = 1,
-        min_scale: float = 1.0,
+        min_scale: float = MIN_SCALE,
         max_scale: float = 2.0**24,
     ) -> LossScale:
         """x`growth_factor` after `growth_interval` good steps in a row, x`backoff_factor` after
@@ -328,6 +332,14 @@ class LossScale:
     def _end_of_search(self) -> None:
         if self._fitted is not None:
             self.fitting, self._fitted = False, None
+
+    def search_failed(self) -> None:
+        """A backward overflowed at every scale. One such batch may be an accident; after a few
+        training starts as GradScaler does.
+        """
+        self._failures += 1
+        if self._failures == MOST_FAILURES:
+            self.fitting = False
 
     def saw_forward(self) -> None:
         """A training forward is about to run.

@@ -295,6 +295,28 @@ def test_a_loss_that_is_not_finite_finds_no_scale() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_a_training_that_fits_at_a_scale_below_one() -> None:
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    (model(torch.ones(64, 8)) * 1e4).sum().backward()
+    optimizer.step()
+    assert loss_scale_of(model).value < 1
+    assert loss_scale_of(model).skipped_steps == 0
+
+
+def test_a_search_that_fails_again_and_again_ends() -> None:
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameters(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(torch.randn(4, 8)).sum() * OVERFLOW).backward()
+        optimizer.step()
+    assert_unchanged(before, model)
+    assert not loss_scale_of(model).fitting
+    assert loss_scale_of(model).skipped_steps == 4
+
+
 def test_retain_graph_and_two_losses_in_the_first_step() -> None:
     reference, model = mlp(), mlp()
     model.load_state_dict(reference.state_dict())

@@ -192,7 +192,7 @@ def test_accumulation_and_clipping_need_no_scaler() -> None:
 
 def test_clipping_by_value_cannot_hide_an_overflow() -> None:
     """`clip_grad_value_` turns inf into a number: only the graph's own flag still knows."""
-    model = mpcompile(mlp(), emit="aot_eager", **FP16)
+    model = mpcompile(mlp(), emit="aot_eager", loss_scale="grad_scaler", **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = copy.deepcopy(model.state_dict())
     loss = (model(torch.ones(4, 8)) * 1e6).sum()  # a gradient of 1e6 * 2**16: overflows in FP16
