@@ -550,9 +550,10 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
-    if not gradients:
-        return torch.tensor(False)
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = [g for g in dense if g.numel() > 0]
+    if not dense:
+        return torch.tensor(False)
     # The largest magnitude over all of them: inf or nan exactly if some element is.
     norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
     full = getattr(norm, "full_tensor", None)  # a DTensor's: every rank must decide alike
