@@ -132,9 +132,12 @@ class _Trial:
                 break
             self.again(saved, self.at * 0.5)
             gradients = self.backward(grads)
+        if hopeless and not fits and not fixed:  # what is finite should be, as at the usual start
+            self.again(saved, scale.value)
+            return self.backward(grads)
         if fits and not fixed:
             self._keep(gradients)
-        elif not (fits or fixed or hopeless):
+        elif not (fits or fixed):
             scale.search_failed()
         return gradients
 
