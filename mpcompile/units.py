@@ -27,6 +27,8 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from . import ir, library
@@ -143,7 +145,14 @@ class History(fx.Interpreter):
         value = self.node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value  # what `.item()` gave: the same symbol
-        return super().call_function(target, args, kwargs)
+        try:
+            return super().call_function(target, args, kwargs)
+        except (GuardOnDataDependentSymNode, DataDependentOutputException):
+            # Sizes that depend on numbers, which a new fake doesn't know. What stands in for the
+            # results shares no memory with them: so only where nothing is written.
+            if any(map(ir.written, self.node.graph.nodes)):
+                raise
+            return self._stand_in(args, kwargs)
 
     def _stand_in(self, args: Any, kwargs: Any) -> Any:
         """Results as captured; a gradient of any of them reaches every operand."""
