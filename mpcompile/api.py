@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import copies, uncalled
+from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
@@ -116,6 +117,7 @@ def mpcompile(
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
+    accumulate_in_fp32()
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale)

@@ -31,8 +31,10 @@ from . import (
     profile,
     uncalled,
 )
+from .accumulation import check_accumulation
+from .advice import say_nothing_runs_low
 from .capture import capture, fake_input
-from .device import SUPPORTED, auto_dtype, matrix_units
+from .device import SUPPORTED, auto_dtype, has_units, matrix_units
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.plan import Plan
@@ -40,6 +42,7 @@ from .islands import has_rnn
 from .joint import JointPass, joint_passes
 from .loss_scale import LossScale
 from .policy import Config, Level
+from .products import product
 from .settings import Settings
 from .updates import is_update
 
@@ -114,8 +117,8 @@ def _compile(
         policy=settings.policy,
         scaled=scale is not None,
         pad=settings.pad,
-        # One asks for FP16 on a CPU to see what it does to the numbers, never for its speed.
-        profile=profile.load(device) if low is auto_dtype(device)[0] else None,
+        profile=_profile_for(device, low, settings),
+        promised=settings.dtype is not None or has_units(device, low),
         cores=matrix_units(device),
         copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
         fuse_head=settings.fuse_head,
@@ -128,7 +131,9 @@ def _compile(
     with _unseen(), torch._C._DisableAutocast():
         plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
     if device.type == "cuda":
-        _accumulate_in_fp32()
+        check_accumulation(low)
+    if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
+        say_nothing_runs_low(device.type, low)
     scale = scale if plan.scaled else None
     read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
     if scale is not None:
@@ -152,6 +157,21 @@ def _compile(
         scale.open |= len(trained) > len(leaves)
         compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
     return compiled, plan
+
+
+def _has_products(gm: fx.GraphModule) -> bool:
+    return any(product(node) is not None for node in gm.graph.nodes)
+
+
+def _profile_for(
+    device: torch.device, low: torch.dtype, settings: Settings
+) -> profile.Profile | None:
+    """What decides which products are worth it: nothing, where one asked for a dtype that is slow.
+
+    FP16 on a CPU, say: one wants to see what it does to the numbers.
+    """
+    for_speed = low is auto_dtype(device)[0] and has_units(device, low)
+    return profile.load(device) if settings.dtype is None or for_speed else None
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
@@ -303,10 +323,3 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
         and not tracked
         and not (cudagraphs and device.type == "cuda")
     )
-
-
-def _accumulate_in_fp32() -> None:
-    """FP32 accumulation is part of the contract: cuBLAS may otherwise reduce split-K in FP16."""
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_fp16_reduced_precision_reduction = False
-    matmul.allow_bf16_reduced_precision_reduction = False

@@ -119,7 +119,7 @@ class Objective:
             ir.precision(node) is LOW
             and ir.mark(node).rule == "table"
             and ir.mark(node).low is self.config.low
-            and self._seconds(node) is not None
+            and seconds(node, self.config) is not None
         )
 
     def _may_be_stored_low(self, node: fx.Node) -> bool:
@@ -232,7 +232,7 @@ class Objective:
             # Where a cast may stand before or behind a view, it stands before: once for all views.
             costs.full["view"] = _numel(node) // 2 if self._views_full(node) else 1
             return costs
-        if (times := self._seconds(node)) is not None:
+        if (times := seconds(node, self.config)) is not None:
             costs.low["time"], costs.full["time"] = (self._as_bytes(s) for s in times)
             costs.low["doubt"] = costs.low["time"] // DOUBT
             costs.low["weights"] = sum(self._weight(n) for n in _weights(node, self.config))
@@ -340,20 +340,6 @@ class Objective:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def _seconds(self, node: fx.Node) -> tuple[float, float] | None:
-        """What the profile predicts for a product, low and FP32, or None: it knows nothing."""
-        found = product(node) if self.config.profile is not None else None
-        if found is None:
-            return None
-        backward = ir.requires_grad(node) or any(map(ir.requires_grad, node.all_input_nodes))
-        low, full = (
-            _predicted(self.config.profile, found, dtype, backward)
-            for dtype in (ir.mark(node).low, torch.float32)
-        )
-        if attention.is_written_out(node, self.config):
-            low = _written_out(self.config.profile, found, ir.mark(node).low, backward)
-        return None if low is None or full is None else (low, full)
-
     def _as_bytes(self, seconds: float) -> int:
         assert self.config.profile is not None
         return round(seconds * self.config.profile.bandwidth * UNIT)
@@ -456,6 +442,21 @@ def _numel(node: fx.Node) -> int:
 
 
 # -- what the profile knows ------------------------------------------------------------------------
+
+
+def seconds(node: fx.Node, config: Config) -> tuple[float, float] | None:
+    """What the profile predicts for a product, low and FP32, or None: it knows nothing."""
+    found = product(node) if config.profile is not None else None
+    if found is None:
+        return None
+    backward = ir.requires_grad(node) or any(map(ir.requires_grad, node.all_input_nodes))
+    low, full = (
+        _predicted(config.profile, found, dtype, backward)
+        for dtype in (ir.mark(node).low, torch.float32)
+    )
+    if attention.is_written_out(node, config):
+        low = _written_out(config.profile, found, ir.mark(node).low, backward)
+    return None if low is None or full is None else (low, full)
 
 
 def _launch(config: Config) -> int:

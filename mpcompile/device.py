@@ -1,8 +1,10 @@
 """What a device can do: the low dtype that ``dtype="auto"`` means there, and its matrix units.
 
-Facts only: nothing here is timed, and no choice depends on anything but the device.
-Sources: NVIDIA's list of compute capabilities per GPU, and CUDA's table of the data types
-each Tensor Core generation multiplies; for CPUs, the flags that ``torch.cpu`` reads.
+Facts only: nothing here is timed, and no choice depends on anything but the device and what oneDNN
+and ATen are told to use of it. Sources: NVIDIA's list of compute capabilities per GPU, and CUDA's
+table of the data types each Tensor Core generation multiplies; AMD's list of targets with matrix
+instructions (ROCm, "GPU hardware specifications"); for CPUs, the flags that ``torch.cpu`` reads,
+and oneDNN's "CPU dispatcher control".
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ __all__ = [
     "DeviceFacts",
     "TensorCores",
     "auto_dtype",
+    "cpu_flags",
     "cpu_matrix_units",
     "cuda_tensor_cores",
     "default_device",
     "device_facts",
+    "has_units",
     "matrix_units",
     "tensor_cores",
 ]
@@ -43,6 +47,9 @@ _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     ((7, 5), "Turing", "FP16"),
     ((7, 0), "Volta", "FP16"),
 )
+
+# AMD's targets with matrix instructions: CDNA's MFMA, RDNA 3's and 4's WMMA.
+_AMD_UNITS = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 # (first compute capability, dense FP16 FLOP per byte of memory traffic), newest first: NVIDIA's
 # data sheets of B200, H100, L40, A100, T4 and V100. Before Ampere the rows count too (cuBLAS).
@@ -65,6 +72,21 @@ _CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (
     (("x86",), "amx_fp16", "AMX-FP16", torch.float16),
     (("x86",), "avx512_fp16", "AVX512-FP16", torch.float16),
 )
+
+# What oneDNN may be told to stay below (the variable, in either spelling), lowest first; and what
+# each CPU flag needs of it. Nothing else multiplies in BF16 or FP16 on a CPU at speed.
+_ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_ONEDNN_LEVELS = (
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
+    "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16",
+)  # fmt: skip
+_ONEDNN_NEEDS = {
+    "avx512_f": "AVX512_CORE",
+    "avx512_bf16": "AVX512_CORE_BF16",
+    "avx512_fp16": "AVX512_CORE_FP16",
+    "amx_bf16": "AVX512_CORE_AMX",
+    "amx_fp16": "AVX512_CORE_AMX_FP16",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +138,35 @@ def default_device() -> torch.device:
 def auto_dtype(device: torch.device | str) -> tuple[torch.dtype, str]:
     """Return the low dtype that ``dtype="auto"`` stands for on ``device``, and why.
 
+    Whether products run in it there is another question: see `has_units`.
+
     Raises:
         MPCompileError: the device type is not one of `SUPPORTED`.
     """
     device = _supported(device)
+    low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    if not has_units(device, low):
+        short = "FP16" if low is torch.float16 else "BF16"
+        return low, f"but nothing multiplies {short} fast here: products stay FP32, unless measured"
     if device.type == "cuda":
-        cores = tensor_cores(device)
-        if cores.startswith("none"):
-            return torch.float16, f"FP16 halves memory traffic; Tensor Cores: {cores}"
-        return torch.float16, f"FP16 runs on Tensor Cores ({cores}); the loss scale keeps its range"
-    units = [name for name, dtype in _cpu_units() if dtype == torch.bfloat16]
-    if units:
-        return torch.bfloat16, f"BF16 has instructions of its own here ({units[0]}), FP16 is slow"
-    return torch.bfloat16, "FP16 is slow on CPUs; BF16 has no instructions here, so expect no gain"
+        units = tensor_cores(device)
+        return low, f"FP16 runs on Tensor Cores ({units}); the loss scale keeps its range"
+    first = next(name for name, dtype in _cpu_units() if dtype is low)
+    return low, f"BF16 has instructions of its own here ({first}), FP16 is slow"
+
+
+def has_units(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether ``device`` has hardware that multiplies matrices in ``dtype``: a data sheet's word.
+
+    Raises:
+        MPCompileError: the device type is not one of `SUPPORTED`.
+    """
+    device = _supported(device)
+    if device.type == "cpu":
+        return any(found is dtype for _, found in _cpu_units())
+    if torch.version.hip is not None:
+        return _gfx(device).startswith(_AMD_UNITS)
+    return ("FP16" if dtype is torch.float16 else "BF16") in tensor_cores(device).partition(" (")[0]
 
 
 def tensor_cores(device: torch.device | str) -> str:
@@ -141,10 +179,10 @@ def tensor_cores(device: torch.device | str) -> str:
     """
     device = _supported(device)
     if device.type == "cpu":
-        return cpu_matrix_units(torch.cpu.get_capabilities())
+        return cpu_matrix_units(cpu_flags())
     if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(device).gcnArchName
-        return f"AMD {arch}: matrix cores not known to mpcompile"
+        found = "FP16, BF16" if _gfx(device).startswith(_AMD_UNITS) else "none known to mpcompile"
+        return f"{found} (AMD {_gfx(device)})"
     return cuda_tensor_cores(
         torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     )
@@ -163,6 +201,21 @@ def cuda_tensor_cores(capability: tuple[int, int], name: str = "") -> str:
         if capability >= first:
             return f"{dtypes} ({generation}, {dotted})"
     return f"none ({dotted}; they start with Volta, 7.0)"
+
+
+def cpu_flags() -> Mapping[str, Any]:
+    """``torch.cpu.get_capabilities()``, less what ``ONEDNN_MAX_CPU_ISA`` and
+    ``ATEN_CPU_CAPABILITY`` keep oneDNN and ATen from using.
+    """
+    flags = dict(torch.cpu.get_capabilities())
+    told = next((os.environ[v] for v in _ONEDNN_LIMITS if os.environ.get(v)), "").upper()
+    if told in _ONEDNN_LEVELS:  # oneDNN passes over any other
+        level = _ONEDNN_LEVELS.index(told)
+        barred = [f for f, need in _ONEDNN_NEEDS.items() if _ONEDNN_LEVELS.index(need) > level]
+        flags.update(dict.fromkeys(barred, False))
+    if str(flags.get("architecture", "")).startswith("x86") and _vectors() in ("AVX2", "DEFAULT"):
+        flags.update(dict.fromkeys(_ONEDNN_NEEDS, False))
+    return flags
 
 
 def cpu_matrix_units(capabilities: Mapping[str, Any]) -> str:
@@ -232,13 +285,22 @@ def _supported(device: torch.device | str) -> torch.device:
 
 def _cpu_units(capabilities: Mapping[str, Any] | None = None) -> list[tuple[str, torch.dtype]]:
     if capabilities is None:
-        capabilities = torch.cpu.get_capabilities()
+        capabilities = cpu_flags()
     architecture = str(capabilities.get("architecture", platform.machine())).lower()
     return [
         (name, dtype)
         for prefixes, flag, name, dtype in _CPU_UNITS
         if architecture.startswith(prefixes) and capabilities.get(flag)
     ]
+
+
+def _vectors() -> str:
+    """What ATen's kernels use: ``"AVX512"``, ``"AVX2"``, ``"DEFAULT"``, names of other makers."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _gfx(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).gcnArchName)
 
 
 def _host_memory() -> str:
@@ -254,7 +316,7 @@ def _libraries(device: torch.device) -> Mapping[str, str]:
         return {
             "oneDNN": "yes" if torch.backends.mkldnn.is_available() else "no",
             "MKL": "yes" if torch.backends.mkl.is_available() else "no",
-            "vectors": torch.backends.cpu.get_cpu_capability(),
+            "vectors": _vectors(),
         }
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {

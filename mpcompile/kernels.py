@@ -26,7 +26,10 @@ from . import ops
 from .policy import op_key
 
 _CAP = 8
-_REFUSALS = ("not implemented for", "not support", "unsupported dtype", "expected scalar type")
+_REFUSALS = (
+    "not implemented for", "not support", "unsupported dtype", "expected scalar type",
+    "could not create a primitive",  # oneDNN: a BF16 LSTM on a CPU with AVX2
+)  # fmt: skip
 _RECURRENT: dict[str, Callable[[int, int], torch.nn.RNNBase]] = {
     "aten::lstm": torch.nn.LSTM,
     "aten::gru": torch.nn.GRU,

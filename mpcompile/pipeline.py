@@ -23,6 +23,7 @@ from .passes.functionalize import functionalize
 from .passes.fuse_head import fuse_head
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
+from .passes.leave_unpromised import leave_unpromised
 from .passes.narrow_softmax import narrow_softmax
 from .passes.outline import outline
 from .passes.pad import pad
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
     guard_constants,  # after classify: it may only widen what classify decided
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
+    leave_unpromised,  # before plan, which decides the products whose times are known
     plan,  # FOLLOW becomes LOW or FULL
     expand_attention,  # the decision is made; place_casts sees the products
     fuse_head,  # likewise: one operator whose operands place_casts casts

@@ -239,6 +239,7 @@ class Config:
         pad: "never", "auto" (where it pays) or "always".
         cores: what the device's matrix units ask of dimensions.
         profile: how long products take on this device, in the low dtype and in FP32; or None.
+        promised: whether a product that the profile knows nothing of may be taken to be faster low.
         copied: which inputs (by number) have a working copy in `low` that may be read instead; the
             shape it is stored in, or None: not stored yet.
         fuse_head: whether a head and its cross entropy become one operator.
@@ -253,6 +254,7 @@ class Config:
     pad: str = "never"
     cores: TensorCores = TensorCores()
     profile: Profile | None = None
+    promised: bool = True
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

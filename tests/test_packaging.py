@@ -33,8 +33,18 @@ PASSES = ROOT / "passes"
 # do not know each other. The package root, at the very top, only gathers what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"device", "library", "fused_head", "step_graph", "padding", "cut", "islands", "later"},
-    {"profile"},
+    {
+        "device",
+        "library",
+        "fused_head",
+        "step_graph",
+        "padding",
+        "cut",
+        "islands",
+        "later",
+        "accumulation",
+    },
+    {"profile", "advice"},
     {"policy"},
     {"ops"},
     {"ir", "kernels"},
@@ -48,7 +58,7 @@ LAYERS = (
     {"capture", "pipeline", "emit"},
     {"settings"},
     {"backend", "optim", "rnn_tracing"},
-    {"api"},
+    {"api", "entry"},
     {"demo"},
     {"cli"},
 )

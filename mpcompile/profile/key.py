@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..device import SUPPORTED, cpu_matrix_units
+from ..device import SUPPORTED, cpu_flags, cpu_matrix_units
 from ..errors import MPCompileError
 from .model import Profile, Sample
 
@@ -66,25 +66,38 @@ def key_of(device: torch.device) -> Key:
 def class_of(device: torch.device) -> str | None:
     """The built-in profile, by its file's stem, that comes closest to a device; None for none.
 
-    A CPU is classed by its BF16 instructions: they decide which dtype is fast at which size. One
-    with AMX has AVX512-BF16 too and gets that profile, which promises it too little. The profile is
-    of one thread. The ratio of two dtypes, which a choice depends on, is about the same with more
-    for large sizes; for small ones BF16 starts to win at about twice the work. A GPU is classed by
-    its compute capability.
+    An x86 CPU is classed by the best of `_CPU_CLASSES` it has: its BF16 instructions, or else its
+    vectors, decide which dtype is fast at which size. One with AMX has AVX512-BF16 too and gets
+    that profile, which promises it too little. The ratio of two dtypes, which a choice depends on,
+    is about the same with any number of threads for large sizes; for small ones BF16 starts to win
+    at about twice the work. Other CPUs have no built-in profile: with BF16 instructions their
+    products run low, without them in FP32. A GPU is classed by its compute capability.
     """
     if device.type == "cpu":
-        return "cpu-avx512-bf16" if torch.cpu.get_capabilities().get("avx512_bf16") else None
+        flags = cpu_flags()
+        x86 = str(flags.get("architecture", "")).startswith("x86")
+        return next((c for flag, c in _CPU_CLASSES if flags.get(flag)), None) if x86 else None
     if device.type == "cuda" and torch.version.hip is None:
         major, _ = torch.cuda.get_device_capability(device)
         return "cuda-hopper" if major == 9 else None
     return None
 
 
+# (flag of `cpu_flags()`, built-in profile), best first
+_CPU_CLASSES = (
+    ("avx512_bf16", "cpu-avx512-bf16"), ("avx512_f", "cpu-avx512"), ("avx2", "cpu-avx2"),
+)  # fmt: skip
+
+
 def _cpu_name() -> str:
-    """The maker's name, which a virtual machine may shorten, so the matrix units stand with it."""
-    capabilities = torch.cpu.get_capabilities()
-    name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
-    return f"{name} ({cpu_matrix_units(capabilities).partition(' (')[0]})"
+    """The maker's name, which a virtual machine may shorten, so what it multiplies with stands by.
+
+    Without matrix units these are its vectors: what is fast with one kind is not with another.
+    """
+    flags = cpu_flags()
+    name = flags.get("cpu_name") or platform.processor() or platform.machine()
+    units = cpu_matrix_units(flags).partition(" (")[0]
+    return f"{name} ({torch.backends.cpu.get_cpu_capability() if units == 'none' else units})"
 
 
 def _driver() -> str:

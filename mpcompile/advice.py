@@ -1,0 +1,22 @@
+"""What users are told, once in a process and in one line, where mpcompile makes nothing faster."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+log = logging.getLogger("mpcompile")
+
+
+@functools.cache
+def say_nothing_runs_low(device_type: str, low: torch.dtype) -> None:
+    """Say that the products of a graph stay in FP32 under `dtype="auto"`, and what can be done."""
+    name = str(low).removeprefix("torch.")
+    log.warning(
+        "mpcompile: this %s has no instructions for products in %s, so they stay in FP32, as fast "
+        "as torch.compile. To save memory instead: recompute=True, or dtype=torch.%s with "
+        'level="O2"; `mpcompile profile` measures what pays here',
+        {"cpu": "CPU", "cuda": "GPU"}[device_type], name, name,
+    )  # fmt: skip

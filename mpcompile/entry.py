@@ -1,0 +1,10 @@
+"""What torch loads for `torch.compile(model, backend="mpcompile")`, once and before it compiles."""
+
+from __future__ import annotations
+
+from .accumulation import accumulate_in_fp32
+from .backend import mpcompile_backend
+
+__all__ = ["mpcompile_backend"]
+
+accumulate_in_fp32()
