@@ -13,17 +13,23 @@ PYTEST_ARGS ?=
 # `make bench BENCH_ARGS="run gpt_cpu"` runs one benchmark.
 BENCH_ARGS ?= run
 
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench clean FORCE
+.PHONY: demo test test-torch check bench clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+# The suite against another torch of the supported range, in an environment of its own:
+# `make test-torch TORCH=2.11.0`. The registry's Linux builds are CUDA builds, some gigabytes each.
+test-torch:
+	@$(if $(filter command line environment,$(origin TORCH)),:,echo 'say which: make test-torch TORCH=2.11.0'; exit 2)
+	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -34,7 +40,7 @@ bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .venv .venv-torch-* build dist *.egg-info
 
 # Stamps: one file per thing installed, so that the next run skips straight to the work.
 

@@ -664,7 +664,8 @@ def line(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name}: {type_text(node.meta.get('val'))} = input"
     if node.op == "output":
-        return f"return {', '.join(_argument_text(a) for a in node.args[0])}"  # type: ignore[union-attr]
+        results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+        return f"return {', '.join(map(_argument_text, results))}"
     arguments += [f"{k}={_argument_text(v)}" for k, v in node.kwargs.items()]
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"

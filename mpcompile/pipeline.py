@@ -21,6 +21,7 @@ from .passes.drop_noop_casts import drop_noop_casts
 from .passes.expand_attention import expand_attention
 from .passes.functionalize import functionalize
 from .passes.fuse_head import fuse_head
+from .passes.gather_hooks import gather_hooks
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
 from .passes.leave_unpromised import leave_unpromised
@@ -40,6 +41,7 @@ Pass = Callable[[fx.GraphModule, Config], bool]
 PASSES: tuple[Pass, ...] = (
     drop_noop_casts,  # casts baked by the FP32 capture would end every low chain
     functionalize,  # before anything is decided: what stays in place keeps its dtype
+    gather_hooks,  # before any cast comes between a value and its hook
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
     guard_constants,  # after classify: it may only widen what classify decided
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned

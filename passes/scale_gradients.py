@@ -42,11 +42,9 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     scale, found = (_add_input(graph, name, config) for name in (SCALE, FOUND))
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
-        if ir.op_name(node) == "higher_order::register_hook":
-            scaler.gather(node)
         scaler.isolate(node)
     for node in reversed(trained):  # each goes before the one placed last
-        if ir.is_mutable(node):
+        if scaler.is_written(node):
             scaler.own(node)
         else:
             scaler.unscale(node)
@@ -70,33 +68,16 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
 class _Scaler:
     def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
         self.graph, self.scale, self.found, self.history = graph, scale, found, history
-        self.owned: set[fx.Node] = set()
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
         return _is_unscale(node) or self.history.reads[reader, node]
 
-    def gather(self, hook: fx.Node) -> None:
-        """A hook sees the gradient of all uses of a value, of those before it, too.
-
-        sin(h); k = register_hook(h, body)      ->      k = register_hook(h, body); sin(k)
-        """
-        value, body, *free = hook.all_input_nodes
-        others = [user for user in value.users if user is not hook]
-        before = list(itertools.takewhile(lambda n: n is not hook, self.graph.nodes))
-        if set(others).isdisjoint(before):
-            return
-        memory = ir.storage(value)
-        if free or any(ir.storage(t) == memory for n in self.graph.nodes for t in ir.written(n)):
-            raise CannotRewrite(
-                f"a hook is put on {value.name}, which was read before, and either is written in "
-                "place or the hook reads other values"
-            )
-        ir.after(value).prepend(body)
-        body.append(hook)
-        for user in others:
-            user.replace_input_with(value, hook)
-            self.history.reads[user, hook] = self.history.reads[user, value]
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the graph writes to the memory of an input, with or without a history."""
+        targets = (target for n in self.graph.nodes for target in ir.written(n))
+        held = any(ir.storage(target) == ir.storage(node) for target in targets)
+        return held or not self.history.is_as_it_came(node)
 
     def isolate(self, node: fx.Node) -> None:
         """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
@@ -106,6 +87,13 @@ class _Scaler:
             if self.tracked(operand, node):
                 if operand in ir.written(node):
                     self._check_unread(operand, node)
+                if (
+                    _is_unscale(operand)
+                    and (source := operand.all_input_nodes[0]).op != "placeholder"
+                ):
+                    # Straight from one such node to the next: two hooks on a value stay on one.
+                    node.replace_input_with(operand, source)
+                    continue
                 with self.graph.inserting_before(node):
                     node.replace_input_with(operand, self._scale(operand, node))
         results = [u for u in node.users if ir.is_getitem(u)] or [node]
@@ -168,10 +156,10 @@ class _Scaler:
             args = (node, self._scale(own, output))
             target, name = aten.copy_.default, f"{node.name}_back"
             ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
-        self.owned.add(node)
 
     def unscale(self, node: fx.Node) -> fx.Node:
-        users = list(node.users)
+        # An input that is returned as it is has a gradient that never enters the graph.
+        users = [user for user in node.users if user.op != "output" or node.op != "placeholder"]
         decision = Mark(Precision.KEEP, "scale", "the gradient leaves true to size", torch.float32)
         with self.graph.inserting_before(ir.after(node)):
             target = torch.ops.mpcompile.unscale_grad.default
@@ -188,7 +176,7 @@ class _Scaler:
         results = list(output.args[0])  # type: ignore[arg-type]
         done: dict[fx.Node, fx.Node] = {}
         for i, result in enumerate(results):
-            if not isinstance(result, fx.Node) or result in self.owned:
+            if not isinstance(result, fx.Node) or result.op == "placeholder":
                 continue
             if self.tracked(result, output):
                 if result not in done:

@@ -88,6 +88,50 @@ def test_an_input_that_a_function_of_the_users_writes() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+class Clip(torch.autograd.Function):
+    """A copy; the gradient is clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].clamp(-0.01, 0.01)
+
+
+def write_to_what_a_function_made(x: torch.Tensor, w: torch.Tensor) -> Any:
+    made = Clip.apply(w)  # type: ignore[no-untyped-call]
+    made.div_(2)
+    return x @ w, made
+
+
+def write_to_what_cond_made(x: torch.Tensor, w: torch.Tensor) -> Any:
+    made = torch.cond(x.sum() > 0, lambda p: p @ w, lambda p: torch.softmax(p, -1), (x,))
+    made.tanh_()
+    return x @ w, made
+
+
+@SETTINGS
+@pytest.mark.parametrize("program", [write_to_what_a_function_made, write_to_what_cond_made])
+def test_a_write_to_a_result_is_none_to_an_operand(program: Any, level: str, emit: str) -> None:
+    """It might share memory with an operand; a parameter is not written back for that."""
+    check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
+
+
+@SETTINGS
+def test_an_input_that_is_returned_is_itself(level: str, emit: str) -> None:
+    """A graph returns it where a body reads it as well."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        made = torch.cond(x.sum() > 0, lambda p: p @ w, lambda p: torch.softmax(p, -1), (x,))
+        return made, w
+
+    x, w = leaf(8, 16), leaf(16, 16)
+    compared = check(program, x, w, level=level, emit=emit)
+    assert compared.model(x, w)[1] is w
+
+
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_compiled_blocks_inside_checkpoints(emit: str) -> None:
     """Compiled at their first call, which the checkpoint watches; the scale found, too."""

@@ -1,0 +1,114 @@
+"""gather_hooks: a hook on a value sees the gradients of all its uses, casts between them or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import LEVELS, check, fallback_reason, leaf
+from expecttest import assert_expected_inline
+from graphs import Stage
+from torch import Tensor
+
+from mpcompile.passes.gather_hooks import gather_hooks
+
+
+def clip(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def read_before(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    before = h + 1
+    h.register_hook(clip)
+    return torch.atan2(h, before.abs() + 0.5)
+
+
+def read_before_as_a_part(x: Tensor, w: Tensor) -> Any:
+    left, right = (x @ w).chunk(2, 1)
+    before = left + 1
+    left.register_hook(clip)
+    return torch.atan2(left, before.abs() + 0.5), right
+
+
+def twice(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    h.register_hook(clip)
+    between = h.sin()
+    h.register_hook(lambda gradient: gradient * 2)
+    return between, h.cos()
+
+
+def written_afterwards(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    before = h + 1
+    h.register_hook(clip)
+    h.mul_(2)
+    return before, h
+
+
+def written_before(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    before = h + 3
+    h.mul_(2)
+    between = h + 1
+    h.register_hook(clip)
+    return before, between, h
+
+
+PROGRAMS = [read_before, read_before_as_a_part, twice, written_afterwards, written_before]
+
+
+def test_applies() -> None:
+    stage = Stage(gather_hooks, read_before, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    assert_expected_inline(
+        stage.text,
+        """\
+x: f32[8, 16] = input
+w: f32[16, 16] = input
+matmul: f32[8, 16] = matmul(x, w)
+body_0 = self.body_0
+register_hook: f32[8, 16] = higher_order::register_hook(matmul, body_0)
+add: f32[8, 16] = add(register_hook, 1)
+abs_1: f32[8, 16] = abs(add)
+add_1: f32[8, 16] = add(abs_1, 0.5)
+atan2: f32[8, 16] = atan2(register_hook, add_1)
+return atan2
+
+body_0:
+gradient: NoneType = input
+clamp: NoneType = clamp(gradient, -0.01, 0.01)
+return clamp
+""",
+    )
+
+
+def test_nothing_to_do() -> None:
+    def after(x: Tensor) -> Tensor:
+        h = x.sin()
+        h.register_hook(clip)
+        return h.cos()
+
+    assert not Stage(gather_hooks, after, leaf(8, 16)).run()
+    assert not Stage(gather_hooks, lambda x: x.sin(), leaf(8, 16)).run()
+
+
+@LEVELS
+@pytest.mark.parametrize("scale", ["dynamic", "none"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients(program: Any, level: str, scale: str) -> None:
+    check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=scale)
+
+
+def with_a_value_of_its_own(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    before = h + 1
+    h.register_hook(lambda gradient: gradient * x[0, 0].detach())
+    return before, h
+
+
+def test_what_cannot_be_moved_is_left_alone() -> None:
+    reason = fallback_reason(with_a_value_of_its_own, leaf(8, 16), leaf(16, 16))
+    assert "which was read before" in reason
