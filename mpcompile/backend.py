@@ -33,10 +33,11 @@ from . import (
 )
 from .accumulation import check_accumulation
 from .advice import say_nothing_runs_low
-from .capture import capture, fake_input
+from .capture import capture
 from .device import SUPPORTED, auto_dtype, has_units, matrix_units
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
+from .fakes import fake_of_fixed_size
 from .inspect.plan import Plan
 from .islands import has_rnn
 from .joint import JointPass, joint_passes
@@ -208,7 +209,7 @@ def _with_working_copies(
         copy = copies.copy_of(master, low, shape)
         copy.refresh(master)
         stored = copy.stored.detach()
-        inputs[k] = fake_input(stored.requires_grad_(master.requires_grad))
+        inputs[k] = fake_of_fixed_size(stored.requires_grad_(master.requires_grad))
     return read, inputs
 
 
@@ -309,17 +310,19 @@ def _with_scale(
 def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device) -> bool:
     """Whether a call of the graph may be repeated on copies of what it writes to.
 
-    Not if autograd sees the write, nor if inputs share memory, which copies would not. CUDA graphs
-    are left alone: what they replay is bound to addresses.
+    Not if autograd sees the write, nor if inputs share memory, which copies would not, or a result
+    shows an input's. CUDA graphs are left alone: what they replay is bound to addresses.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     memory = [at for node in inputs if (at := ir.storage(node)) is not None]
     tracked = any(map(ir.is_write_back, gm.graph.nodes))
+    shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])
     cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
         (settings.inductor or {}).get("triton.cudagraphs")
     )
     return (
         len(set(memory)) == len(memory)
         and not tracked
+        and not shown
         and not (cudagraphs and device.type == "cuda")
     )

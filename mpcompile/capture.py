@@ -36,7 +36,6 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -47,7 +46,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CannotRewrite
-from .ir import Region, is_opaque
+from .fakes import fake_twin
+from .ir import Region, is_opaque, storage
 from .islands import PACKETS
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -79,7 +79,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         if is_traceable_wrapper_subclass(value):
             raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
 
-    fakes = [_fakify(value, context, context.fake_mode) for value in example_inputs]
+    fakes = [fake_twin(value, context) for value in example_inputs]
     place = _Place.of(example_inputs)
     with (
         torch._C._DisableAutocast(),
@@ -104,6 +104,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = node.meta.get("val")
+    traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
 
 
@@ -121,30 +122,6 @@ def _modes_kept() -> Iterator[None]:
                 torch._C._autograd._saved_tensors_hooks_enable()
             else:
                 torch._C._autograd._saved_tensors_hooks_disable(forbidden)
-
-
-def _fakify(value: Any, context: TracingContext, fake_mode: FakeTensorMode) -> Any:
-    """The fake twin that AOTAutograd will use too: same mode, same symbols for dynamic sizes."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-        return value
-    symbolic = context.tensor_to_context.get(value)
-    if symbolic is None:
-        return fake_mode.from_tensor(value, static_shapes=True)
-    return fake_mode.from_tensor(
-        value,
-        symbolic_context=symbolic,
-        source=symbolic.tensor_source,
-        trace=False,
-    )
-
-
-def fake_input(value: torch.Tensor) -> torch.Tensor:
-    """A fake of fixed size for an input that Dynamo knows nothing of: for its real self AOTAutograd
-    would make symbolic sizes, and nobody guards those.
-    """
-    context = TracingContext.get()
-    assert context.fake_mode is not None
-    return context.fake_mode.from_tensor(value, static_shapes=True)
 
 
 @dataclass(frozen=True)
@@ -457,3 +434,11 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable or node.is_impure()
     return node.op != "get_attr"
+
+
+def _output_memory(traced: fx.GraphModule) -> list[int | None]:
+    """For each result, the identity of its memory: equal for results that share it, and for the
+    input that one shows.
+    """
+    results: list[Any] = list(traced.graph.output_node().args[0])  # type: ignore[arg-type]
+    return [storage(result) if isinstance(result, fx.Node) else None for result in results]

@@ -384,7 +384,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_wide(node: fx.Node) -> bool:
     """Whether an FP32 node's result may leave the low dtype's range, for all that is known."""
-    if ir.mark(node).rule not in ("table", "kernel"):
+    if ir.mark(node).rule not in ("table", "kernel", "alias"):
         return True
     rule = ops.rule_for(node.target)
     return rule is not None and (rule.grows or rule.sensitive)

@@ -45,7 +45,8 @@ def fitting(compiled: Function, scale: LossScale, copied: Collection[int]) -> Fu
     def call(*args: Any) -> Any:
         if not scale.fitting or not torch.is_grad_enabled():
             return compiled(*args)
-        return _Fitted.apply(_Trial(compiled, scale, copied, args), *args)  # type: ignore[no-untyped-call]
+        trial = _Trial(compiled, scale, copied, args)
+        return trial.shown(_Fitted.apply(trial, *args))  # type: ignore[no-untyped-call]
 
     return call
 
@@ -71,8 +72,8 @@ class _Trial:
         self.at = self.top
         self.results: Any = None
 
-    def forward(self, args: Sequence[Any]) -> Any:
-        """Call the function on leaves of its own."""
+    def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """Call the function on leaves of its own; returns what its results are, or are views of."""
         with torch.enable_grad():
             self.own = [
                 x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -81,7 +82,17 @@ class _Trial:
             scale = torch.full_like(self.used, self.at)
             self.found = torch.zeros_like(args[-1], requires_grad=True)
             self.results = self.compiled(*self.own, scale, self.found)
-        return self.results
+        tensors = [x for x in self.results if isinstance(x, torch.Tensor)]
+        self.bases = list({id(base): base for base in map(_base, tensors)}.values())
+        return self.bases
+
+    def shown(self, bases: Sequence[torch.Tensor]) -> list[Any]:
+        """The results, made anew of what they are views of: the caller may write to one of them
+        and read another.
+        """
+        known = {id(own): base for own, base in zip(self.bases, bases, strict=True)}
+        return [_like(x, known[id(_base(x))]) if isinstance(x, torch.Tensor) else x
+                for x in self.results]  # fmt: skip
 
     def again(self, saved: Saved, at: float) -> None:
         """The same call once more, at another scale."""
@@ -95,7 +106,7 @@ class _Trial:
         """The gradients of all inputs but the scale; the last is the count of overflows."""
         pairs = [
             (result, grad)
-            for result, grad in zip(self.results, grads, strict=True)
+            for result, grad in zip(self.bases, grads, strict=True)
             if grad is not None and result.requires_grad
         ]
         leaves = [x for x in self.own if _is_tracked(x)]
@@ -105,7 +116,7 @@ class _Trial:
             [grad for _, grad in pairs],
             allow_unused=True,
         )
-        self.results = None  # its graph is spent
+        self.results, self.bases = None, []  # their graph is spent
         by_leaf = iter(found)
         return [next(by_leaf) if _is_tracked(x) else None for x in self.own] + [found[-1]]
 
@@ -157,19 +168,15 @@ class _Trial:
 class _Fitted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trial: _Trial, *args: Any) -> Any:
-        results = trial.forward(args)
+        bases = trial.forward(args)
         ctx.trial = trial
         # Buffers may have changed by the time of the backward; the trial has what they were.
         ctx.places = [i for i, x in enumerate(args) if _is_tracked(x)]
         ctx.others = [None if isinstance(x, torch.Tensor) else x for x in args[:-2]] + [*args[-2:]]
         ctx.save_for_backward(*(args[i] for i in ctx.places))
         ctx.set_materialize_grads(False)
-        own = [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
-        constant = [
-            new
-            for new, x in zip(own, results, strict=True)
-            if isinstance(x, torch.Tensor) and not x.requires_grad
-        ]
+        own = [base.detach() for base in bases]
+        constant = [new for new, base in zip(own, bases, strict=True) if not base.requires_grad]
         ctx.mark_non_differentiable(*constant)
         return tuple(own)
 
@@ -186,6 +193,19 @@ class _Fitted(torch.autograd.Function):
 
         gradients = ctx.trial.find(saved, grads)
         return (None, *gradients[:-1], None, gradients[-1])
+
+
+def _base(result: torch.Tensor) -> torch.Tensor:
+    """What autograd takes a result for a view of; the result itself, if for none."""
+    base = result._base if result.requires_grad else None
+    return result if base is None else base
+
+
+def _like(result: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The same view of another base."""
+    if _base(result) is result:
+        return base
+    return base.as_strided(result.size(), result.stride(), result.storage_offset())
 
 
 def _is_tracked(value: Any) -> bool:

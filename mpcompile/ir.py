@@ -324,6 +324,17 @@ def storage(node: fx.Node) -> int | None:
     return int(value.untyped_storage()._cdata)
 
 
+def shares_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Whether captured values, or parts of them, lie in the same memory."""
+    return not memory(a.meta.get("mp_captured")).isdisjoint(memory(b.meta.get("mp_captured")))
+
+
+def memory(value: Any) -> set[int]:
+    """Identity of the memory under a value, or under its parts."""
+    strided = (t for t in tensors_of(value) if t.layout is torch.strided)
+    return {int(t.untyped_storage()._cdata) for t in strided}
+
+
 def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """(argument position, node) for each captured-FP32 tensor argument, lists included.
 
@@ -506,6 +517,13 @@ def after(node: fx.Node) -> fx.Node:
 def is_cast(node: fx.Node) -> bool:
     """A cast of ours (captured programs may hold `aten.to` of their own)."""
     return node.target is aten.to.dtype and is_marked(node) and mark(node).rule == "cast"
+
+
+def copies_for_overlap(node: fx.Node) -> bool:
+    """Whether the node is, scaled or not, the copy of a result that overlaps (copy_overlaps)."""
+    while is_marked(node) and mark(node).rule == "scale":
+        node = node.all_input_nodes[0]
+    return is_marked(node) and mark(node).rule == "copy"
 
 
 def is_write_back(node: fx.Node) -> bool:

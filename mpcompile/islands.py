@@ -49,9 +49,9 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import CannotRewrite
+from .fakes import fake_twin
 
 aten = torch.ops.aten
 
@@ -144,7 +144,7 @@ def compile_around_rnns(
     steps, final = _schedule(gm.graph, base)
     _connect(gm.graph, steps, [node for node in given if isinstance(given[node], torch.SymInt)])
 
-    twin = _FakeRun(gm, {node: _fakify(value, context) for node, value in given.items()})
+    twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []
     for step in steps:
         piece = _outline(gm, step, base)
@@ -273,19 +273,6 @@ def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 # -- what crosses a cut ---------------------------------------------------------------------------
-
-
-def _fakify(value: Any, context: TracingContext) -> Any:
-    """The FakeTensor that AOTAutograd makes of an input of the graph: same mode, same symbols."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-        return value
-    assert context.fake_mode is not None
-    symbolic = context.tensor_to_context.get(value)
-    if symbolic is None:
-        return context.fake_mode.from_tensor(value, static_shapes=True)
-    return context.fake_mode.from_tensor(
-        value, symbolic_context=symbolic, source=symbolic.tensor_source, trace=False
-    )
 
 
 class _FakeRun(fx.Interpreter):

@@ -22,6 +22,7 @@ from .passes.expand_attention import expand_attention
 from .passes.functionalize import functionalize
 from .passes.fuse_head import fuse_head
 from .passes.gather_hooks import gather_hooks
+from .passes.guard_aliases import guard_aliases
 from .passes.guard_constants import guard_constants
 from .passes.guard_factorisations import guard_factorisations
 from .passes.leave_unpromised import leave_unpromised
@@ -43,6 +44,7 @@ PASSES: tuple[Pass, ...] = (
     functionalize,  # before anything is decided: what stays in place keeps its dtype
     gather_hooks,  # before any cast comes between a value and its hook
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
+    guard_aliases,  # after classify, like the guards below: it may only widen
     guard_constants,  # after classify: it may only widen what classify decided
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     leave_unpromised,  # before plan, which decides the products whose times are known

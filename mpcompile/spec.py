@@ -7,6 +7,7 @@ compiles the graph unchanged and says so, rather than run what might be wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,6 +64,31 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"output {i} is {value.dtype}, the program returns {wanted[i]}"
 
 
+def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    """Results that lay in one memory, with each other or with an input, lie in one now."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    captured: list[int | None] = gm.meta.get("mp_output_memory", [])
+    places = [(ir.storage(node), node) for node in inputs]
+    places += [
+        (then, result)
+        for then, result in zip(captured, results, strict=False)
+        if isinstance(result, fx.Node) and not ir.copies_for_overlap(result)
+    ]
+    together: dict[int, list[fx.Node]] = {}
+    for then, node in places:
+        if then is not None:
+            together.setdefault(then, []).append(node)
+    shared = [nodes for nodes in together.values() if len(set(nodes)) > 1]
+    if not shared:
+        return
+    history = units.History(gm)
+    for first, *others in shared:
+        for other in others:
+            if not history.shares_memory(first, other):
+                yield f"{other.name} no longer lies in the memory of {first.name}"
+
+
 def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         padding = ir.padding(node)
@@ -93,7 +119,13 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
     "place_pads": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
     "scale_gradients": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
-    "clean": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured, _units_agree),
+    "clean": (
+        _lanes_as_planned,
+        _operands_as_planned,
+        _outputs_as_captured,
+        _results_share_as_captured,
+        _units_agree,
+    ),
     "outline": (_outputs_as_captured, _regions_folded),
 }
 

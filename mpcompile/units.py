@@ -102,6 +102,10 @@ class History(fx.Interpreter):
         """Whether autograd saw no write to an input that needs a gradient."""
         return node in self.inputs and self.env[node].grad_fn is self.inputs[node]
 
+    def shares_memory(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether what two nodes give, or parts of it, lies in the same memory."""
+        return not ir.memory(self.env[a]).isdisjoint(ir.memory(self.env[b]))
+
     def _note(self, values: Any) -> set[GradFn]:
         """Note where the nodes of autograd's graph behind some values come from; returns the new
         ones.

@@ -102,7 +102,9 @@ def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
             objective.milliseconds(costs.low["time"]),
             objective.milliseconds(costs.full["time"]),
         )
-        return f"{rule}; but slower so: {faster[0]} ms low, {faster[1]} ms FP32 (device profile)"
+        slower = costs.low["time"] >= costs.full["time"]
+        but = "slower so" if slower else "the casts it needs would cost more than it saves"
+        return f"{rule}; but {but}: {faster[0]} ms low, {faster[1]} ms FP32 (device profile)"
     if "one number" in costs.low:
         return f"{rule}; one number: FP32 costs nothing"
     if "no operand" in costs.low:

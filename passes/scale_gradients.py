@@ -22,7 +22,7 @@ import itertools
 import torch
 from torch import fx
 
-from mpcompile import ir
+from mpcompile import ir, ops
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark
 from mpcompile.policy import Config, Precision
@@ -172,18 +172,65 @@ class _Scaler:
         return new
 
     def scale_outputs(self) -> None:
+        """Scale each result; those that share memory by the memory they share.
+
+            view = view(h, -1)                     own = clone(scale_grad(h, scale))
+            return h, view                 ->      view = view(own, -1)
+                                                   return own, view
+
+        What the caller writes to one of them is then in the history of the other. A view of an
+        input never leaves the caller's hands: its gradient needs neither scale.
+        """
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
-        done: dict[fx.Node, fx.Node] = {}
-        for i, result in enumerate(results):
-            if not isinstance(result, fx.Node) or result.op == "placeholder":
-                continue
-            if self.tracked(result, output):
-                if result not in done:
-                    with self.graph.inserting_before(output):
-                        done[result] = self._scale(result, output)
-                results[i] = done[result]
-        output.args = (tuple(results),)
+        roots = {r: self._root(r) for r in results if isinstance(r, fx.Node)}
+        shown: dict[fx.Node, fx.Node] = {}
+        for result, root in roots.items():
+            if root.op == "placeholder":
+                shown[root] = root
+            elif self.tracked(result, output) and root not in shown:
+                several = sum(other is root for other in roots.values()) > 1
+                at = root if several else result
+                shown[at] = self._shown(at, several)
+        reached = [r for r, root in roots.items() if root in shown or r in shown]
+        again = {r: self._again(r, shown) for r in reached}
+        output.args = (tuple(again.get(r, r) for r in results),)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """What a result is a view of: an input, or what was made here."""
+        while _is_plain_view(node):
+            source = node.all_input_nodes[0]
+            known = source.all_input_nodes[0] if _is_unscale(source) else source
+            if not self.history.shares_memory(node, known):
+                return node
+            node = known if known.op == "placeholder" else source
+        from_input = _is_unscale(node) and node.all_input_nodes[0].op == "placeholder"
+        return node.all_input_nodes[0] if from_input else node
+
+    def _shown(self, node: fx.Node, several: bool) -> fx.Node:
+        output = self.graph.output_node()
+        with self.graph.inserting_before(output):
+            scaled = self._scale(node, output)
+            if not several:
+                return scaled
+            # A tensor of its own, or autograd would take the views for some of what is inside.
+            target, name = torch.ops.aten.clone.default, f"{node.name}_own"
+            decision = ir.mark(scaled)
+            own = ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
+        if ir.value(own).stride() != ir.value(node).stride():
+            raise CannotRewrite(f"results show {node.name}, whose elements don't lie side by side")
+        return own
+
+    def _again(self, node: fx.Node, shown: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The views that lead to a result, of what is shown in place of its root."""
+        if node not in shown:
+            if _is_unscale(node):
+                return self._again(node.all_input_nodes[0], shown)
+            with self.graph.inserting_before(self.graph.output_node()):
+                again = self.graph.node_copy(node, lambda n: self._again(n, shown))
+            ir.refresh(again)
+            shown[node] = again
+        return shown[node]
 
     def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         decision = Mark(Precision.KEEP, "scale", "the gradient enters scaled", torch.float32)
@@ -199,6 +246,12 @@ class _Scaler:
         new.meta["mp_captured"] = node.meta.get("mp_captured")
         ir.set_regions((new,), ir.regions(reader))
         return new
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """Whether the node is a view of torch's own, made in FP32 and where autograd sees it."""
+    view = ir.is_getitem(node) or (ir.is_op(node) and ir.kind(node) is ops.Kind.VIEW)
+    return view and ir.grad_enabled(node) and not ir.regions(node)
 
 
 def _is_unscale(node: fx.Node) -> bool:

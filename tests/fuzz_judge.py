@@ -145,6 +145,12 @@ class _Owner(nn.Module):
         return self.function(*[getattr(self, n) if n in self.own else given[n] for n in self.names])
 
 
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether two elements have one place."""
+    places = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+    return places.as_strided(x.size(), x.stride(), x.storage_offset()).unique().numel() < x.numel()
+
+
 def _call(
     run: Callable[..., Any],
     program: Program,
@@ -172,8 +178,11 @@ def _call(
     for item, x in zip(program.inputs, arguments, strict=True):
         facts[f"{item.name} after"] = (x.dtype, tuple(x.shape), x.requires_grad)
     if program.doubled is not None and tensors:
+        written = tensors[program.doubled % len(tensors)]
+        if _overlaps(written):
+            raise Discarded("the caller writes to elements that share memory, which is undefined")
         with torch.enable_grad():
-            tensors[program.doubled % len(tensors)].mul_(2)
+            written.mul_(2)
     values: dict[str, torch.Tensor | None] = {}
     for k, x in enumerate(flat):
         if isinstance(x, torch.Tensor):

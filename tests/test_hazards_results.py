@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, SETTINGS, assert_near, check, leaf
+from compare import (
+    LEVELS,
+    SETTINGS,
+    assert_near,
+    check,
+    fallback_reason,
+    leaf,
+    weighted_sum,
+)
 from torch import nn
 
-from mpcompile import mpcompile
+from mpcompile import Policy, mpcompile
 
 
 @dataclasses.dataclass
@@ -117,6 +125,72 @@ def test_result_may_be_written_by_the_caller(level: str, emit: str) -> None:
         h[0].zero_()
         grads.append(torch.autograd.grad((h * h).mean(), w)[0])
     assert_near(grads[1], grads[0], "gradient", 1e-2)
+
+
+def whole_and_view(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w) * 0.5
+    return h, h.view(-1)
+
+
+def whole_and_row(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return h, h[0]
+
+
+def view_and_whole(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.gelu(F.linear(x, w)) + x
+    return h.t(), h
+
+
+def whole_and_detached(x: torch.Tensor, w: torch.Tensor) -> Any:
+    h = F.linear(x, w)
+    return h, h.detach()
+
+
+def view_of_the_input(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return F.linear(x.detach().clone(), w), x.view(-1)
+
+
+def write_first(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    first.mul_(2)
+    return weighted_sum(first.sin()) + weighted_sum(second * 3) + weighted_sum(x)
+
+
+def write_second(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    second.mul_(2)
+    return weighted_sum(second.sin()) + weighted_sum(first * 3) + weighted_sum(x)
+
+
+@SETTINGS
+@pytest.mark.parametrize("scale", ["dynamic", 1024.0, "none"])
+@pytest.mark.parametrize("write", [write_first, write_second])
+@pytest.mark.parametrize(
+    "program",
+    [whole_and_view, whole_and_row, view_and_whole, whole_and_detached, view_of_the_input],
+)
+def test_results_that_share_memory(
+    program: Any, write: Any, scale: Any, level: str, emit: str
+) -> None:
+    """What the caller writes to one is in the other, and in its history."""
+    fast = mpcompile(
+        program, level=level, emit=emit, loss_scale=scale, dtype=torch.float16, strict=True
+    )
+    x, w = leaf(8, 16), leaf(16, 16)
+    found = []
+    for run in (program, fast, fast):  # the first backward finds the scale, the second has it
+        inner = x * 1  # no leaf: it may be written
+        loss = write(*run(inner, w), inner)
+        found.append((loss, *torch.autograd.grad(loss, (x, w), allow_unused=True)))
+    for actual in found[1:]:
+        for what, a, b in zip(("loss", "x", "w"), actual, found[0], strict=True):
+            assert_near(a, b, what, 1e-2)
+
+
+def test_a_policy_that_would_part_results_is_refused() -> None:
+    """The view low by the user's word, its memory FP32 for the caller: two places."""
+    policy = Policy(nodes={"view": "low"})
+    reason = fallback_reason(whole_and_view, leaf(8, 16), leaf(16, 16), policy=policy)
+    assert "no longer lies in the memory of" in reason
 
 
 def test_module_without_parameters() -> None:

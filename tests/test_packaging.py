@@ -32,7 +32,7 @@ PASSES = ROOT / "passes"
 # Bottom first. A module or package imports only from layers before its own; those of one layer
 # do not know each other. The package root, at the very top, only gathers what users import.
 LAYERS = (
-    {"_version", "errors"},
+    {"_version", "errors", "fakes"},
     {
         "device",
         "library",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import copies, guard
 from ..emit import check_inductor
@@ -206,7 +207,8 @@ class MPOptimizer(Optimizer):
                 self._varying |= step.changed_settings(self._inner)
             initialise_state(self._inner, key.members)
             try:
-                step = self._compiled(key)
+                with _disable_current_modes():  # it is traced on FakeTensors of its own
+                    step = self._compiled(key)
             except StateAppeared:
                 # The state is made by the first step: do that one op by op, and trace the next.
                 eager_step(self._inner, key, self._max_grad_norm, self._results)

@@ -1,0 +1,40 @@
+"""FakeTensors of a graph's inputs, as AOTAutograd makes them: same mode, same symbols for sizes.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def fake_twin(value: Any, context: TracingContext) -> Any:
+    """The fake twin of an input; what is no tensor, and a fake of this very mode, is itself.
+
+    A program may run on FakeTensors of its own: for a device that isn't there, say.
+    """
+    mode = context.fake_mode
+    assert mode is not None
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, FakeTensor) and value.fake_mode is mode:
+        return value
+    symbolic = context.tensor_to_context.get(value)
+    if symbolic is None:
+        return mode.from_tensor(value, static_shapes=True)
+    return mode.from_tensor(
+        value, symbolic_context=symbolic, source=symbolic.tensor_source, trace=False
+    )
+
+
+def fake_of_fixed_size(value: torch.Tensor) -> torch.Tensor:
+    """A fake for an input that Dynamo knows nothing of: for its real self AOTAutograd would make
+    symbolic sizes, and nobody guards those.
+    """
+    context = TracingContext.get()
+    assert context.fake_mode is not None
+    return context.fake_mode.from_tensor(value, static_shapes=True)
