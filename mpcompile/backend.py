@@ -148,6 +148,7 @@ def _compile(
     searches = scale is not None and scale.fitting and _can_run_again(captured, settings, device)
     compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
     if scale is not None and searches:
+        scale.searched = True
         compiled = fit.fitting(compiled, scale, read.keys())
     if read:
         # A scale that two optimizers move may move between two backwards of the same gradient.
@@ -313,7 +314,8 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
     Not if autograd sees the write, nor if inputs share memory, which copies would not, or a result
     shows an input's. CUDA graphs are left alone: what they replay is bound to addresses.
     """
-    inputs = gm.graph.find_nodes(op="placeholder")
+    # A working copy was captured as what it is the copy of, but has memory of its own.
+    inputs = [n for n in gm.graph.find_nodes(op="placeholder") if ir.copy_of(n) is None]
     memory = [at for node in inputs if (at := ir.storage(node)) is not None]
     tracked = any(map(ir.is_write_back, gm.graph.nodes))
     shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])

@@ -140,6 +140,7 @@ class LossScale:
         self._overflow_at = -1  # the forward for which an overflow has been counted
         self._failures = 0
         self._fitted: int | None = None  # the backward that has found the value, by its number
+        self.searched = False  # whether the first backward of some graph looks for the value
         self._optimized = False  # whether some optimizer looks at it
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
         self._leaves = WeakIdKeyDictionary()  # the parameters whose gradients it scales
@@ -300,7 +301,7 @@ class LossScale:
         Both 0-d FP32 on `device`. A new value is a new tensor: a backward that is still to come
         divides by the scale its forward multiplied with.
         """
-        if self._resident and not self.fitting:
+        if self._resident and not (self.fitting and self.searched):
             self.used = self._resident["scale"].clone()
         else:  # one tensor for all forwards of the iteration that finds the value
             held = self._tensors.get(device)
@@ -491,7 +492,8 @@ class LossScale:
         """
         if not self._resident:
             kinds = {float: torch.float32, int: torch.int64, bool: torch.bool}
-            fields = {**dataclasses.asdict(self._state), "hit": False, "floor": False}
+            hit = self._overflow_at == self._forwards  # another optimizer's step may have seen it
+            fields = {**dataclasses.asdict(self._state), "hit": hit, "floor": False}
             self._resident = {
                 name: torch.tensor(number, dtype=kinds[type(number)], device=device)
                 for name, number in fields.items()

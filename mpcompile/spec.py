@@ -66,19 +66,15 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
 
 def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
     """Results that lay in one memory, with each other or with an input, lie in one now."""
-    inputs = gm.graph.find_nodes(op="placeholder")
     results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     captured: list[int | None] = gm.meta.get("mp_output_memory", [])
-    places = [(ir.storage(node), node) for node in inputs]
-    places += [
-        (then, result)
-        for then, result in zip(captured, results, strict=False)
-        if isinstance(result, fx.Node) and not ir.copies_for_overlap(result)
-    ]
-    together: dict[int, list[fx.Node]] = {}
-    for then, node in places:
-        if then is not None:
-            together.setdefault(then, []).append(node)
+    together: dict[int | None, list[fx.Node]] = {}
+    for then, result in zip(captured, results, strict=False):
+        if then is not None and isinstance(result, fx.Node) and not ir.copies_for_overlap(result):
+            together.setdefault(then, []).append(result)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if ir.storage(node) in together and ir.copy_of(node) is None:
+            together[ir.storage(node)].append(node)
     shared = [nodes for nodes in together.values() if len(set(nodes)) > 1]
     if not shared:
         return

@@ -6,11 +6,14 @@
 
 AOTAutograd lays the gradient of a result out as the result is, and of what was written to the same
 place only the last survives (torch 2.11 to 2.13; `torch.compile` gives wrong gradients for such a
-result). One that is a view of an input it makes anew outside of the graph, where autograd adds up
-rightly, unless the loss scale stands in between. Stride 0, as `expand` makes it, it treats well.
+result). One that is a view of an input, or shares memory with another result, it makes anew outside
+of the graph, where autograd adds up rightly, and no loss scale stands in between. Stride 0, as
+`expand` makes it, it treats well.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 from torch import fx
@@ -25,13 +28,15 @@ def copy_overlaps(gm: fx.GraphModule, config: Config) -> bool:
     inputs = gm.graph.find_nodes(op="placeholder")
     if not any(map(ir.requires_grad, inputs)):
         return False
-    theirs = set() if config.scaled else {ir.storage(node) for node in inputs}
     results = list(output.args[0])  # type: ignore[arg-type]
-    for i, result in enumerate(results):
+    captured = gm.meta["mp_output_memory"]
+    shared = {ir.storage(node) for node in inputs}
+    shared |= {at for at, count in Counter(captured).items() if count > 1}
+    for i, (result, at) in enumerate(zip(results, captured, strict=True)):
         value = ir.tensor(result) if isinstance(result, fx.Node) else None
         if value is None or not value.is_floating_point() or value.layout is not torch.strided:
             continue
-        if _overlaps(value) and ir.storage(result) not in theirs:
+        if at not in shared and _overlaps(value):
             results[i] = _copy(gm.graph, result)
     changed = results != list(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(results),)

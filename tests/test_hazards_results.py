@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -151,6 +152,16 @@ def view_of_the_input(x: torch.Tensor, w: torch.Tensor) -> Any:
     return F.linear(x.detach().clone(), w), x.view(-1)
 
 
+def whole_and_windows(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """The second one's elements overlap."""
+    h = F.linear(x, w)
+    return h, h.unfold(1, 2, 1)
+
+
+def write_nothing(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return weighted_sum(first.sin()) + weighted_sum(second * 3) + weighted_sum(x)
+
+
 def write_first(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     first.mul_(2)
     return weighted_sum(first.sin()) + weighted_sum(second * 3) + weighted_sum(x)
@@ -163,10 +174,16 @@ def write_second(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> 
 
 @SETTINGS
 @pytest.mark.parametrize("scale", ["dynamic", 1024.0, "none"])
-@pytest.mark.parametrize("write", [write_first, write_second])
 @pytest.mark.parametrize(
-    "program",
-    [whole_and_view, whole_and_row, view_and_whole, whole_and_detached, view_of_the_input],
+    ("program", "write"),
+    [
+        *itertools.product(
+            (whole_and_view, whole_and_row, view_and_whole, whole_and_detached, view_of_the_input),
+            (write_first, write_second),
+        ),
+        (whole_and_windows, write_nothing),
+        (whole_and_windows, write_first),
+    ],
 )
 def test_results_that_share_memory(
     program: Any, write: Any, scale: Any, level: str, emit: str

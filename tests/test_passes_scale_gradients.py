@@ -73,7 +73,9 @@ detach: f32[4] = detach(exp)
 gt: b8[4] = gt(exp, 1)
 argmax: i64[] = argmax(exp)
 exp_scale: f32[4] = mpcompile::scale_grad(exp, mp_scale)
-return exp_scale, detach, gt, argmax
+exp_own: f32[4] = clone(exp_scale)
+detach_1: f32[4] = detach(exp_own)
+return exp_own, detach_1, gt, argmax
 """,
     )
 

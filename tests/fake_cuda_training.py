@@ -1,0 +1,97 @@
+"""Trains small models on a GPU that exists by name, and tells as JSON what happened.
+
+    python tests/fake_cuda_training.py h100
+
+A process of its own: fakecuda must be loaded before torch, and a process stays the GPU it became.
+"""
+
+from __future__ import annotations
+
+import fakecuda  # isort: skip  (before torch)
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import MPOptimizer, compiled_plans, mpcompile
+from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.products import _VIEWS
+
+STEPS = 3
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    """Large, and of odd sizes."""
+    net = nn.Sequential(nn.Linear(1023, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1001))
+    return net, lambda: (torch.randn(4095, 1023),)
+
+
+def gpt() -> tuple[nn.Module, Any]:
+    net = GPT(GPTConfig(vocab=1003, width=768, layers=1, heads=6))
+    return net, lambda: (torch.randint(0, 1003, (16, 128)), torch.randint(0, 1003, (16, 128)))
+
+
+def conv() -> tuple[nn.Module, Any]:
+    net = nn.Sequential(
+        nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(128, 130, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(130, 10),
+    )  # fmt: skip
+    return net, lambda: (torch.randn(64, 64, 56, 56),)
+
+
+def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> dict[str, Any]:
+    with device:
+        with torch.device("cuda"):
+            model, batch = build()
+        model = mpcompile(model, level=level, emit="aot_eager", strict=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if generated:
+            optimizer = MPOptimizer(optimizer, emit="aot_eager", max_grad_norm=1.0)
+        reads = []
+        for _ in range(STEPS):
+            device.reads.clear()
+            with torch.device("cuda"):
+                inputs = batch()
+            result = model(*inputs)
+            loss = result[0] if isinstance(result, tuple) else result
+            loss = loss if loss.ndim == 0 else F.gelu(loss).mean()
+            loss.backward()
+            gradients = {
+                f"{'none' if p.grad is None else p.grad.dtype} on {p.device}"
+                for p in model.parameters()
+            }
+            optimizer.step()
+            optimizer.zero_grad()
+            reads.append(len(device.reads))
+    plan, *more = compiled_plans(model)
+    return {
+        "model": build.__name__, "level": level, "generated": generated, "reads": reads,
+        "last read": device.reads[-1] if device.reads else "",
+        "loss": f"{loss.dtype} on {loss.device}", "gradients": sorted(gradients),
+        "graphs": 1 + len(more), "scaled": plan.scaled, "dtype": plan.dtype, "device": plan.device,
+        "products": [
+            f"{n.name}: {n.planned} {n.precision}" for n in plan.nodes if n.op in _VIEWS
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    # torch's own advice on fakes of another kind than those of its tests
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    device = fakecuda.become(sys.argv[1])
+    found = [
+        train(device, build, level, generated)
+        for build in (mlp, gpt, conv)
+        for level in ("O1", "O2")
+        for generated in (True, False)
+    ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
