@@ -72,17 +72,18 @@ def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
     for then, result in zip(captured, results, strict=False):
         if then is not None and isinstance(result, fx.Node) and not ir.copies_for_overlap(result):
             together.setdefault(then, []).append(result)
+    theirs: dict[int | None, list[fx.Node]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if ir.storage(node) in together and ir.copy_of(node) is None:
-            together[ir.storage(node)].append(node)
-    shared = [nodes for nodes in together.values() if len(set(nodes)) > 1]
-    if not shared:
+            theirs.setdefault(ir.storage(node), []).append(node)
+    shared = [(theirs.get(at) or nodes[:1], nodes) for at, nodes in together.items()]
+    if not any(set(nodes) - set(owners) for owners, nodes in shared):
         return
     history = units.History(gm)
-    for first, *others in shared:
-        for other in others:
-            if not history.shares_memory(first, other):
-                yield f"{other.name} no longer lies in the memory of {first.name}"
+    for owners, nodes in shared:
+        for node in nodes:
+            if not any(history.shares_memory(node, owner) for owner in owners):
+                yield f"{node.name} no longer lies in the memory of {owners[0].name}"
 
 
 def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
