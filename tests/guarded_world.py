@@ -267,7 +267,8 @@ class World:
         self.tape = []
         wanted.backward(retain_graph=retain)
         for s in {s for s, _, _ in self.tape}:
-            bad = any(b for t, _, b in self.tape if t == s)
+            # What O2 stores low is not counted, but stands in the gradient itself.
+            bad = any(b for t, name, b in self.tape if t == s and not self._is_low(name))
             self.scales[s].ran(bad)
             if self.scales[s].fitting:
                 value = self.live_scale(s).value
@@ -284,6 +285,10 @@ class World:
             self.outputs = [o for o in self.outputs if o not in chosen]
         self._overflow_in_sums()
         self.check()
+
+    def _is_low(self, name: str | None) -> bool:
+        grad = None if name is None else self.params[name].grad
+        return grad is not None and grad.dtype is torch.float16
 
     def _found_in_vain(self) -> None:
         """Where no scale fits, the search ends at another than the reference has: which elements

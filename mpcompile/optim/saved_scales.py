@@ -32,16 +32,28 @@ class SavedScales:
         return SavedScales, (self.waiting,)  # in a copy no scale is known
 
     def restore(self, known: Mapping[LossScale, Collection[int]]) -> None:
-        """Give each scale that is known by now, and its parameters, what was saved for it."""
+        """Give each scale that is known by now, and its parameters, what was saved for it. One that
+        was loaded by itself keeps that.
+        """
         for scale, parameters in known.items():
-            if self.waiting and scale not in self._restored:
-                entry = max(self.waiting, key=lambda e: _likeness(e, set(parameters)))
-                self.waiting.remove(entry)
+            if scale in self._restored:
+                continue
+            likeness = {i: _likeness(e, set(parameters)) for i, e in enumerate(self.waiting)}
+            best = max(likeness, key=likeness.__getitem__, default=None)
+            if best is not None and likeness[best] >= 0:
+                entry = self.waiting.pop(best)
                 self._restored.add(scale)
-                scale.load_state_dict(entry)
+                if not scale.loaded:
+                    scale.load_state_dict(entry)
 
 
 def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
-    """How much of both sets of parameters is in either; 0 for a GradScaler's, which has none."""
+    """How much of both sets of parameters is in either; 0 for a GradScaler's, which has none.
+
+    A model may have run more of its graphs then than now, or more now than then. Where either has
+    parameters that the other has not, it is another model, that shares some: negative.
+    """
     theirs = set(entry.get(_PARAMETERS, ()))
+    if theirs - parameters and parameters - theirs:
+        return -1.0
     return len(theirs & parameters) / max(len(theirs | parameters), 1)
