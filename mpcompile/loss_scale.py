@@ -140,7 +140,7 @@ class LossScale:
         self._overflow_at = -1  # the forward for which an overflow has been counted
         self._failures = 0
         self._fitted: int | None = None  # the backward that has found the value, by its number
-        self.loaded = False  # whether its state comes from a checkpoint
+        self.loaded = False  # whether it was given its state, and no forward has used it yet
         self.searched = False  # whether the first backward of some graph looks for the value
         self._optimized = False  # whether some optimizer looks at it
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
@@ -351,6 +351,7 @@ class LossScale:
             MPCompileError: gradients that overflowed were used in an update written by hand.
         """
         self._forwards += 1
+        self.loaded = False
         running = _backward_running()
         if self._fitted != running:
             self._end_of_search()

@@ -119,6 +119,18 @@ def test_two_optimizers_over_one_model_move_it_once() -> None:
         assert scale.value == 8.0 * 2 ** (step // 3)
 
 
+def test_an_overflow_that_a_plain_optimizer_saw_first_moves_it_once() -> None:
+    """The generated step is compiled, and the scale's state moves to the device, behind that."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=LossScale.dynamic(1024.0))
+    first = SGD(model[0].parameters(), lr=0.1)
+    second = MPOptimizer(SGD(model[1].parameters(), lr=0.1), emit="eager")
+    (model(torch.randn(4, 8)).sum() * 1e30).backward()
+    first.step()
+    second.step()
+    assert (loss_scale_of(model).value, loss_scale_of(model).skipped_steps) == (512.0, 2)
+
+
 @pytest.mark.parametrize("floor", [2.0, 0.1])
 def test_it_warns_at_the_floor_once(floor: float) -> None:
     scale = LossScale.dynamic(init_scale=2 * floor, min_scale=floor)

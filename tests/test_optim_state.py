@@ -220,6 +220,54 @@ def test_scales_of_two_models_find_their_models() -> None:
     assert [loss_scale_of(m).state.good_steps for m in models2] == [2, 4]
 
 
+class Tower(nn.Module):
+    """A layer that another model has, too, and one of its own."""
+
+    def __init__(self, trunk: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.trunk(x))
+        return out
+
+
+def towers() -> tuple[list[Tower], MPOptimizer]:
+    """Two models over one layer."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(8, 16)
+    models = [
+        mpcompile(Tower(trunk), dtype=torch.float16, emit="eager", loss_scale="grad_scaler")
+        for _ in range(2)
+    ]
+    params = list(dict.fromkeys(p for m in models for p in m.parameters()))
+    return models, MPOptimizer(SGD(params, lr=0.1), emit="eager")
+
+
+def test_a_scale_goes_to_no_other_model_that_shares_a_parameter() -> None:
+    """One model ran before the checkpoint, the other runs first after it."""
+    models, optimizer = towers()
+    train(models[1], optimizer, HUGE)
+    fresh, resumed = towers()
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    for k in (0, 1):
+        train(fresh[k], resumed, torch.randn(4, 8))
+    assert [loss_scale_of(m).skipped_steps for m in fresh] == [0, 1]
+
+
+def test_a_scale_loaded_by_itself_stays() -> None:
+    model, optimizer = trained()
+    state = saved(optimizer.state_dict())
+    fresh = fp16()
+    resumed = MPOptimizer(SGD(fresh.parameters(), lr=0.1), emit="eager")
+    loss_scale_of(fresh).load_state_dict(LossScale.dynamic(64.0).state_dict())
+    resumed.load_state_dict(state)
+    train(fresh, resumed, torch.randn(4, 8))
+    assert loss_scale_of(fresh).value == 64.0
+    resumed.load_state_dict(state)  # later, back to the checkpoint: the scale goes back as well
+    assert loss_scale_of(fresh).value == loss_scale_of(model).value
+
+
 def test_a_grad_scalers_state_is_read() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=11)
     scaler.scale(torch.ones(1))

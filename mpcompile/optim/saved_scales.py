@@ -45,6 +45,7 @@ class SavedScales:
                 self._restored.add(scale)
                 if not scale.loaded:
                     scale.load_state_dict(entry)
+                scale.loaded = False
 
 
 def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
