@@ -161,17 +161,20 @@ def _skip_if_overflowed(optimizer: Optimizer) -> None:
             own[scale].append(gradient)
         if not scales:
             others.append(gradient)
-    skip = False
+    skip = looked_at = False
     for scale, theirs in own.items():
-        if scale.open:
-            theirs += others  # parameters that may stand before its graphs
         overflows = look(optimizer, scale)
+        if scale.open and overflows is not None:
+            theirs += others  # parameters that may stand before its graphs, which ran
+            looked_at = True
         overflow = any_nonfinite(theirs)
         if overflows is not None:
             overflow = overflow.to(overflows.device) | (overflows > 0)
         answer = bool(overflow)
         scale.settle(answer)
         skip |= answer
+    if others and not looked_at and any(scale.open for scale in own):
+        skip |= bool(any_nonfinite(others))  # left over from a pass that was counted then
     skip |= bool(others) and _upstream_overflowed(optimizer, others, own)
     if skip:
         hidden = _hidden.setdefault(optimizer, [])

@@ -20,6 +20,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,18 @@ class Multiplied:
     def bring(self, grad: torch.Tensor, other: Multiplied) -> torch.Tensor:
         """A gradient multiplied by `other`, multiplied by this instead."""
         return grad if other.moves == self.moves else grad * (self.by / other.by)
+
+    @classmethod
+    def least(cls, found: Sequence[Multiplied]) -> Multiplied:
+        """The smallest of some: at it, what fits at each of them fits. Not read by the host."""
+        distinct = list({m.moves: m for m in found}.values())
+        if len(distinct) == 1:
+            return distinct[0]
+        return cls(torch.stack([m.by for m in distinct]).amin(), next(_unequal))
+
+
+# No number of moves: what is made here is equal to nothing that was known before.
+_unequal = itertools.count(-1, -1)
 
 
 class LowGradient:
@@ -185,6 +198,8 @@ class LowGradient:
                 self.stored = by
             elif before.is_cpu and self._was_changed(before) and bool(before.any()):
                 self._refuse_changed()  # a GPU would have to be waited for
+            if before is not None and self.stored.moves != by.moves:
+                self.restate(before, Multiplied.least([self.stored, by]))
             return (self.stored.bring(grad, by),)
         if arrived.dtype is self.dtype:
             raise MPCompileError(
@@ -248,8 +263,7 @@ def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch
     """
     for low, grad in gradients:
         low.check_untouched(grad)
-    common = gradients[0][0].stored
-    assert common is not None
+    common = Multiplied.least([low.stored for low, _ in gradients if low.stored is not None])
     for low, grad in gradients:
         low.restate(grad, common)
     return common.by
