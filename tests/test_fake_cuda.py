@@ -1,0 +1,121 @@
+"""What happens on a GPU, seen without one: plans, dtypes, devices, and who waits for the device.
+
+`fakecuda` makes a device that exists by name only; each GPU is a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+ROOT = Path(__file__).parent.parent
+GPUS = ["h100", "t4", "v100"]
+
+spec = importlib.util.find_spec("torch")
+assert spec is not None
+assert spec.origin is not None
+pytestmark = pytest.mark.skipif(
+    (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
+    reason="this torch has a CUDA device of its own",
+)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": "", **environment},
+    )  # fmt: skip
+
+
+@functools.cache
+def trained(gpu: str) -> list[dict[str, Any]]:
+    """What tests/fake_cuda_training.py tells of each model, level and optimizer."""
+    run = python("tests/fake_cuda_training.py", gpu)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", GPUS)
+
+
+@each_gpu
+def test_a_first_compile_for_cuda_at_every_level(gpu: str) -> None:
+    for run in trained(gpu):
+        assert run["graphs"] == 1
+        assert (run["dtype"], run["device"], run["scaled"]) == ("float16", "cuda:0", True), run
+        assert run["loss"] == "torch.float32 on cuda:0"
+
+
+@each_gpu
+def test_nobody_waits_for_the_device(gpu: str) -> None:
+    """The first step finds the scale. From then on a generated step reads nothing; a plain
+    optimizer's step, which the host must be able to leave out, reads one flag.
+    """
+    for run in trained(gpu):
+        assert run["reads"][1:] == [0 if run["generated"] else 1] * 2, run["last read"]
+
+
+@each_gpu
+def test_gradients_are_where_they_should_be(gpu: str) -> None:
+    for run in trained(gpu):
+        stored_low = run["level"] == "O2" and run["generated"]
+        wanted = {"torch.float32 on cuda:0", *(["torch.float16 on cuda:0"] if stored_low else [])}
+        assert set(run["gradients"]) == wanted
+
+
+def plans(gpu: str) -> str:
+    """The products of each model, in the shapes they run in."""
+    lines = []
+    for run in trained(gpu):
+        if run["generated"]:
+            lines.append(f"{run['model']} {run['level']}")
+            lines += [f"    {product}" for product in run["products"]]
+    return "\n".join(lines) + "\n"
+
+
+def test_plans_for_an_h100() -> None:
+    """By its profile, products whose casts would cost more than they save stay in FP32."""
+    assert_expected_inline(plans("h100"), """""")
+
+
+def test_plans_for_a_t4() -> None:
+    """Before Ampere the number of rows counts, too: they are padded as well."""
+    assert_expected_inline(plans("t4"), """""")
+
+
+def test_plans_for_a_v100() -> None:
+    assert_expected_inline(plans("v100"), """""")
+
+
+def test_torch_before_fakecuda() -> None:
+    run = python("-c", "import torch, fakecuda")
+    assert "import fakecuda before torch" in run.stderr
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    run = python("-c", "import fakecuda", PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert "no C++ compiler: install g++, or set CXX to one" in run.stderr
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    run = python("-c", "import fakecuda", CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert "can't compile guard.cpp: error: out of paper" in run.stderr
+
+
+def test_an_unknown_gpu() -> None:
+    run = python("-c", "import fakecuda; fakecuda.become('h10')")
+    assert "unknown GPU 'h10'; did you mean 'h100'?" in run.stderr
