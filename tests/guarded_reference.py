@@ -167,12 +167,8 @@ class Scale:
             self.bad = self.passes
 
     def stale(self, optimizer: Any) -> bool:
-        """Whether there is a bad pass that this optimizer has not seen."""
+        """Whether there is a bad pass that this optimizer, or the update by hand, has not seen."""
         return self.bad > max(self.looks.get(optimizer, 0), self.void)
-
-    def unseen(self) -> bool:
-        """The same, for an update by hand: one that nobody has seen."""
-        return self.bad > max(self.looked, self.void)
 
     def forward(self, held: bool) -> None:
         """A training forward begins; held: there are gradients."""

@@ -435,7 +435,7 @@ class World:
         scale, leaves = self.scales[s], list(self._leaves(s))
         names = [n for n in leaves if n.startswith("net0.")]
         must = self._must_skip(s, names)
-        may = scale.unseen() or self._is_bad(leaves)
+        may = scale.stale("hand") or self._is_bad(leaves)
         overflowed = self.live_scale(s).overflowed()
         self.steps += 1
         self.skips += overflowed
