@@ -40,6 +40,7 @@ from benchmarks.harness import (
     Table,
     environment,
     idle_wait,
+    low_dtype,
     ratio,
     summarize,
     take_turns,
@@ -156,7 +157,7 @@ class _Trainee:
         tokens = [torch.randint(work.model.vocab, size).to(device) for _ in range(2)]
         self.idx, self.targets = tokens
         self.around: Callable[[], Any] = contextlib.nullcontext
-        self.name, self.emit = name, work.emit
+        self.name, self.emit, self.device = name, work.emit, device
         if name == AUTOCAST:
             self.around = lambda: torch.autocast(device.type, torch.bfloat16)
 
@@ -164,7 +165,8 @@ class _Trainee:
         if options := OPTIONS.get(self.name):
             if self.emit != "inductor":
                 options = {**options, "recompute": False}
-            mpcompile(self.model, dtype=torch.bfloat16, emit=self.emit, strict=True, **options)
+            low = low_dtype(self.device)
+            mpcompile(self.model, dtype=low, emit=self.emit, strict=True, **options)
         else:
             self.model.compile(backend=self.emit)
 

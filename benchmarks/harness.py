@@ -37,6 +37,7 @@ __all__ = [
     "Table",
     "environment",
     "idle_wait",
+    "low_dtype",
     "ratio",
     "summarize",
     "take_turns",
@@ -105,6 +106,11 @@ def take_turns(
             wait()
             samples[arm.name].append((clock() - start) / steps)
     return samples
+
+
+def low_dtype(device: torch.device) -> torch.dtype | str:
+    """What a user would ask for: on a CPU "auto", which may find that nothing low is faster."""
+    return "auto" if device.type == "cpu" else torch.bfloat16
 
 
 def idle_wait(device: torch.device) -> Callable[[], None]:

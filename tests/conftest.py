@@ -34,3 +34,12 @@ def from_nothing() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def with_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has BF16 instructions, so that plans are the same on one that has none; but for the
+    tests that ask what a machine has.
+    """
+    if request.node.get_closest_marker("this_machine") is None:
+        monkeypatch.setattr("mpcompile.backend.has_units", lambda device, dtype: True)

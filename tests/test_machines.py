@@ -20,6 +20,8 @@ from mpcompile.accumulation import check_accumulation
 from mpcompile.profile import store
 from mpcompile.profile.key import class_of, key_of
 
+pytestmark = pytest.mark.this_machine
+
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
