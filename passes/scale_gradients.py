@@ -198,14 +198,25 @@ class _Scaler:
 
     def _root(self, node: fx.Node) -> fx.Node:
         """What a result is a view of: an input, or what was made here."""
-        while _is_plain_view(node):
-            source = node.all_input_nodes[0]
-            known = source.all_input_nodes[0] if _is_unscale(source) else source
-            if not self.history.shares_memory(node, known):
-                return node
-            node = known if known.op == "placeholder" else source
+        while (source := self._source(node)) is not None:
+            node = source
         from_input = _is_unscale(node) and node.all_input_nodes[0].op == "placeholder"
         return node.all_input_nodes[0] if from_input else node
+
+    def _source(self, node: fx.Node) -> fx.Node | None:
+        """The one value that a view of torch's own shows, made where autograd sees it; or None.
+
+        A part of several results is a view if these are (those of `split`, not those of `sort`).
+        """
+        if ir.is_getitem(node):
+            several = node.all_input_nodes[0]
+            return several if self._source(several) is not None else None
+        view = ir.is_op(node) and ir.kind(node) is ops.Kind.VIEW
+        if not view or not ir.grad_enabled(node) or ir.regions(node):
+            return None
+        known = {n: n.all_input_nodes[0] if _is_unscale(n) else n for n in node.all_input_nodes}
+        shown = [n for n, at in known.items() if self.history.shares_memory(node, at)]
+        return shown[0] if len(shown) == 1 else None
 
     def _shown(self, node: fx.Node, several: bool) -> fx.Node:
         output = self.graph.output_node()
@@ -226,8 +237,11 @@ class _Scaler:
         if node not in shown:
             if _is_unscale(node):
                 return self._again(node.all_input_nodes[0], shown)
+            source = self._source(node)
+            assert source is not None
+            new = self._again(source, shown)
             with self.graph.inserting_before(self.graph.output_node()):
-                again = self.graph.node_copy(node, lambda n: self._again(n, shown))
+                again = self.graph.node_copy(node, lambda n: new if n is source else n)
             ir.refresh(again)
             shown[node] = again
         return shown[node]
@@ -246,12 +260,6 @@ class _Scaler:
         new.meta["mp_captured"] = node.meta.get("mp_captured")
         ir.set_regions((new,), ir.regions(reader))
         return new
-
-
-def _is_plain_view(node: fx.Node) -> bool:
-    """Whether the node is a view of torch's own, made in FP32 and where autograd sees it."""
-    view = ir.is_getitem(node) or (ir.is_op(node) and ir.kind(node) is ops.Kind.VIEW)
-    return view and ir.grad_enabled(node) and not ir.regions(node)
 
 
 def _is_unscale(node: fx.Node) -> bool:

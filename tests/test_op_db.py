@@ -55,6 +55,12 @@ REFUSED_INPLACE = {
     "float_power": "its in-place variant would have to change the dtype",
 }
 
+# Operators of which a sample is left in FP32, and what the warning says.
+LEFT_IN_FP32 = {
+    # Its parts share memory, and their sizes depend on data: that they still do can't be shown.
+    "tensor_split": "no longer lies in the memory of",
+}
+
 
 def judge(case: Case) -> None:
     """Every sample passes, or its operator is excluded above for the reason that occurred."""
@@ -68,7 +74,13 @@ def judge(case: Case) -> None:
     for status, excluded in ((Status.BREAK, BREAKS), (Status.SKIP, refused)):
         unexpected = [v for v in verdicts if v.status is status and case.name not in excluded]
         assert not unexpected, f"{case}: {len(unexpected)} {status.name}: {unexpected[0]}"
-    failed = [v for v in verdicts if v.status in (Status.WRONG, Status.CRASH)]
+    left = LEFT_IN_FP32.get(case.name)
+    failed = [
+        v
+        for v in verdicts
+        if v.status is Status.WRONG
+        or (v.status is Status.CRASH and (left is None or left not in v.detail))
+    ]
     assert not failed, f"{case}: {len(failed)} of {len(verdicts)}: {failed[0]}"
     if case.setting == "alone" and not case.first:
         seen = {v.status for v in verdicts}

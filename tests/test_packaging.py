@@ -43,6 +43,7 @@ LAYERS = (
         "islands",
         "later",
         "accumulation",
+        "gpus",
     },
     {"profile", "advice"},
     {"policy"},

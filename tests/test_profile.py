@@ -458,22 +458,6 @@ def test_the_variable_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load(CPU)
 
 
-@pytest.mark.parametrize(
-    ("flags", "stem"),
-    [
-        ({"avx512_bf16": True, "amx_bf16": True}, "cpu-avx512-bf16"),
-        ({"avx512_bf16": True}, "cpu-avx512-bf16"),
-        ({"avx2": True, "avx512_bf16": False}, None),
-        ({"bf16": True}, None),
-    ],
-)
-def test_the_class_of_a_cpu(
-    flags: dict[str, bool], stem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    assert class_of(CPU) == stem
-
-
 @pytest.mark.parametrize(("capability", "stem"), [((9, 0), "cuda-hopper"), ((8, 0), None)])
 def test_the_class_of_a_gpu(
     capability: tuple[int, int], stem: str | None, monkeypatch: pytest.MonkeyPatch
