@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 # `make bench BENCH_ARGS="run gpt_cpu"` runs one benchmark.
 BENCH_ARGS ?= run
 
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 

@@ -158,40 +158,9 @@ conv O2
     )
 
 
-def test_plans_for_a_v100() -> None:
-    assert_expected_inline(
-        plans("v100"),
-        """\
-mlp O1
-    linear: f16[4096, 4096] LOW
-    linear_1: f16[4096, 1008] LOW
-mlp O2
-    linear: f16[4096, 4096] LOW
-    linear_1: f16[4096, 1008] LOW
-gpt O1
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-gpt O2
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-conv O1
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f16[64, 10] LOW
-conv O2
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f16[64, 10] LOW
-""",
-    )
+def test_a_v100_is_planned_for_as_a_t4_is() -> None:
+    """Neither has a profile, and both count rows."""
+    assert plans("v100") == plans("t4")
 
 
 def test_torch_before_fakecuda() -> None:
