@@ -68,6 +68,7 @@ def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
 class _Scaler:
     def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
         self.graph, self.scale, self.found, self.history = graph, scale, found, history
+        self.owned: dict[fx.Node, fx.Node] = {}  # a copy that is written -> the input it stands for
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
@@ -130,7 +131,7 @@ class _Scaler:
                     raise CannotRewrite(f"input {node.name} changes its shape in place")
                 itself.add(other)
                 output.replace_input_with(other, node)
-        if any(n.op == "placeholder" or output in n.users for n in aliases - {node}):
+        if any(n.op == "placeholder" for n in aliases - {node}):
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
         unseen = self.history.is_as_it_came(node)  # through detach(), for one
         for writer in self.graph.nodes:
@@ -150,6 +151,7 @@ class _Scaler:
             target, name = aten.clone.default, f"{node.name}_own"
             own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
         own.meta["mp_captured"] = node.meta["mp_captured"]
+        self.owned[own] = node
         for user in users:
             user.replace_input_with(source, node if user is output else own)
         with self.graph.inserting_before(output):
@@ -198,10 +200,20 @@ class _Scaler:
 
     def _root(self, node: fx.Node) -> fx.Node:
         """What a result is a view of: an input, or what was made here."""
-        while (source := self._source(node)) is not None:
-            node = source
-        from_input = _is_unscale(node) and node.all_input_nodes[0].op == "placeholder"
-        return node.all_input_nodes[0] if from_input else node
+        below = self._source(node) or self._stood_for(node)
+        made_here = _is_unscale(node) and below.op != "placeholder"  # a call's, true to size
+        return node if below is node or made_here else self._root(below)
+
+    def _stood_for(self, node: fx.Node) -> fx.Node:
+        """The captured value that a node added here has taken the place of, or that a write gives
+        back; any other node itself.
+        """
+        if node in self.owned:
+            return self.owned[node]
+        returns_it = ir.is_op(node) and ir.op_name(node).endswith("_")
+        if returns_it and ir.layout(target := node.all_input_nodes[0]) == ir.layout(node):
+            return target
+        return node.all_input_nodes[0] if _is_unscale(node) else node
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         """The one value that a view of torch's own shows, made where autograd sees it; or None.
@@ -212,10 +224,10 @@ class _Scaler:
             several = node.all_input_nodes[0]
             return several if self._source(several) is not None else None
         view = ir.is_op(node) and ir.kind(node) is ops.Kind.VIEW
-        if not view or not ir.grad_enabled(node) or ir.regions(node):
+        if node in self.owned or not view or not ir.grad_enabled(node) or ir.regions(node):
             return None
-        known = {n: n.all_input_nodes[0] if _is_unscale(n) else n for n in node.all_input_nodes}
-        shown = [n for n, at in known.items() if self.history.shares_memory(node, at)]
+        operands = node.all_input_nodes
+        shown = [n for n in operands if self.history.shares_memory(node, self._stood_for(n))]
         return shown[0] if len(shown) == 1 else None
 
     def _shown(self, node: fx.Node, several: bool) -> fx.Node:
@@ -235,8 +247,8 @@ class _Scaler:
     def _again(self, node: fx.Node, shown: dict[fx.Node, fx.Node]) -> fx.Node:
         """The views that lead to a result, of what is shown in place of its root."""
         if node not in shown:
-            if _is_unscale(node):
-                return self._again(node.all_input_nodes[0], shown)
+            if (stood_for := self._stood_for(node)) is not node:
+                return self._again(stood_for, shown)
             source = self._source(node)
             assert source is not None
             new = self._again(source, shown)

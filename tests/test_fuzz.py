@@ -10,20 +10,17 @@ The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import fuzz_judge
 import pytest
 import torch
-from fuzz_grower import Unfit
 from fuzz_judge import Discarded, Setting, Wrong, judge
-from fuzz_lines import from_seed, generate, operators
+from fuzz_lines import from_seed, operators
 from fuzz_programs import Program
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
-from hypothesis import strategies as st
 
 import mpcompile
 from mpcompile import units
@@ -37,23 +34,10 @@ SECONDS = (None, None, None, None, None, 6)  # the batch of a second call
 MOST_FALLBACKS, MOST_BLUNT = 0.15, 0.1
 
 
-@st.composite
-def programs(draw: Callable[..., Any]) -> Program:
-    try:
-        return generate(lambda n: draw(st.integers(0, n - 1)))
-    except Unfit:
-        assume(False)
-        raise
-
-
-@st.composite
-def the_settings(draw: Callable[..., Any], emits: tuple[str, ...] = EMITS) -> Setting:
-    return Setting(
-        draw(st.sampled_from(LEVELS)),
-        draw(st.sampled_from(emits)),
-        draw(st.sampled_from(SCALES)),
-        draw(st.sampled_from(SECONDS)),
-    )
+def setting_of(seed: int, emits: tuple[str, ...] = EMITS) -> Setting:
+    """The setting of a number."""
+    choice = random.Random(seed).choice
+    return Setting(choice(LEVELS), choice(emits), choice(SCALES), choice(SECONDS))
 
 
 class Tally:
@@ -91,7 +75,6 @@ class Tally:
         assert self.blunt <= MOST_BLUNT * self.judged
 
 
-@functools.lru_cache(maxsize=8)  # Hypothesis runs a failure twice
 def _smallest(program: Program, setting: Setting, message: str) -> str:
     try:
         program, setting, message = fuzz_judge.smaller(program, setting)
@@ -100,46 +83,33 @@ def _smallest(program: Program, setting: Setting, message: str) -> str:
     return f"{message}\n{setting}\n{program}"
 
 
-def run(examples: int, number: int | None, emits: tuple[str, ...] = EMITS) -> None:
-    """Programs one after the other; `number`: of a series of its own, None for the default one.
+def run(numbers: range, emits: tuple[str, ...] = EMITS) -> None:
+    """The programs of some numbers, each independent of the others, as the shares demand.
 
-    Failures are made smaller line by line (`fuzz_judge.smaller`): each attempt compiles, and
-    Hypothesis, which knows nothing of lines, would need many more of them.
+    A failure is made smaller line by line (`fuzz_judge.smaller`).
     """
     tally = Tally()
-
-    @settings(
-        max_examples=examples,
-        derandomize=number is None,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs(), the_settings(emits))
-    def every(program: Program, setting: Setting) -> None:
-        tally.count(program, setting)
-
-    (every if number is None else seed(number)(every))()
+    for number in numbers:
+        tally.count(from_seed(number), setting_of(number, emits))
     tally.check()
 
 
 @pytest.mark.parametrize("emit", EMITS)
 def test_random_programs(emit: str) -> None:
-    run(30, None, (emit,))
+    run(range(30), (emit,))
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(50))
 def test_many_random_programs(number: int) -> None:
-    run(100, number)
+    run(range(100 * number, 100 * number + 100))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_random_programs_under_inductor() -> None:
-    run(20, 0, ("inductor",))
+    run(range(20), ("inductor",))
 
 
 def test_language() -> None:
