@@ -212,7 +212,7 @@ class _Scaler:
             return self.owned[node]
         returns_it = ir.is_op(node) and ir.op_name(node).endswith("_")
         if returns_it and ir.layout(target := node.all_input_nodes[0]) == ir.layout(node):
-            return target
+            return self.owned.get(target, target)
         return node.all_input_nodes[0] if _is_unscale(node) else node
 
     def _source(self, node: fx.Node) -> fx.Node | None:

@@ -239,7 +239,7 @@ def test_input_written_and_views_of_it_returned(level: str, emit: str, write: st
             h.add_(1)
         else:
             early[0].mul_(w[0])
-        return h[0], early, F.linear(h, w)
+        return h[0], early, F.linear(h * 2, w)
 
     def run(function: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -251,7 +251,8 @@ def test_input_written_and_views_of_it_returned(level: str, emit: str, write: st
         (h.square().sum() + row.sum() + out.sum()).backward()
         return [h.detach(), out.detach(), x.grad, w.grad]
 
-    fast = mpcompile(program, dtype=torch.float16, level=level, emit=emit, strict=True)
+    options: Any = {"level": level, "emit": emit, "loss_scale": 1024.0, "strict": True}
+    fast = mpcompile(program, dtype=torch.float16, **options)
     for mine, theirs in zip(run(fast), run(program), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
