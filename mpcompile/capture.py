@@ -39,7 +39,9 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
+    get_proxy_slot,
     make_fx,
+    set_proxy_slot,
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
@@ -47,7 +49,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CannotRewrite
 from .fakes import fake_twin
-from .ir import Region, is_opaque, storage
+from .ir import Region, is_getitem, is_opaque, storage, written
 from .islands import PACKETS
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -203,7 +205,8 @@ class _Replay(fx.Interpreter):
         autocast = self.place.autocast()
         if autocast is not None and _METHODS.get(target) is autocast[1]:
             target = "float"
-        return super().call_method(target, args, kwargs)
+        with _known_as_before((args, kwargs)):
+            return super().call_method(target, args, kwargs)
 
     def _in_functorch(self, n: fx.Node) -> bool:
         """Whether the node belongs to a functorch transform, its entry and exit included."""
@@ -229,7 +232,8 @@ class _Replay(fx.Interpreter):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         graph = _tracer().graph
         before, known = len(graph.nodes), _grad_fns((args, kwargs))
-        result = super().call_function(target, args, kwargs)
+        with _known_as_before((args, kwargs)):
+            result = super().call_function(target, args, kwargs)
         if _has_custom_backward(result, known):  # a function that the user put in the graph whole
             for node in reversed(list(itertools.islice(graph.nodes, before, None))):
                 graph.erase_node(node)
@@ -315,6 +319,30 @@ def _tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+@contextlib.contextmanager
+def _known_as_before(operands: Any) -> Iterator[None]:
+    """An operator that gives back its operand (`broadcast_tensors`, `contiguous`) makes no new
+    value, but the tracer knows the operand by the new node from then on. One made under no_grad
+    would cut what comes after it from its history. (What is written in place is new.)
+    """
+    if torch.is_grad_enabled():
+        yield
+        return
+    tracer = _tracer()
+    tensors = [v for v in pytree.tree_leaves(operands) if isinstance(v, torch.Tensor)]
+    before = [(tensor, get_proxy_slot(tensor, tracer, None)) for tensor in tensors]
+    yield
+    for tensor, known in before:
+        now: Any = get_proxy_slot(tensor, tracer, None)
+        if known is None or now is known:
+            continue
+        node = now.proxy.node
+        while is_getitem(node):
+            node = node.all_input_nodes[0]
+        if not written(node):
+            set_proxy_slot(tensor, tracer, known)
 
 
 def _grad_fns(values: Any) -> set[Any]:

@@ -109,6 +109,18 @@ def _units_agree(gm: fx.GraphModule) -> Iterator[str]:
     yield from units.complaints(gm)
 
 
+def _tracked_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    """No path of a gradient is cut off: autograd tracks what it tracked in the program."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not torch.is_grad_enabled() or not any(map(ir.requires_grad, inputs)):
+        return
+    if any(map(ir.in_functorch, gm.graph.nodes)):
+        return  # what is inside of a transform has stand-ins, which know no history
+    for node, tracked in units.History(gm).made.items():
+        if ir.requires_grad(node) and not tracked and not ir.is_opaque(node):
+            yield f"{node.name} has lost its history"
+
+
 # Checks hold from the named pass on.
 AFTER: dict[str, tuple[Check, ...]] = {
     "classify": (_everything_marked,),
@@ -122,6 +134,7 @@ AFTER: dict[str, tuple[Check, ...]] = {
         _outputs_as_captured,
         _results_share_as_captured,
         _units_agree,
+        _tracked_as_captured,
     ),
     "outline": (_outputs_as_captured, _regions_folded),
 }

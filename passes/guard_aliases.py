@@ -9,6 +9,9 @@ Cast each to FP32 for the caller, they would lie in two places. So the cast stan
 is made, before all views that lead from there to such a result. A view of an input is one of them:
 its memory is the caller's.
 
+So it does for a view made under no_grad: of something that autograd tracks it is tracked itself, a
+cast is not.
+
 The user's word (rule "policy") is never overruled; what then no longer shares memory is found by
 the specification (spec.py), and the graph is left in FP32.
 """
@@ -32,11 +35,18 @@ def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
     for result in results:
         memory = ir.storage(result)
         if memory is not None and len(sharing[memory]) > 1:
-            _pin(result)
+            _pin(result, f"{result.name} is returned, and so is something else in its memory")
+        elif _is_tracked_view(result):
+            _pin(result, f"{result.name} is a view made under no_grad of what autograd tracks")
     return False
 
 
-def _pin(result: fx.Node) -> None:
+def _is_tracked_view(node: fx.Node) -> bool:
+    """Whether it was made under no_grad, and is tracked all the same: only a view is."""
+    return not ir.grad_enabled(node) and ir.requires_grad(node)
+
+
+def _pin(result: fx.Node, reason: str) -> None:
     """Pin the views through which the result shows its memory."""
     pending = [result]
     while pending:
@@ -47,5 +57,4 @@ def _pin(result: fx.Node) -> None:
         pending += shown
         decided = ir.precision(node)
         if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).rule != "policy":
-            reason = f"{result.name} is returned, and so is something else in its memory"
             ir.remark(node, precision=Precision.FULL, rule="alias", reason=reason)

@@ -21,6 +21,7 @@ import itertools
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir, ops
 from mpcompile.errors import CannotRewrite
@@ -151,6 +152,8 @@ class _Scaler:
             target, name = aten.clone.default, f"{node.name}_own"
             own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
         own.meta["mp_captured"] = node.meta["mp_captured"]
+        # The backward must not copy again: by then the input holds what was written to it.
+        own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self.owned[own] = node
         for user in users:
             user.replace_input_with(source, node if user is output else own)

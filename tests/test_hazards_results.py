@@ -234,3 +234,35 @@ def test_no_tensor_comes_in() -> None:
 
 def test_nothing_to_compute() -> None:
     check(nn.Identity(), leaf(3))
+
+
+@SETTINGS
+def test_an_operator_that_gives_back_its_operand_under_no_grad(level: str, emit: str) -> None:
+    """What comes behind the block still reads a value with a history."""
+
+    def program(w: torch.Tensor) -> torch.Tensor:
+        row = w.diagonal()
+        with torch.no_grad():
+            F.smooth_l1_loss(row, row.expand_as(row), reduction="none")
+            row.contiguous()
+        return torch.mv(w, row)
+
+    check(program, leaf(8, 8), level=level, emit=emit, low=["mv"], loss_scale=1024.0)
+
+
+@SETTINGS
+@pytest.mark.parametrize("loss_scale", [1024.0, "none"])
+def test_a_view_made_under_no_grad(level: str, emit: str, loss_scale: float | str) -> None:
+    """Of what autograd tracks it is tracked, though no gradient goes through it."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = F.linear(x, w)
+        with torch.no_grad():
+            return h.view(-1)
+
+    fast = mpcompile(
+        program, dtype=torch.float16, level=level, emit=emit, loss_scale=loss_scale, strict=True
+    )
+    x, w = leaf(8, 16), leaf(16, 16)
+    assert fast(x, w).requires_grad == program(x, w).requires_grad
+    torch.testing.assert_close(fast(x, w), program(x, w), rtol=2e-2, atol=2e-2)

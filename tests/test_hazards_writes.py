@@ -258,6 +258,25 @@ def test_input_written_and_views_of_it_returned(level: str, emit: str, write: st
 
 
 @SETTINGS
+def test_what_the_backward_reads_of_a_buffer_that_was_written(level: str, emit: str) -> None:
+    """It is kept, not computed again from the buffer, which by then holds something else."""
+
+    def program(buffer: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        buffer.sub_(w, alpha=0.5)
+        return torch.outer(buffer, w)
+
+    def run(function: Any) -> torch.Tensor | None:
+        torch.manual_seed(0)
+        buffer, w = torch.randn(8), leaf(8)
+        (function(buffer, w).sum() + buffer.sum()).backward()
+        return w.grad
+
+    options: Any = {"level": level, "emit": emit, "loss_scale": 1024.0, "strict": True}
+    fast = mpcompile(program, dtype=torch.float16, **options)
+    torch.testing.assert_close(run(fast), run(program), rtol=2e-2, atol=2e-2)
+
+
+@SETTINGS
 def test_batch_norm_statistics(level: str, emit: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     result = check(model, leaf(4, 3, 6, 6), level=level, steps=3, emit=emit, low=["conv2d"])

@@ -62,6 +62,26 @@ def test_one_result_alone() -> None:
     assert stage.marks == before
 
 
+def test_a_view_that_is_tracked_though_made_under_no_grad() -> None:
+    def program(x: Tensor, w: Tensor) -> Any:
+        h = F.linear(x, w)
+        with torch.no_grad():
+            return h.view(-1), h.relu()
+
+    stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    assert_expected_inline(
+        stage.marks,
+        """\
+linear: LOW [table]
+_set_grad_enabled: KEEP [captured]
+view: FULL [alias]
+relu: FOLLOW [table]
+_set_grad_enabled_1: KEEP [captured]
+""",
+    )
+
+
 def test_the_users_word_is_not_overruled() -> None:
     policy = Policy(nodes={"view": "low"})
     stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16), policy=policy)
