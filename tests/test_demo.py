@@ -24,6 +24,7 @@ from mpcompile.demo import (
 from mpcompile.demo import run as demo_run
 from mpcompile.demo.run import DemoSettings, run
 from mpcompile.demo.train import Trainee, bytes_saved_for_backward, held_out_loss
+from mpcompile.profile import store
 
 TINY = GPTConfig(context=16, width=32, layers=1, heads=2)
 
@@ -234,12 +235,29 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
         "held-out loss",
         "ms per step",
         "memory, MiB",
+        "products",
+        "can gain here",
         "loss scale",
         "casts placed",
         "dump",
     ):
         assert row in text
     assert "text by the" in text
+
+
+def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its profile, in time; where that says nothing, in memory."""
+    for name, dtype, found in (
+        ("cuda-hopper", torch.float16, "time: products up to "),
+        ("cpu-avx2", torch.bfloat16, "no time: BF16 products are no faster than FP32's here"),
+    ):
+        profile = store.builtin(name)
+        monkeypatch.setattr(demo_run, "load_profile", lambda device, found=profile: found)
+        text = demo_run.can_gain(torch.device("cpu"), dtype)
+        assert text.startswith(found)
+        assert "memory: level" in text
+    monkeypatch.setattr(demo_run, "load_profile", lambda device: None)
+    assert "mpcompile profile" in demo_run.can_gain(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("short")

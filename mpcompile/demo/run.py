@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from ..api import compiled_plans, loss_scale_of, mpcompile
 from ..device import auto_dtype, default_device
+from ..inspect.plan import Plan
 from ..policy import parse_dtype
+from ..profile.store import load as load_profile
 from .model import GPT, GPTConfig, generate
 from .text import corpus, held_out_batches, text_batches
 from .train import Trainee, held_out_loss
@@ -61,7 +64,7 @@ class Outcome:
     """One column of the final table.
 
     Losses are in nats per byte (`train_loss` over the last `LAST_STEPS` steps), times in seconds,
-    memory in bytes. The last four fields are
+    memory in bytes. The last five fields are
     facts about a mixed-precision run and None for FP32; so is the loss scale where BF16 needs none.
     """
 
@@ -73,17 +76,21 @@ class Outcome:
     memory: int
     loss_scale: float | None = None
     skipped_steps: int | None = None
+    low: str | None = None
     casts: int | None = None
     graphs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """Both outcomes, what "memory" meant, where the dumps lie, and a sample of the text learned."""
+    """Both outcomes, what "memory" meant, what mixed precision can gain on this machine, where the
+    dumps lie, and a sample of the text learned.
+    """
 
     full: Outcome
     mixed: Outcome
     memory_kind: str
+    can_gain: str
     dumps: list[Path]
     sample: str
 
@@ -102,7 +109,7 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
     text = corpus()
     _announce(console, settings, device, dtype, why, len(text.train))
 
-    full, mixed = _trainees(settings, device, dtype)
+    full, mixed = _trainees(settings, device, _short(dtype))
     _train(full, mixed, settings, text.train, console)
 
     judge = [
@@ -119,10 +126,12 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
             _outcome(mixed, judge),
             loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
             skipped_steps=scale.skipped_steps,
+            low=_runs_low(plans),
             casts=sum(plan.casts for plan in plans),
             graphs=len(plans),
         ),
         memory_kind=full.memory_kind,
+        can_gain=can_gain(device, dtype),
         dumps=[plan.dump_dir for plan in plans if plan.dump_dir is not None],
         sample=_sample(mixed.model, settings.seed),
     )
@@ -149,9 +158,7 @@ def _announce(
         console.print("[yellow]FP16 has no fast kernels on CPUs: expect a very slow run.[/yellow]")
 
 
-def _trainees(
-    settings: DemoSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[Trainee, Trainee]:
+def _trainees(settings: DemoSettings, device: torch.device, low: str) -> tuple[Trainee, Trainee]:
     def fresh() -> GPT:
         torch.manual_seed(settings.seed)
         return GPT(settings.model).to(device)
@@ -159,13 +166,11 @@ def _trainees(
     full = fresh()
     full.compile(backend=settings.emit)
     mixed = mpcompile(
-        fresh(), dtype=dtype, level=settings.level, emit=settings.emit, dump=settings.dump
+        fresh(), dtype=settings.dtype, level=settings.level, emit=settings.emit, dump=settings.dump
     )
     return (
         Trainee.create("FP32", full, steps=settings.steps, lr=LEARNING_RATE),
-        Trainee.create(
-            f"{_short(dtype)} {settings.level}", mixed, steps=settings.steps, lr=LEARNING_RATE
-        ),
+        Trainee.create(f"{low} {settings.level}", mixed, steps=settings.steps, lr=LEARNING_RATE),
     )
 
 
@@ -254,8 +259,10 @@ def _table(result: DemoResult) -> Table:
         "memory, MiB",
         f"{full.memory / 2**20:.1f}",
         f"{mixed.memory / 2**20:.1f}",
-        result.memory_kind,
+        f"{result.memory_kind}; {full.memory / mixed.memory:.2f}x less",
     )
+    row("products", "all FP32", str(mixed.low), "what the planner chose for this machine")
+    row("can gain here", "-", "", result.can_gain)
     if mixed.loss_scale is None:
         row("loss scale", "-", "none", "not needed: BF16 has the range of FP32")
     else:
@@ -265,6 +272,26 @@ def _table(result: DemoResult) -> Table:
     for dump in result.dumps:
         row("dump", "-", "written", str(dump))
     return table
+
+
+def _runs_low(plans: Sequence[Plan]) -> str:
+    products = {op.name for plan in plans for op in plan.tensor_cores.ops}
+    low = sum(n.precision == "LOW" for plan in plans for n in plan.nodes if n.name in products)
+    return f"{low} of {len(products)} low"
+
+
+def can_gain(device: torch.device, low: torch.dtype) -> str:
+    """What `low` can gain on a device: time, as its profile tells, and memory."""
+    memory = f'memory: level="O2" with dtype="{str(low).removeprefix("torch.")}", recompute=True'
+    profile = load_profile(device)
+    if profile is None:
+        return f"time: nobody has measured it; `mpcompile profile` does. {memory}"
+    times = {(s.dims, s.dtype): s.total for s in profile.samples if s.kind == "gemm"}
+    sizes = {dims for dims, dtype in times if dtype is low and (dims, torch.float32) in times}
+    best = max((times[dims, torch.float32] / times[dims, low] for dims in sizes), default=0.0)
+    if best < 1.1:
+        return f"no time: {_short(low)} products are no faster than FP32's here. {memory}"
+    return f"time: products up to {best:.1f}x as fast in {_short(low)} ({profile.origin}). {memory}"
 
 
 def _short(dtype: torch.dtype) -> str:
