@@ -127,8 +127,9 @@ class _Trial:
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients at the first scale, from above, at which they fit."""
         scale = self.scale
-        # Found by another backward: the step's other gradients may be stored under it.
-        fixed = not scale.fitting or (scale.fitted and bool(self.copied))
+        # Gradients of this step may be stored under it: another graph's, or a failed search's.
+        stored = bool(self.copied) and (scale.fitted or scale.searched_in_vain(self.used))
+        fixed = stored or not scale.fitting
         if fixed:
             self.top = float(self.used)
         if self.results is None or fixed:
@@ -143,26 +144,31 @@ class _Trial:
                 break
             self.again(saved, self.at * 0.5)
             gradients = self.backward(grads)
-        if hopeless and not fits and not fixed:  # what is finite should be, as at the usual start
-            self.again(saved, scale.value)
-            return self.backward(grads)
         if fits and not fixed:
             self._keep(gradients)
         elif not (fits or fixed):
-            scale.search_failed()
+            scale.search_failed(self.used, hopeless=hopeless)
+            if hopeless:  # what is finite should be, as at the usual start
+                self.again(saved, float(self.used))
+                return self.backward(grads)
+            self._multiply(gradients, float(self.used))
         return gradients
 
     def _keep(self, gradients: list[torch.Tensor | None]) -> None:
-        scale, at = self.scale, self.at
-        value = min(INIT_SCALE, max(at / HEADROOM, scale.min_scale))
+        scale = self.scale
+        value = min(INIT_SCALE, max(self.at / HEADROOM, scale.min_scale))
         if scale.fitted:
             value = min(value, scale.value)
         scale.fit(value)
         self.used.fill_(value)
+        self._multiply(gradients, value)
+
+    def _multiply(self, gradients: list[torch.Tensor | None], scale: float) -> None:
+        """By the scale that they are known to leave with, in place of the one that was tried."""
         for i in self.copied:
             gradient = gradients[i]
             if gradient is not None:
-                gradients[i] = gradient * (value / at)
+                gradients[i] = gradient * (scale / self.at)
 
 
 class _Fitted(torch.autograd.Function):

@@ -146,6 +146,7 @@ class LossScale:
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
         self._leaves = WeakIdKeyDictionary()  # the parameters whose gradients it scales
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
+        self._in_vain = WeakIdKeyDictionary()  # what the forwards of failed searches multiplied by
         self._found: dict[torch.device, torch.Tensor] = {}
         self._resident: dict[str, torch.Tensor] = {}  # the state, once a generated step moves it
         self._count = Count()
@@ -218,11 +219,10 @@ class LossScale:
 
     @state.setter
     def state(self, state: ScaleState) -> None:
-        self.moves += bool(self._resident) or state.scale != self._state.scale
-        self._state = state
+        self._keep(state)
         self.fitting = False
-        for name, tensor in self._resident.items():
-            tensor.fill_(getattr(state, name, False))
+        for name in self._resident.keys() - set(_FIELDS):
+            self._resident[name].fill_(False)
 
     @property
     def value(self) -> float:
@@ -336,13 +336,24 @@ class LossScale:
         if self._fitted is not None:
             self.fitting, self._fitted = False, None
 
-    def search_failed(self) -> None:
-        """A backward overflowed at every scale. One such batch may be an accident; after a few
-        training starts as GradScaler does.
+    def search_failed(self, used: torch.Tensor, *, hopeless: bool) -> None:
+        """A backward overflowed at every scale, so its gradients are multiplied by what its forward
+        used; the next forward uses another tensor, which a search may write to. One such batch may
+        be an accident; after a few training starts as GradScaler does.
+
+        Args:
+            hopeless: values that are not finite: that is no failure of the search.
         """
-        self._failures += 1
+        self._in_vain[used] = True
+        self._tensors.clear()
+        self.moves += 1
+        self._failures += not hopeless
         if self._failures == MOST_FAILURES:
             self.fitting = False
+
+    def searched_in_vain(self, used: torch.Tensor) -> bool:
+        """Whether a search has failed for a forward that used this tensor."""
+        return used in self._in_vain
 
     def saw_forward(self) -> None:
         """A training forward is about to run.
@@ -484,9 +495,10 @@ class LossScale:
 
     def _keep(self, state: ScaleState) -> None:
         """Take over a state that follows from the last one."""
-        fitting = self.fitting
-        self.state = state
-        self.fitting = fitting
+        self.moves += bool(self._resident) or state.scale != self._state.scale
+        self._state = state
+        for name in _FIELDS if self._resident else ():
+            self._resident[name].fill_(getattr(state, name))
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Keep the state on `device` from now on: 0-d tensors by the fields of `ScaleState`; `hit`,

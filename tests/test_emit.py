@@ -272,7 +272,7 @@ def test_rnn_runs_on_the_fused_kernel() -> None:
 
     def fused_calls(run: Callable[[], object]) -> dict[str, int]:
         run()
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:  # or torch below 2.13 warns
             run()
         events = profile.key_averages()
         return {e.key: e.count for e in events if e.key.startswith("aten::mkldnn_rnn_layer")}
@@ -331,6 +331,10 @@ class Stack(nn.Module):
         return d * skip
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="Dynamo before 2.13 gives the state of an RNN in a graph a dimension too many",
+)
 @pytest.mark.parametrize(
     ("how", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)]
 )

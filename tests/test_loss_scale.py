@@ -236,6 +236,23 @@ def test_two_optimizers_over_one_model_move_its_scale_once() -> None:
     assert loss_scale_of(model).value == 2.0**15
 
 
+def test_an_overflow_is_counted_once_whatever_else_is_skipped_for_it() -> None:
+    """A generated step moves the scale, another optimizer skips for the same overflow, and then the
+    generated step of a third one: no forward in between, so the scale stays.
+    """
+    scale = LossScale.dynamic(init_scale=2.0**10)
+    resident = scale.reside(torch.device("cpu"))
+    resident["hit"].fill_(True)
+    resident["floor"].fill_(True)
+    scale.skip_for()
+    assert scale.skipped_steps == 1
+    assert bool(resident["hit"])
+    assert bool(resident["floor"])
+    scale.load_state_dict(LossScale.dynamic().state_dict())
+    assert not bool(resident["hit"])
+    assert not bool(resident["floor"])
+
+
 def test_a_gan_has_a_scale_for_each_network() -> None:
     """Two losses, two optimizers, one loop of plain PyTorch; one network overflows, once."""
     torch.manual_seed(0)

@@ -315,6 +315,38 @@ def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
             torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fc1(x), self.fc2(x)
+
+
+@pytest.mark.parametrize("factor", [1e30, float("inf")])
+def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: float) -> None:
+    """What is finite of them stays true to size, and the search that finds the scale later writes
+    to no number that they are stored with.
+    """
+    torch.manual_seed(0)
+    reference = Branches()
+    model = copy.deepcopy(reference)
+    optimizer = trained(model, LossScale.dynamic(min_scale=1.0, max_scale=2.0**11))
+    for net in (reference, model):
+        first, second = net(inputs(net))
+        (first.sum() + (second * factor).sum()).backward()
+        first, second = net(inputs(net, rows=3))
+        ((first * 64).sum() + (second * 1024).sum()).backward()
+    assert model.fc1.weight.grad.dtype is torch.float16  # stored low, for an MPOptimizer
+    ours, wanted = true(model.fc1.weight), reference.fc1.weight.grad
+    assert ours is not None
+    assert wanted is not None
+    assert (ours - wanted).norm() <= 1e-2 * wanted.norm()
+    optimizer.step()  # skipped: the first backward overflowed
+    assert torch.equal(model.fc1.weight, reference.fc1.weight)
+
+
 # -- who else looks at a gradient gets a true one --------------------------------------------------
 
 
