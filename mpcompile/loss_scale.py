@@ -140,7 +140,8 @@ class LossScale:
         self._overflow_at = -1  # the forward for which an overflow has been counted
         self._failures = 0
         self._fitted: int | None = None  # the backward that has found the value, by its number
-        self.loaded = False  # whether it was given its state, and no forward has used it yet
+        self.restored = False  # whether it was given its state
+        self.loaded = False  # and no forward has used it yet
         self.searched = False  # whether the first backward of some graph looks for the value
         self._optimized = False  # whether some optimizer looks at it
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()  # which ones
@@ -292,7 +293,7 @@ class LossScale:
             if name in state:
                 setattr(self, name, state[name])
         self.state = live
-        self.loaded = True
+        self.restored = self.loaded = True
         self.fitting = bool(state.get("fitting", False))
 
     # -- what the compiled graphs use -------------------------------------------------------------

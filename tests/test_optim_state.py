@@ -255,6 +255,29 @@ def test_a_scale_goes_to_no_other_model_that_shares_a_parameter() -> None:
     assert [loss_scale_of(m).skipped_steps for m in fresh] == [0, 1]
 
 
+def test_a_scale_in_use_is_not_set_back_by_a_model_that_runs_later() -> None:
+    """Two models of one scale, an optimizer each; both optimizers have it in their checkpoint."""
+
+    def pair() -> tuple[list[Any], list[MPOptimizer], LossScale]:
+        scale = LossScale.grad_scaler()
+        models = [
+            mpcompile(nn.Linear(8, 4), dtype=torch.float16, emit="eager", loss_scale=scale)
+            for _ in range(2)
+        ]
+        steps = [MPOptimizer(SGD(m.parameters(), lr=0.1), emit="eager") for m in models]
+        return models, steps, scale
+
+    models, steps, _ = pair()
+    for model, optimizer in zip(models, steps, strict=True):
+        train(model, optimizer, torch.randn(4, 8))
+    fresh, resumed, scale = pair()
+    for mine, theirs in zip(resumed, steps, strict=True):
+        mine.load_state_dict(saved(theirs.state_dict()))
+    for wanted, k in ((3, 0), (4, 0), (5, 1)):
+        train(fresh[k], resumed[k], torch.randn(4, 8))
+        assert scale.state.good_steps == wanted
+
+
 def test_a_scale_loaded_by_itself_stays() -> None:
     model, optimizer = trained()
     state = saved(optimizer.state_dict())

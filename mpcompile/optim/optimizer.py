@@ -299,7 +299,7 @@ class MPOptimizer(Optimizer):
     def scales_appeared(self) -> None:
         """A model ran for the first time: what was loaded for its loss scale takes effect."""
         if self._saved_scales.waiting:
-            self._saved_scales.restore(self._models_scales())
+            self._saved_scales.restore(self._models_scales(), appeared=True)
 
     def memory(self) -> dict[str, float]:
         """Bytes held for each element of a parameter, on average: of the FP32 `masters`, their
@@ -358,7 +358,7 @@ class MPOptimizer(Optimizer):
             if entry.get("own"):  # of an optimizer whose models had no scale, or hadn't run
                 self._own_scale.load_state_dict(entry)
         self._saved_scales = SavedScales([e for e in entries if not e.get("own")])
-        self.scales_appeared()
+        self._saved_scales.restore(known)
         self._steps.clear()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -31,9 +31,16 @@ class SavedScales:
     def __reduce__(self) -> tuple[Any, ...]:
         return SavedScales, (self.waiting,)  # in a copy no scale is known
 
-    def restore(self, known: Mapping[LossScale, Collection[int]]) -> None:
+    def restore(
+        self, known: Mapping[LossScale, Collection[int]], *, appeared: bool = False
+    ) -> None:
         """Give each scale that is known by now, and its parameters, what was saved for it. One that
         was loaded by itself keeps that.
+
+        Args:
+            appeared: a model ran after the checkpoint was loaded. Its scale may be in use already,
+                and was given its state then: another optimizer of the checkpoint holds the model
+                that ran first.
         """
         for scale, parameters in known.items():
             if scale in self._restored:
@@ -43,7 +50,7 @@ class SavedScales:
             if best is not None and likeness[best] >= 0:
                 entry = self.waiting.pop(best)
                 self._restored.add(scale)
-                if not scale.loaded:
+                if not (scale.restored if appeared else scale.loaded):
                     scale.load_state_dict(entry)
                 scale.loaded = False
 
