@@ -17,7 +17,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-torch check bench clean FORCE
+# `make gpu`: the longest that a call may take, in seconds; wheels of packages that python3 lacks, a
+# folder; other arguments of `python3 -m gpu`.
+SECONDS ?=
+WHEELS ?=
+GPU_ARGS ?=
+# `make gpu-wheels`: the Python that they are for.
+GPU_PYTHON ?= 3.12
+
+.PHONY: demo test test-torch check bench gpu gpu-wheels clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -38,6 +46,24 @@ check: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Everything that needs a CUDA device, in pieces, each at most 8 minutes: `make gpu OUT=results`. With
+# the packages that python3 has: no environment is made, nothing is fetched. A second call goes on
+# where the first one stopped.
+gpu:
+	@$(if $(OUT),:,echo 'say where results go: make gpu OUT=results'; exit 2)
+	$(PYTHON) -m gpu --out $(OUT) $(if $(SECONDS),--seconds $(SECONDS)) \
+		$(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
+
+# What a Python with torch, numpy and their like may lack for it, all of it pure Python, some 3 MB:
+# `make gpu-wheels WHEELS=wheels`, where there is a network.
+gpu-wheels:
+	@$(if $(WHEELS),:,echo 'say where they go: make gpu-wheels WHEELS=wheels'; exit 2)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON) --implementation py --abi none --platform any \
+		--dest $(WHEELS) platformdirs rich markdown-it-py mdurl pygments \
+		pytest pluggy iniconfig packaging pytest-timeout pytest-xdist execnet \
+		hypothesis sortedcontainers expecttest
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info

@@ -1,0 +1,52 @@
+"""What is run on a device, the most telling pieces first."""
+
+from __future__ import annotations
+
+from .runner import Piece
+
+__all__ = ["LONGEST", "PIECES"]
+
+LONGEST = 480
+"""Seconds of the longest piece: it fits into a call of ten minutes, its start and end included."""
+
+_MPCOMPILE = ("-c", "import sys; from mpcompile.cli import main; sys.exit(main())")
+
+
+def _tests(name: str, limit: float, *files: str) -> Piece:
+    """Tests marked gpu. Warnings don't fail them: a device that nobody has seen may bring new ones
+    of torch's, which the log lists, and which should not hide what the tests say.
+    """
+    paths = (f"tests/test_{file}.py" for file in files)
+    return Piece(
+        name,
+        ("-m", "pytest", "-m", "gpu", "-q", "-n", "4", "-W", "default", "-p", "no:cacheprovider",
+         "--junitxml={out}/tests.xml", *paths),
+        limit,
+    )  # fmt: skip
+
+
+def _benchmark(name: str, limit: float) -> Piece:
+    command = ("-m", "benchmarks", "run", name, "--device", "cuda", "--out", "{out}")
+    return Piece(f"benchmark-{name}", command, limit)
+
+
+PIECES = (
+    Piece("info", (*_MPCOMPILE, "info", "--device", "cuda"), 60,
+          by_name=("-m", "gpu.by_name", "{gpu}", "info")),
+    Piece("smoke", ("-m", "gpu.smoke"), 240, by_name=("-m", "gpu.by_name", "{gpu}", "smoke")),
+    _tests("tests", 480, "gpu"),
+    _tests("tests-elsewhere", 300, "cli", "fused_head", "joint", "optim_scale", "profile"),
+    # What it measures, the planner uses in the pieces below: it lies in the cache directory.
+    Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
+    _benchmark("gpt_cpu", 480),
+    _benchmark("optimizer_step", 420),
+    _benchmark("padding", 480),
+    Piece("demo", (*_MPCOMPILE, "demo", "--device", "cuda", "--dump", "{out}/dump"), 300),
+    _benchmark("saved_bytes", 480),
+    _benchmark("conv_cpu", 360),
+    _benchmark("small_cpu", 360),
+    _benchmark("planning", 300),
+    _benchmark("parity", 480),
+    _benchmark("first_steps", 480),
+    _benchmark("ablations", 480),
+)  # fmt: skip
