@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Worker processes of the test run; each compiles C++ of its own.
 WORKERS ?= auto
 PYTEST_ARGS ?=
-# `make bench BENCH_ARGS="run gpt_cpu"` runs one benchmark.
+# `make bench BENCH_ARGS="run gpt"` runs one benchmark.
 BENCH_ARGS ?= run
 
 VENV := .venv

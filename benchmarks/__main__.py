@@ -1,7 +1,8 @@
 """`python -m benchmarks list` and `python -m benchmarks run [NAME ...]`.
 
 A benchmark is a module of this package with a public `run(settings: Settings) -> Report`. Its name
-is the module's, its summary the first line of its docstring; there is no list to keep up.
+is the module's, its summary the first line of its docstring; there is no list to keep up. One that
+makes no sense on every device names those it is for: `DEVICES = ("cpu",)`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import benchmarks
 from .harness import RESULTS, SCRATCH, Settings
 
 _SHARED = ("__main__", "harness")
+DEVICES = ("cpu", "cuda")
 
 
 def registry() -> dict[str, ModuleType]:
@@ -36,6 +38,11 @@ def summary(module: ModuleType) -> str:
     return (module.__doc__ or "").strip().splitlines()[0]
 
 
+def devices(module: ModuleType) -> tuple[str, ...]:
+    """The types of device that the benchmark is for."""
+    return getattr(module, "DEVICES", DEVICES)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     known = registry()
     parser = _parser()
@@ -43,14 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "list":
         width = max(map(len, known))
         for name, module in known.items():
-            print(f"{name:<{width}}  {summary(module)}")
+            only = "" if devices(module) == DEVICES else f" ({', '.join(devices(module))} only)"
+            print(f"{name:<{width}}  {summary(module)}{only}")
         return 0
     settings = Settings(device=torch.device(options.device), quick=options.quick)
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(known)}")
+    fitting = [name for name, module in known.items() if options.device in devices(module)]
+    for name in options.names:
+        if name not in fitting:
+            parser.error(f"{name} is for {', '.join(devices(known[name]))} only")
     out = options.out or (SCRATCH if options.quick else RESULTS)
-    for name in options.names or known:
+    for name in options.names or fitting:
         start = time.perf_counter()
         report = known[name].run(settings)
         if options.quick:
@@ -69,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="name every benchmark")
     run = commands.add_parser("run", help="run benchmarks and write their reports")
     run.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    run.add_argument("--device", default="cpu", choices=DEVICES)
     run.add_argument("--out", type=Path, help="directory for the reports")
     run.add_argument("--quick", action="store_true", help="smoke test: the numbers mean nothing")
     return parser

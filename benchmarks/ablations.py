@@ -44,6 +44,9 @@ from mpcompile import loss_scale_of, mpcompile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+DEVICES = ("cpu",)
+"""What FP16 can hold is the same everywhere; a GPU would only launch small kernels."""
+
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 CPU = torch.device("cpu")

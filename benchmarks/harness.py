@@ -62,6 +62,11 @@ class Settings:
     device: torch.device
     quick: bool = False
 
+    @property
+    def where(self) -> str:
+        """The device, in a title."""
+        return "CUDA" if self.device.type == "cuda" else "the CPU"
+
 
 # -- timing ---------------------------------------------------------------------------------------
 
@@ -196,9 +201,19 @@ def environment(device: torch.device) -> dict[str, str]:
         "matrix units": facts.matrix_units,
         "memory": facts.memory,
         **facts.libraries,
+        **(_cuda_settings() if device.type == "cuda" else {}),
         "threads": str(torch.get_num_threads()),
         "load average at the start": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
     }
+
+
+def _cuda_settings() -> dict[str, str]:
+    """What FP32 means there: torch allows TF32 in convolutions, and not in matrix products."""
+    allowed = {
+        "TF32 in matrix products": torch.backends.cuda.matmul.allow_tf32,
+        "TF32 in convolutions": torch.backends.cudnn.allow_tf32,
+    }
+    return {what: "yes" if allow else "no" for what, allow in allowed.items()}
 
 
 def _cpu_name() -> str:

@@ -82,6 +82,9 @@ class Work:
         yield from ((d,), (d,))
 
 
+CPU = Work()
+# GPT-2's 124M: a GPU is through the CPU's 27M before the next kernel is launched.
+CUDA = Work(vocab=50257, context=1024, width=768, layers=12, steps=10)
 TINY = Work(vocab=61, context=16, width=32, layers=1, emit="eager", rounds=1, steps=1, starts=False)
 
 
@@ -145,7 +148,11 @@ OURS = tuple(Ours(low, clip) for clip in (False, True) for low in (False, True))
 
 def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` tiny shapes, once, without compiling."""
-    return measure(TINY if settings.quick else Work(), settings.device)
+    return measure(TINY if settings.quick else _work(settings.device), settings.device)
+
+
+def _work(device: torch.device) -> Work:
+    return CUDA if device.type == "cuda" else CPU
 
 
 def measure(work: Work, device: torch.device) -> Report:
@@ -216,10 +223,10 @@ def measure(work: Work, device: torch.device) -> Report:
 
 def _parameters(work: Work, device: torch.device) -> list[nn.Parameter]:
     """The same in every arm, each with an FP32 gradient."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def randn(shape: tuple[int, ...], size: float) -> Tensor:
-        return (size * torch.randn(shape, generator=generator)).to(device)
+        return size * torch.randn(shape, generator=generator, device=device)
 
     parameters = []
     for shape in work.shapes():
@@ -340,10 +347,11 @@ def _start(name: str, device: torch.device) -> float:
 def _first_steps(name: str, device: torch.device) -> float:
     """What the fresh process does: two steps, timed. The first makes state and compiles."""
     step = next(
-        (ours_optimizer(ours, Work(), device).step for ours in OURS if ours.name == name), None
+        (ours_optimizer(ours, _work(device), device).step for ours in OURS if ours.name == name),
+        None,
     )
     if step is None:
-        step = next(_peer_step(peer, Work(), device) for peer in PEERS if peer.name == name)
+        step = next(_peer_step(peer, _work(device), device) for peer in PEERS if peer.name == name)
     wait = idle_wait(device)
     wait()
     start = time.perf_counter()

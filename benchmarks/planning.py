@@ -18,7 +18,7 @@ if __package__ in (None, ""):  # started as a file: `python benchmarks/planning.
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness import Report, Settings, Table, environment
+from benchmarks.harness import Report, Settings, Table, environment, idle_wait
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 
@@ -43,7 +43,7 @@ def run(settings: Settings) -> Report:
     record = environment(settings.device)
     found = {level: _compile(work, level, settings.device) for level in LEVELS}
     return Report(
-        name="planning",
+        name=f"planning_{settings.device.type}",
         title="What planning takes of a cold compile",
         notes=[
             f"A GPT of {work.model.layers} layers, width {work.model.width}, in BF16; seconds from "
@@ -67,9 +67,11 @@ def _compile(work: Work, level: str, device: torch.device) -> dict[str, float]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "level": level, "emit": work.emit}
     mpcompile(model, strict=True, **options)
     tokens = torch.randint(work.model.vocab, (2, work.model.context)).to(device)
+    wait = idle_wait(device)
     with fresh_cache():
         start = time.perf_counter()
         model(tokens, tokens).backward()
+        wait()
         cold = time.perf_counter() - start
     (plan,) = compiled_plans(model)
     capture, spent = plan.seconds["capture"], sum(plan.seconds.values())

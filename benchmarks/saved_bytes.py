@@ -187,7 +187,7 @@ def measure(work: Work, device: torch.device) -> Report:
               for name, found in counted.items()]  # fmt: skip
     lists = [t for name, found in counted.items() for t in _lists(name, found)]
     return Report(
-        name="saved_bytes",
+        name=f"saved_bytes_{device.type}",
         title="Bytes saved for backward",
         notes=_notes(work, device),
         tables=[*tables, *lists],

@@ -19,7 +19,7 @@ NEEDED = (
     "torch", "numpy", "networkx", "sympy", "platformdirs", "rich",
     "pytest", "pytest_timeout", "xdist", "hypothesis", "expecttest",
 )  # fmt: skip
-"""What is imported; the benchmarks `ablations` and `parity` need sklearn, too."""
+"""What is imported; the benchmark `parity` needs sklearn, too."""
 
 
 class CannotUnpack(ValueError):

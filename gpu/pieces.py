@@ -38,15 +38,14 @@ PIECES = (
     _tests("tests-elsewhere", 300, "cli", "fused_head", "joint", "optim_scale", "profile"),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
     Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
-    _benchmark("gpt_cpu", 480),
+    _benchmark("gpt", 480),
     _benchmark("optimizer_step", 420),
     _benchmark("padding", 480),
     Piece("demo", (*_MPCOMPILE, "demo", "--device", "cuda", "--dump", "{out}/dump"), 300),
     _benchmark("saved_bytes", 480),
-    _benchmark("conv_cpu", 360),
-    _benchmark("small_cpu", 360),
+    _benchmark("conv", 360),
+    _benchmark("small", 360),
     _benchmark("planning", 300),
     _benchmark("parity", 480),
     _benchmark("first_steps", 480),
-    _benchmark("ablations", 480),
 )  # fmt: skip

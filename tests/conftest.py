@@ -19,7 +19,7 @@ FROM_TORCH = (
     # Inductor, at the first compile on a GPU that has TF32 units: advice
     "ignore:TensorFloat32 tensor cores:UserWarning",
     # Inductor, where a GPU splits the sums of a softmax: about speed
-    "ignore:\\nOnline softmax is disabled:UserWarning",
+    "ignore:\\s*Online softmax is disabled:UserWarning",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -12,14 +13,14 @@ import pytest
 import torch
 
 from benchmarks import (
-    conv_cpu,
+    conv,
     first_steps,
-    gpt_cpu,
+    gpt,
     optimizer_step,
     padding,
     parity,
     saved_bytes,
-    small_cpu,
+    small,
     step_times,
 )
 from benchmarks.__main__ import main, registry
@@ -150,7 +151,7 @@ def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
 
 
 def test_registry_finds_each_benchmark() -> None:
-    assert registry()["gpt_cpu"] is gpt_cpu
+    assert registry()["gpt"] is gpt
     assert registry()["parity"] is parity
     assert "harness" not in registry()
 
@@ -159,22 +160,39 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(registry())
+    assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == ["ablations"]
+
+
+def test_a_benchmark_for_other_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "ablations", "--device", "cuda"])
+    assert "ablations is for cpu only" in capsys.readouterr().err
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["run", "gpt_cpu", "gtp"])
-    assert "no benchmark 'gtp'; known: ablations, conv_cpu" in capsys.readouterr().err
+        main(["run", "gpt", "gtp"])
+    assert "no benchmark 'gtp'; known: ablations, conv," in capsys.readouterr().err
 
 
-def test_gpt_cpu_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "gpt_cpu", "--quick", "--out", str(tmp_path)]) == 0
+def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpt_cpu.json").read_text())
     losses = data["first_loss"]
-    assert losses.keys() == set(gpt_cpu.ARMS)
-    assert all(abs(loss - losses[gpt_cpu.FP32]) < 0.02 for loss in losses.values())
-    assert data["saved_bytes"][gpt_cpu.O2] < data["saved_bytes"][gpt_cpu.FP32]
+    assert losses.keys() == set(gpt.ARMS)
+    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
+    assert data["saved_bytes"][gpt.O2] < data["saved_bytes"][gpt.FP32]
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
+
+
+def test_gpt_in_fp16_tiny() -> None:
+    """The arms that only a GPU runs at full size."""
+    report = gpt.measure(dataclasses.replace(gpt.TINY, half=True), CPU)
+    losses = report.data["first_loss"]
+    assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
+    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
+    pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
+    assert all(pair in group for group in report.data["ratios"].values())
 
 
 def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +221,7 @@ def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "saved_bytes", "--quick", "--out", str(tmp_path)]) == 0
-    data = json.loads((tmp_path / "saved_bytes.json").read_text())
+    data = json.loads((tmp_path / "saved_bytes_cpu.json").read_text())
     *_, small = data["bytes"].values()
     assert {way: total["all"] for way, total in small.items()} == data["held_by_autograd"]
     for model in data["bytes"].values():
@@ -257,7 +275,7 @@ def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
     assert found == [("1 mul", 1, 32), ("2 sub", -2, -8)]
 
 
-@pytest.mark.parametrize("benchmark", [conv_cpu, small_cpu])
+@pytest.mark.parametrize("benchmark", [conv, small])
 def test_step_times_tiny(benchmark: ModuleType) -> None:
     report = benchmark.run(Settings(device=CPU, quick=True))
     models = [model.name for model in benchmark.TINY.models]

@@ -1,9 +1,10 @@
-"""A 4-layer GPT in BF16 on the CPU: step time, memory and compile time against torch.compile.
+"""A 4-layer GPT in BF16: step time, memory and compile time against torch.compile.
 
 The arms train the same model on the same batch: torch.compile in FP32, torch.compile under
 autocast(bfloat16), and mpcompile at O1, at O2, and at O2 with `recompute=True`, which is there to
-show what saving memory costs. A step is the forward (the loss is inside the compiled function) and
-the backward; a second measurement adds the AdamW step.
+show what saving memory costs. On CUDA two more train in FP16 with a loss scale: autocast under a
+GradScaler, and mpcompile at O2 under an MPOptimizer. A step is the forward (the loss is inside the
+compiled function) and the backward; a second measurement adds the AdamW step.
 
 Start times are those of a fresh process, from the call that compiles to the end of the first step
 (Inductor is imported by the one or by the other): *cold* with empty caches, *warm* in later
@@ -25,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file: `python benchmarks/gpt_cpu.py`
+if __package__ in (None, ""):  # started as a file: `python benchmarks/gpt.py`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -45,18 +46,21 @@ from benchmarks.harness import (
     summarize,
     take_turns,
 )
-from mpcompile import compiled_plans, mpcompile
+from mpcompile import MPOptimizer, compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.demo.train import bytes_saved_for_backward
 
 FP32, AUTOCAST, O1, O2 = "compile FP32", "compile + autocast", "mpcompile O1", "mpcompile O2"
 RECOMPUTE = "mpcompile O2, recompute"
+HALF_AUTOCAST, HALF_O2 = "compile + autocast FP16, GradScaler", "mpcompile O2 FP16, MPOptimizer"
 OPTIONS: dict[str, dict[str, Any]] = {
     O1: {"level": "O1"},
     O2: {"level": "O2"},
     RECOMPUTE: {"level": "O2", "recompute": True},
+    HALF_O2: {"level": "O2", "dtype": torch.float16},
 }
-ARMS = (FP32, AUTOCAST, *OPTIONS)
+ARMS = (FP32, AUTOCAST, O1, O2, RECOMPUTE)
+HALF_ARMS = (HALF_AUTOCAST, HALF_O2)
 STARTED = (FP32, AUTOCAST, O1, O2)
 OURS = (O1, O2)
 
@@ -68,7 +72,12 @@ WARM = 1.05
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is measured, and how often."""
+    """What is measured, and how often.
+
+    Attributes:
+        half: with the arms in FP16.
+        warm_starts: of each arm; 0: no start at all is measured.
+    """
 
     model: GPTConfig = GPTConfig(vocab=4099, context=128, width=256, layers=4, heads=4)
     batch: int = 8
@@ -76,8 +85,27 @@ class Work:
     rounds: int = 40
     steps: int = 4
     warm_starts: int = 7
+    half: bool = False
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (*ARMS, *(HALF_ARMS if self.half else ()))
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Who is compared with whom."""
+        full = [(ours, base) for ours in (O1, O2, RECOMPUTE) for base in (AUTOCAST, FP32)]
+        return [*full, *([(HALF_O2, HALF_AUTOCAST)] if self.half else [])]
 
 
+CPU = Work()
+# Wide enough that kernels, not their launches, take the time: 14 TFLOP a step.
+CUDA = Work(
+    model=GPTConfig(vocab=32003, context=1024, width=2048, layers=4, heads=16),
+    rounds=15,
+    warm_starts=1,
+    half=True,
+)
 TINY = Work(
     model=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,
@@ -90,16 +118,20 @@ TINY = Work(
 
 def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` a tiny model, once, without compiling."""
-    return measure(TINY if settings.quick else Work(), settings.device)
+    return measure(TINY if settings.quick else _work(settings.device), settings.device)
+
+
+def _work(device: torch.device) -> Work:
+    return CUDA if device.type == "cuda" else CPU
 
 
 def measure(work: Work, device: torch.device) -> Report:
     """Steps in turns in this process, then starts in processes of their own."""
     record = environment(device)
-    arms = {name: _Trainee(name, work, device) for name in ARMS}
+    arms = {name: _Trainee(name, work, device) for name in work.arms}
     for trainee in arms.values():
         trainee.compile()
-    first_losses = {name: trainee.step() for name, trainee in arms.items()}
+    first_losses = {name: float(trainee.step()) for name, trainee in arms.items()}
     saved = {name: trainee.saved_bytes() for name, trainee in arms.items()}
 
     def timed(step: str) -> dict[str, list[float]]:
@@ -112,15 +144,13 @@ def measure(work: Work, device: torch.device) -> Report:
 
     ratios = {
         label: {
-            f"{ours} over {base}": ratio(samples[base], samples[ours])
-            for ours in OPTIONS
-            for base in (AUTOCAST, FP32)
+            f"{ours} over {base}": ratio(samples[base], samples[ours]) for ours, base in work.pairs
         }
         for label, samples in (("forward + backward", backward), ("with AdamW", update))
     }
     return Report(
-        name="gpt_cpu",
-        title="GPT training step in BF16 on the CPU",
+        name=f"gpt_{device.type}",
+        title=f"GPT training step in BF16 on {'CUDA' if device.type == 'cuda' else 'the CPU'}",
         notes=_notes(work),
         tables=[
             _step_table(backward, update, saved, first_losses),
@@ -158,15 +188,20 @@ class _Trainee:
         self.idx, self.targets = tokens
         self.around: Callable[[], Any] = contextlib.nullcontext
         self.name, self.emit, self.device = name, work.emit, device
-        if name == AUTOCAST:
-            self.around = lambda: torch.autocast(device.type, torch.bfloat16)
+        # Off, it hands gradients and steps through.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == HALF_AUTOCAST)
+        if name in (AUTOCAST, HALF_AUTOCAST):
+            low = torch.bfloat16 if name == AUTOCAST else torch.float16
+            self.around = lambda: torch.autocast(device.type, low)
 
     def compile(self) -> None:
-        if options := OPTIONS.get(self.name):
+        if self.name in OPTIONS:
+            options = {"dtype": low_dtype(self.device), **OPTIONS[self.name]}
             if self.emit != "inductor":
-                options = {**options, "recompute": False}
-            low = low_dtype(self.device)
-            mpcompile(self.model, dtype=low, emit=self.emit, strict=True, **options)
+                options["recompute"] = False
+            mpcompile(self.model, emit=self.emit, strict=True, **options)
+            if self.name == HALF_O2:
+                self.optimizer = MPOptimizer(self.optimizer, emit=self.emit)
         else:
             self.model.compile(backend=self.emit)
 
@@ -175,18 +210,18 @@ class _Trainee:
             result: Tensor = self.model(self.idx, self.targets)
         return result
 
-    def step(self) -> float:
-        """Forward and backward."""
+    def step(self) -> Tensor:
+        """Forward and backward; nothing waits for the device."""
         self.optimizer.zero_grad()
         loss = self.loss()
-        loss.backward()
-        return loss.item()
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
-    def step_with_update(self) -> float:
+    def step_with_update(self) -> None:
         """Forward, backward and AdamW."""
-        loss = self.step()
-        self.optimizer.step()
-        return loss
+        self.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def saved_bytes(self) -> int:
         with bytes_saved_for_backward(self.model) as saved:
@@ -216,7 +251,7 @@ def _starts(work: Work, device: torch.device) -> dict[str, dict[str, Any]]:
 def _start(name: str, device: torch.device, cache: Path) -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpt_cpu", "start", name, str(device)],
+        [sys.executable, "-m", "benchmarks.gpt", "start", name, str(device)],
         cwd=root,
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
         capture_output=True,
@@ -232,10 +267,12 @@ def _start(name: str, device: torch.device, cache: Path) -> dict[str, Any]:
 
 def _first_step(name: str, device: torch.device) -> dict[str, Any]:
     """What the fresh process does: the first step, timed. CPU time does not see other processes."""
-    trainee = _Trainee(name, Work(), device)
+    trainee, wait = _Trainee(name, _work(device), device), idle_wait(device)
+    wait()
     wall, cpu = time.perf_counter(), time.process_time()
     trainee.compile()
     trainee.step()
+    wait()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     counters = torch._dynamo.utils.counters
     plans = compiled_plans(trainee.model) if name in OURS else []
@@ -288,7 +325,7 @@ def _step_table(
                 f"{saved[name] / 2**20:.1f}",
                 f"{losses[name]:.4f}",
             )
-            for name in ARMS
+            for name in backward
         ],
     )
 
@@ -366,4 +403,4 @@ if __name__ == "__main__":
     else:
         from benchmarks.__main__ import main
 
-        sys.exit(main(["run", "gpt_cpu", *sys.argv[1:]]))
+        sys.exit(main(["run", "gpt", *sys.argv[1:]]))

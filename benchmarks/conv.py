@@ -1,4 +1,4 @@
-"""Convolutional networks in BF16 on the CPU: ResNet-18 and a U-Net against torch.compile.
+"""Convolutional networks in BF16: ResNet-18 and a U-Net against torch.compile.
 
 On a CPU a convolution's backward may be slower in BF16 than in FP32, so a rule that lowers every
 convolution can lose. Images and models are in the order that a user gives without a thought for it,
@@ -11,7 +11,7 @@ import functools
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # started as a file: `python benchmarks/conv_cpu.py`
+if __package__ in (None, ""):  # started as a file: `python benchmarks/conv.py`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import step_times
@@ -19,12 +19,19 @@ from benchmarks.harness import Report, Settings
 from benchmarks.models import Sample, UNet, resnet18
 from benchmarks.step_times import Timed, Work
 
-WORK = Work(
+CPU = Work(
     models=(
         Timed("ResNet-18, B8, 112 px", resnet18, Sample((8, 3, 112, 112), (8,), 1000), steps=2),
         Timed("U-Net, B2, 128 px", UNet, Sample((2, 3, 128, 128), (2, 128, 128), 4), steps=2),
     )
 )
+CUDA = Work(
+    models=(
+        Timed("ResNet-18, B256, 224 px", resnet18, Sample((256, 3, 224, 224), (256,), 1000),
+              steps=8),
+        Timed("U-Net, B32, 256 px", UNet, Sample((32, 3, 256, 256), (32, 256, 256), 4), steps=8),
+    )
+)  # fmt: skip
 
 TINY = Work(
     models=(
@@ -41,11 +48,11 @@ TINY = Work(
 def run(settings: Settings) -> Report:
     """Time both networks; under `settings.quick` narrow ones, once, without compiling."""
     return step_times.measure(
-        "conv_cpu",
-        "Convolutional networks in BF16 on the CPU",
-        ["ResNet-18 is the original at a smaller image; the U-Net has four levels, 32 channels at "
-         "the first, batch norm and padding. Both in NCHW."],
-        TINY if settings.quick else WORK,
+        f"conv_{settings.device.type}",
+        f"Convolutional networks in BF16 on {settings.where}",
+        ["ResNet-18 is the original, on a CPU at a smaller image; the U-Net has four levels, 32 "
+         "channels at the first, batch norm and padding. Both in NCHW."],
+        TINY if settings.quick else CUDA if settings.device.type == "cuda" else CPU,
         settings.device,
     )  # fmt: skip
 
@@ -53,4 +60,4 @@ def run(settings: Settings) -> Report:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    sys.exit(main(["run", "conv_cpu", *sys.argv[1:]]))
+    sys.exit(main(["run", "conv", *sys.argv[1:]]))
