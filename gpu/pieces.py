@@ -12,15 +12,15 @@ LONGEST = 480
 _MPCOMPILE = ("-c", "import sys; from mpcompile.cli import main; sys.exit(main())")
 
 
-def _tests(name: str, limit: float, *files: str) -> Piece:
+def _tests(name: str, limit: float, *files: str, workers: int = 4) -> Piece:
     """Tests marked gpu. Warnings don't fail them: a device that nobody has seen may bring new ones
     of torch's, which the log lists, and which should not hide what the tests say.
     """
     paths = (f"tests/test_{file}.py" for file in files)
     return Piece(
         name,
-        ("-m", "pytest", "-m", "gpu", "-q", "-n", "4", "-W", "default", "-p", "no:cacheprovider",
-         "--junitxml={out}/tests.xml", *paths),
+        ("-m", "pytest", "-m", "gpu", "-q", "-n", str(workers), "-W", "default",
+         "-p", "no:cacheprovider", "--junitxml={out}/tests.xml", *paths),
         limit,
     )  # fmt: skip
 
@@ -35,6 +35,8 @@ PIECES = (
           by_name=("-m", "gpu.by_name", "{gpu}", "info")),
     Piece("smoke", ("-m", "gpu.smoke"), 240, by_name=("-m", "gpu.by_name", "{gpu}", "smoke")),
     _tests("tests", 480, "gpu"),
+    _tests("tests-costs", 300, "gpu_costs", workers=0),  # it measures: nothing else beside it
+    _tests("tests-numerics", 420, "gpu_numerics"),
     _tests("tests-elsewhere", 300, "cli", "fused_head", "joint", "optim_scale", "profile"),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
     Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),

@@ -41,6 +41,18 @@ def from_nothing() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked gpu are skipped where there is none, and leave it as they found it."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
 def with_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has BF16 instructions, so that plans are the same on one that has none; but for the
     tests that ask what a machine has.

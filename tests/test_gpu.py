@@ -6,7 +6,6 @@ pytest -m gpu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.gpu
 
 LEVELS = ["O1", "O2"]
 HALVES = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _cuda() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 class Block(nn.Module):
