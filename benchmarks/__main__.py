@@ -54,15 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:<{width}}  {summary(module)}{only}")
         return 0
     settings = Settings(device=torch.device(options.device), quick=options.quick)
-    unknown = [name for name in options.names if name not in known]
+    # A report is named after its device, and the name of a report will do: gpt_cpu.
+    names = [name.removesuffix(f"_{options.device}") for name in options.names]
+    unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(known)}")
     fitting = [name for name, module in known.items() if options.device in devices(module)]
-    for name in options.names:
+    for name in names:
         if name not in fitting:
             parser.error(f"{name} is for {', '.join(devices(known[name]))} only")
     out = options.out or (SCRATCH if options.quick else RESULTS)
-    for name in options.names or fitting:
+    for name in names or fitting:
         start = time.perf_counter()
         report = known[name].run(settings)
         if options.quick:
