@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +26,14 @@ from . import (
     fused_head,  # noqa: F401  (registers linear_cross_entropy)
     guard,
     ir,
-    kernels,
     library,  # noqa: F401  (registers the operators that scale gradients)
     pipeline,
-    profile,
     uncalled,
 )
 from .accumulation import check_accumulation
 from .advice import say_nothing_runs_low
 from .capture import capture
-from .device import SUPPORTED, auto_dtype, has_units, matrix_units
+from .device import SUPPORTED
 from .emit import emit
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .fakes import fake_of_fixed_size
@@ -45,6 +44,7 @@ from .loss_scale import LossScale
 from .policy import Config, Level
 from .products import product
 from .settings import Settings
+from .target import Target, target_of
 from .updates import is_update
 
 # Told of each graph: its plan, or None where it was left in FP32.
@@ -107,30 +107,18 @@ def _compile(
 ) -> tuple[Callable[..., Any], Plan]:
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     device = _device_of(tensors)
-    low = settings.dtype or auto_dtype(device)[0]
+    target = target_of(device, settings.dtype)
+    low = target.low
     trained = [x for x in tensors if x.requires_grad]
     scale = _scale_for(trained, low, settings) if torch.is_grad_enabled() else None
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
-    config = Config(
-        level=settings.level,
-        low=low,
-        device=device,
-        policy=settings.policy,
+    config = config_for(
+        target,
+        settings,
         scaled=scale is not None,
-        pad=settings.pad,
-        profile=_profile_for(device, low, settings),
-        promised=settings.dtype is not None or has_units(device, low),
-        cores=matrix_units(device),
         copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
-        fuse_head=settings.fuse_head,
-        has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
-    start = time.perf_counter()
-    with _unseen():
-        captured = capture(gm, example_inputs)
-    spent = time.perf_counter() - start
-    with _unseen(), torch._C._DisableAutocast():
-        plan = pipeline.run(captured, config, captured_in=spent, dump=settings.dump)
+    captured, plan = rewrite(gm, example_inputs, config, dump=settings.dump)
     if device.type == "cuda":
         check_accumulation(low)
     if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
@@ -161,19 +149,48 @@ def _compile(
     return compiled, plan
 
 
+def config_for(
+    target: Target,
+    settings: Settings,
+    *,
+    scaled: bool,
+    copied: Mapping[int, tuple[int, ...] | None],
+) -> Config:
+    """The settings and the facts of the device, as the passes see them."""
+    return Config(
+        level=settings.level,
+        low=target.low,
+        device=target.device,
+        policy=settings.policy,
+        scaled=scaled,
+        pad=settings.pad,
+        profile=target.profile,
+        promised=target.promised,
+        cores=target.cores,
+        copied=copied,
+        fuse_head=settings.fuse_head,
+        has_kernel=target.has_kernel,
+    )
+
+
+def rewrite(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, *, dump: Path | None
+) -> tuple[fx.GraphModule, Plan]:
+    """Capture Dynamo's graph and run every pass over it: the graph to emit, and its plan.
+
+    Raises:
+        CannotRewrite: it can't be captured, or a pass found it unsafe to rewrite.
+    """
+    start = time.perf_counter()
+    with _unseen():
+        captured = capture(gm, example_inputs, planned_for=config.device.type)
+    spent = time.perf_counter() - start
+    with _unseen(), torch._C._DisableAutocast():
+        return captured, pipeline.run(captured, config, captured_in=spent, dump=dump)
+
+
 def _has_products(gm: fx.GraphModule) -> bool:
     return any(product(node) is not None for node in gm.graph.nodes)
-
-
-def _profile_for(
-    device: torch.device, low: torch.dtype, settings: Settings
-) -> profile.Profile | None:
-    """What decides which products are worth it: nothing, where one asked for a dtype that is slow.
-
-    FP16 on a CPU, say: one wants to see what it does to the numbers.
-    """
-    for_speed = low is auto_dtype(device)[0] and has_units(device, low)
-    return profile.load(device) if settings.dtype is None or for_speed else None
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:

@@ -60,12 +60,16 @@ AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def capture(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, planned_for: str | None = None
+) -> fx.GraphModule:
     """Replay Dynamo's graph as pre-dispatch ATen.
 
     Args:
         gm: the graph Dynamo handed to the backend.
         example_inputs: its inputs: tensors and SymInts, one per placeholder.
+        planned_for: the device type that the graph is planned for, whose autocast regions count
+            even if the inputs lie elsewhere; None: where they lie.
 
     Returns:
         A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
@@ -82,7 +86,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
 
     fakes = [fake_twin(value, context) for value in example_inputs]
-    place = _Place.of(example_inputs)
+    place = _Place.of(example_inputs, planned_for)
     with (
         torch._C._DisableAutocast(),
         fx_traceback.preserve_node_meta(),
@@ -131,7 +135,8 @@ class _Place:
     """Where the replay stands, bodies included.
 
     Attributes:
-        devices: device types of the graph's inputs; autocast regions of others don't matter.
+        devices: device types of the graph's inputs, and the one it is planned for; autocast regions
+            of others don't matter.
         autocasts: (device type, dtype, enabled) of the regions around, outermost first.
         checkpoints: the activation checkpoints around, outermost first.
     """
@@ -141,8 +146,9 @@ class _Place:
     checkpoints: tuple[Region, ...] = ()
 
     @classmethod
-    def of(cls, inputs: Sequence[Any]) -> _Place:
-        devices = frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+    def of(cls, inputs: Sequence[Any], planned_for: str | None) -> _Place:
+        types = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
+        devices = frozenset(types | ({planned_for} if planned_for else set()))
         ambient: list[tuple[str, torch.dtype | None, bool]] = [
             (device, torch.get_autocast_dtype(device), True)
             for device in sorted(devices)

@@ -21,22 +21,28 @@ import torch
 from .errors import MPCompileError
 
 __all__ = [
+    "AUTO",
     "SUPPORTED",
     "DeviceFacts",
     "TensorCores",
     "auto_dtype",
     "cpu_flags",
     "cpu_matrix_units",
+    "cuda_matrix_units",
     "cuda_tensor_cores",
     "default_device",
     "device_facts",
     "has_units",
     "matrix_units",
+    "multiply_in",
     "tensor_cores",
 ]
 
 SUPPORTED = ("cuda", "cpu")
 """The device types that mpcompile compiles for."""
+
+AUTO = {"cuda": torch.float16, "cpu": torch.bfloat16}
+"""The low dtype that ``dtype="auto"`` stands for, by device type."""
 
 # (first compute capability, generation, what its Tensor Cores multiply), newest first.
 _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
@@ -144,7 +150,7 @@ def auto_dtype(device: torch.device | str) -> tuple[torch.dtype, str]:
         MPCompileError: the device type is not one of `SUPPORTED`.
     """
     device = _supported(device)
-    low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    low = AUTO[device.type]
     if not has_units(device, low):
         short = "FP16" if low is torch.float16 else "BF16"
         return low, f"but nothing multiplies {short} fast here: products stay FP32, unless measured"
@@ -166,7 +172,12 @@ def has_units(device: torch.device | str, dtype: torch.dtype) -> bool:
         return any(found is dtype for _, found in _cpu_units())
     if torch.version.hip is not None:
         return _gfx(device).startswith(_AMD_UNITS)
-    return ("FP16" if dtype is torch.float16 else "BF16") in tensor_cores(device).partition(" (")[0]
+    return multiply_in(tensor_cores(device), dtype)
+
+
+def multiply_in(units: str, dtype: torch.dtype) -> bool:
+    """Whether Tensor Cores, as `cuda_tensor_cores` describes them, multiply in FP16 or BF16."""
+    return ("FP16" if dtype is torch.float16 else "BF16") in units.partition(" (")[0]
 
 
 def tensor_cores(device: torch.device | str) -> str:
@@ -238,10 +249,14 @@ def matrix_units(device: torch.device | str) -> TensorCores:
     device = _supported(device)
     if device.type != "cuda":
         return TensorCores()
-    found = torch.cuda.get_device_capability(device)
+    return cuda_matrix_units(torch.cuda.get_device_capability(device))
+
+
+def cuda_matrix_units(capability: tuple[int, int]) -> TensorCores:
+    """What the Tensor Cores of an NVIDIA GPU ask of dimensions, by its compute capability."""
     for first, balance in _BALANCE:
-        if found >= first:
-            rows = found < _ROWS_COUNT_BEFORE
+        if capability >= first:
+            rows = capability < _ROWS_COUNT_BEFORE
             return TensorCores(rows=rows, slowdown=_SLOWDOWN, balance=balance)
     return TensorCores()  # no Tensor Cores
 

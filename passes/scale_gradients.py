@@ -40,7 +40,9 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     # The gradient of a working copy leaves scaled: the optimizer's step unscales it.
     trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     history = History(gm)
-    scale, found = (_add_input(graph, name, config) for name in (SCALE, FOUND))
+    # Beside the parameters, wherever they lie while the graph is planned.
+    beside = next(filter(ir.is_parameter, inputs), None) or trained[0]
+    scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
@@ -56,12 +58,12 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     return True
 
 
-def _add_input(graph: fx.Graph, name: str, config: Config) -> fx.Node:
+def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
     with ir.fake_mode(graph):
-        node.meta["val"] = torch.zeros((), device=config.device)
+        node.meta["val"] = torch.zeros((), device=device)
     node._dynamo_source = None
     return node
 

@@ -77,6 +77,7 @@ def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> 
         "products": [
             f"{n.name}: {n.planned} {n.precision}" for n in plan.nodes if n.op in _VIEWS
         ],
+        "plan": str(plan),
     }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ LAYERS = (
     {"costs"},
     {"passes"},
     {"spec", "inspect", "loss_scale", "joint", "uncalled"},
-    {"guard", "fit"},
+    {"guard", "fit", "target"},
     {"low_gradients", "onlookers", "traced_gradients"},
     {"copies"},
     {"capture", "pipeline", "emit"},

@@ -15,7 +15,7 @@ from ..device import SUPPORTED, cpu_flags, cpu_matrix_units
 from ..errors import MPCompileError
 from .model import Profile, Sample
 
-__all__ = ["Key", "class_of", "key_of"]
+__all__ = ["Key", "class_of", "class_of_gpu", "key_of"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ def class_of(device: torch.device) -> str | None:
         x86 = str(flags.get("architecture", "")).startswith("x86")
         return next((c for flag, c in _CPU_CLASSES if flags.get(flag)), None) if x86 else None
     if device.type == "cuda" and torch.version.hip is None:
-        major, _ = torch.cuda.get_device_capability(device)
-        return "cuda-hopper" if major == 9 else None
+        return class_of_gpu(torch.cuda.get_device_capability(device))
     return None
+
+
+def class_of_gpu(capability: tuple[int, int]) -> str | None:
+    """The same for an NVIDIA GPU, by its compute capability."""
+    return "cuda-hopper" if capability[0] == 9 else None
 
 
 # (flag of `cpu_flags()`, built-in profile), best first

@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 
 from ..device import SUPPORTED
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .key import class_of, key_of
+from ..gpus import GPU
+from .key import class_of, class_of_gpu, key_of
 from .model import DTYPES, ORIGINS, Profile, Sample
 
-__all__ = ["VARIABLE", "builtin", "cache_path", "load", "read", "write"]
+__all__ = ["VARIABLE", "builtin", "cache_path", "load", "load_for", "read", "write"]
 
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
@@ -53,20 +55,16 @@ def load(device: torch.device) -> Profile | None:
     Raises:
         MPCompileError: `MPCOMPILE_PROFILE` names no file, or one that holds no profile.
     """
-    if wanted := os.environ.get(VARIABLE, ""):
-        if wanted.lower() == "none":
-            return None
-        path = Path(wanted).expanduser().absolute()
-        if path not in _loaded:
-            _loaded[path] = _named_by_user(path)
-        chosen = _loaded[path]
-        if chosen is not None and chosen.device_type == device.type:
-            return chosen
-    measured = _from_cache(device)
-    if measured is not None:
-        return measured
-    stem = class_of(device)
-    return None if stem is None else builtin(stem)
+    return _first(device.type, lambda: _from_cache(device) or _of_class(class_of(device)))
+
+
+def load_for(gpu: GPU) -> Profile | None:
+    """The profile that a GPU which isn't there gets: the user's, or the built-in one of its class.
+
+    Raises:
+        MPCompileError: as `load`.
+    """
+    return _first("cuda", lambda: _of_class(class_of_gpu(gpu.capability)))
 
 
 def cache_path(device: torch.device) -> Path:
@@ -116,6 +114,24 @@ def write(profile: Profile, path: Path) -> None:
     except OSError as error:
         raise MPCompileError(f"can't write the profile {path}: {error.strerror}") from None
     _loaded.pop(path.absolute(), None)
+
+
+def _first(device_type: str, otherwise: Callable[[], Profile | None]) -> Profile | None:
+    """What the user names for devices of this type, or else what `otherwise` finds."""
+    if wanted := os.environ.get(VARIABLE, ""):
+        if wanted.lower() == "none":
+            return None
+        path = Path(wanted).expanduser().absolute()
+        if path not in _loaded:
+            _loaded[path] = _named_by_user(path)
+        chosen = _loaded[path]
+        if chosen is not None and chosen.device_type == device_type:
+            return chosen
+    return otherwise()
+
+
+def _of_class(stem: str | None) -> Profile | None:
+    return None if stem is None else builtin(stem)
 
 
 def _named_by_user(path: Path) -> Profile:
