@@ -6,12 +6,9 @@ that reads from the partitioned forward what it hands to the backward. So a mode
 counted in seconds; its parameters are memory that nothing touches, its activations are never
 allocated.
 
-What is counted: each tensor that the forward returns for the backward's sake, once for each storage
-(a view counts as what it is a view of, whole). What isn't: inputs of the graph and views of them.
-Those are the model's parameters and buffers, the batch, and the working copies that an
-`MPOptimizer` keeps, which exist anyway; a model in half precision has its low weights as
-parameters, likewise. A copy of an input that the graph makes itself (a weight cast to the low
-dtype) does count, and has a column of its own.
+What is counted: see `mpcompile/inspect/saved_bytes.py`. A model in half precision has its low
+weights as parameters, which exist anyway. A copy of an input that the graph makes itself (a weight
+cast to the low dtype) does count, and has a column of its own.
 
 Without a GPU, peers are traced on the CPU, and our passes plan as for a GPU that has a kernel for
 everything: a CPU's plan is another one (its attention is written out, for one thing), made for the
@@ -27,7 +24,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +37,13 @@ if __package__ in (None, ""):  # started as a file: `python benchmarks/saved_byt
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
-from torch._guards import TracingContext
 from torch._inductor import compile_fx
 
 from benchmarks.harness import Report, Settings, Table, environment
 from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
 from mpcompile import MPOptimizer, copies, mpcompile, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.inspect.saved_bytes import Saved, counter
 from mpcompile.policy import Config
 
 LOW = torch.bfloat16
@@ -213,25 +209,6 @@ def measure(work: Work, device: torch.device) -> Report:
 # -- counting -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """One storage kept for the backward.
-
-    Attributes:
-        op: what computed it.
-        module: where, layer numbers as `*`.
-        shape, dtype, bytes: of what it computed.
-        copied: it is an input of the graph in another dtype or layout.
-    """
-
-    op: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    copied: bool
-
-
 class _Counted(Exception):
     """The program was counted; running it was not asked for."""
 
@@ -330,78 +307,18 @@ def _prepared(
 
 def _counter(found: list[Saved], runs: bool) -> Callable[..., Any]:
     """In place of Inductor's code generation."""
+    count = counter(found)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if not kwargs.get("is_backward"):
-            found.extend(saved_by(gm))
+        counted = count(gm, example_inputs, **kwargs)
 
         def call(args: list[Any]) -> Any:
-            if not runs:
-                raise _Counted
-            inputs = list(args)
-            args.clear()
-            return gm(*inputs)
+            raise _Counted
 
         call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return counted if runs else call
 
     return compile_graph
-
-
-def saved_by(gm: fx.GraphModule) -> list[Saved]:
-    """The storages that a partitioned forward graph returns for its backward, inputs left out."""
-    facts = TracingContext.get().fw_metadata
-    assert facts is not None
-    (results,) = gm.graph.output_node().args
-    assert isinstance(results, (list, tuple))
-    kept = [n for n in results[facts.tensors_saved_for_backwards_slice] if isinstance(n, fx.Node)]
-    roots = dict.fromkeys(root for n in kept if (root := _root(n)).op != "placeholder")
-    return [_describe(root) for root in roots]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What the node is a view of."""
-    while True:
-        source = node.args[0] if node.op == "call_function" and node.args else None
-        if not isinstance(source, fx.Node):
-            return node
-        if not (_is_view(node) or (node.target is operator.getitem and _is_view(source))):
-            return node
-        node = source
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def _describe(node: fx.Node) -> Saved:
-    value = node.meta["val"]
-    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    path = str(list(stack.values())[-1][0]).partition(".")[2] or str(list(stack.values())[-1][0])
-    words = re.findall(r"\w+", path)
-    target = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
-    return Saved(
-        op=str(getattr(target, "__name__", target)).removesuffix(".default"),
-        module=".".join("*" if word.isdigit() else word for word in words),
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        bytes=value.numel() * value.element_size(),
-        copied=_is_copy(node),
-    )
-
-
-def _is_copy(node: fx.Node) -> bool:
-    """Whether the node is an input of the graph, cast or laid out anew."""
-    aten = torch.ops.aten
-    relaid = (aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default)
-    while node.op == "call_function":
-        cast = node.target is torch.ops.prims.convert_element_type.default
-        if not (cast or node.target in relaid or _is_view(node)):
-            return False
-        (node,) = node.all_input_nodes or (node.graph.output_node(),)
-    return node.op == "placeholder"
 
 
 # -- sums -----------------------------------------------------------------------------------------

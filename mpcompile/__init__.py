@@ -9,6 +9,7 @@ from .errors import MPCompileError, MPCompileWarning
 from .loss_scale import LossScale
 from .ops import register_rule
 from .optim import MPOptimizer
+from .planning import plan_for
 from .policy import Level, Policy, Precision
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "compiled_plans",
     "loss_scale_of",
     "mpcompile",
+    "plan_for",
     "register_rule",
 ]

@@ -82,7 +82,7 @@ def _compile_or_fall_back(
     except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
         raise
     except Exception as error:
-        reason = str(error) if isinstance(error, CannotRewrite) else _describe(error)
+        reason = reason_of(error)
         if settings.strict:
             raise MPCompileError(
                 f"this graph can't be rewritten: {reason}. Without strict=True it would be "
@@ -97,7 +97,10 @@ def _compile_or_fall_back(
         return _emit(gm, example_inputs, settings, untouched=True), None
 
 
-def _describe(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a graph can't be rewritten, in one line."""
+    if isinstance(error, CannotRewrite):
+        return str(error)
     text = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 

@@ -85,6 +85,16 @@ _DATA: Any = torch._C.TensorBase.data
 hide_low_gradients(of=MasterWeight)
 
 
+def memory_for(
+    master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Memory for a copy of `master` in `dtype`, padded with zeros where `shape` is larger."""
+    if shape is None or tuple(shape) == tuple(master.shape):
+        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+    stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
+    return stored.contiguous(memory_format=suggest_memory_format(master))
+
+
 class WorkingCopy:
     """The low-precision copy of one master weight.
 
@@ -98,11 +108,7 @@ class WorkingCopy:
     def __init__(
         self, master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> None:
-        if shape is None or tuple(shape) == tuple(master.shape):
-            self.stored = torch.empty_like(master, dtype=dtype, requires_grad=False)
-        else:
-            stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
-            self.stored = stored.contiguous(memory_format=suggest_memory_format(master))
+        self.stored = memory_for(master, dtype, shape)
         self.tensor = self.real_part(self.stored, master)
         self.gradient = LowGradient(master, dtype)
         self.awaited = 0

@@ -45,6 +45,7 @@ def emit(
     joint: Sequence[JointPass] = (),
     recompute: bool = False,
     untouched: bool = False,
+    inner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
 
@@ -58,6 +59,7 @@ def emit(
         joint: passes for AOTAutograd's joint graph, for "inductor" only.
         recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
+        inner: what stands in place of Inductor's code generation, for "inductor" only.
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
@@ -70,7 +72,8 @@ def emit(
             gm.recompile()
             run: Callable[..., Any] = gm.forward
         else:
-            compile_graph = _inductor(mode, options, joint) if how == "inductor" else _aot_eager
+            inductor = _inductor(mode, options, joint, inner) if how == "inductor" else None
+            compile_graph = inductor or _aot_eager
             if recompute:
                 compile_graph = _recomputing(compile_graph)
             salted = functools.partial(_salted, compile_graph)
@@ -139,10 +142,19 @@ def _salted(
 
 
 def _inductor(
-    mode: str | None, options: Mapping[str, Any] | None, joint: Sequence[JointPass]
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    joint: Sequence[JointPass],
+    inner: Callable[..., Any] | None = None,
 ) -> Compiler:
     """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
-    return torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
+    whole = torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
+    if inner is None:
+        return whole
+    from torch._inductor.compile_fx import compile_fx  # takes a second to import
+
+    compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
+    return functorch.patch(enable_autograd_cache=False)(compiler)  # type: ignore[no-any-return]
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -58,8 +58,8 @@ LAYERS = (
     {"copies"},
     {"capture", "pipeline", "emit"},
     {"settings"},
-    {"backend", "optim", "rnn_tracing"},
-    {"api", "entry"},
+    {"backend", "optim", "rnn_tracing", "stand_ins"},
+    {"api", "entry", "planning"},
     {"demo"},
     {"cli"},
 )
