@@ -6,20 +6,20 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import copies, uncalled
 from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
+from .half_inputs import widened, widens_inputs
 from .inspect.plan import Plan
 from .loss_scale import LossScale
 from .policy import Level, Policy
@@ -28,8 +28,6 @@ from .settings import Settings, check_module
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Record:
@@ -205,7 +203,7 @@ def _entry(
                  module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
         return tuple(number for kind in kinds for number in kind)
 
-    widens = not any(p.dtype in _HALF for p in module.parameters())
+    widens = widens_inputs(module)
     compiled, built_at, built_for, built_with = build(), copies.generation(), owners(), hooks()
     unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
 
@@ -219,10 +217,8 @@ def _entry(
             before, built_for = built_for, owners()
             if before != built_for:  # an MPOptimizer came: its copies are read
                 compiled = build()
-        if widens and _has_half((*args, *kwargs.values())):
-            args, kwargs = pytree.tree_map(
-                lambda x: x.float() if _is_half(x) else x, (args, kwargs)
-            )
+        if widens:
+            args, kwargs = widened(args, kwargs)
         result = compiled(*args, **kwargs)
         if unheard and not torch.compiler.is_compiling():
             uncalled.called(module)
@@ -237,6 +233,12 @@ def _entry(
 
 
 def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: list[Plan]) -> None:
+    for complaint in matched_nothing(settings, plans):
+        text = f"mpcompile: {type(module).__name__}: {complaint}"
+        warnings.warn(text, MPCompileWarning, stacklevel=4)
+
+
+def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
     """What was asked for and found no place in any graph of the first training forward."""
     nodes = [node for plan in plans for node in plan.nodes]
     names = {node.name for node in nodes}
@@ -249,9 +251,7 @@ def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: 
             "fuse_head=True, but there is no cross_entropy in what was compiled: compute the loss "
             "in the model's forward, or compile the function that computes it"
         )
-    for complaint in complaints if plans else ():
-        text = f"mpcompile: {type(module).__name__}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=4)
+    return complaints if plans else []
 
 
 def _warn_nothing_compiled(module: nn.Module) -> None:
@@ -262,22 +262,6 @@ def _warn_nothing_compiled(module: nn.Module) -> None:
         MPCompileWarning,
         stacklevel=4,
     )
-
-
-def _has_half(values: Iterable[Any]) -> bool:
-    """Whether there is a half tensor among them, at any depth.
-
-    Most calls take tensors and nothing else: for these, flattening a tree of arguments is a
-    noticeable part of what a call of a small model costs.
-    """
-    return any(
-        _is_half(x) if isinstance(x, torch.Tensor) else any(map(_is_half, pytree.tree_leaves(x)))
-        for x in values
-    )
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALF
 
 
 def loss_scale_of(model: Any) -> LossScale:

@@ -1,4 +1,4 @@
-"""The ``mpcompile`` command: ``mpcompile info``, ``mpcompile demo`` and ``mpcompile profile``.
+"""The ``mpcompile`` command: ``mpcompile info``, ``demo``, ``profile`` and ``plan``.
 
 Exit status: 0 done, 1 torch is outside the supported range, 2 a request that cannot be met.
 """
@@ -6,8 +6,10 @@ Exit status: 0 done, 1 torch is outside the supported range, 2 a request that ca
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,10 +23,13 @@ from .demo.run import DemoSettings
 from .demo.run import run as run_demo
 from .device import default_device, device_facts
 from .errors import MPCompileError
+from .factory import CONTRACT, made_by
+from .gpus import GPUS, gpu
+from .planning import plan_call
 from .profile import Profile, Sample, store
 from .profile.measure import measure
 from .profile.model import KINDS, flops
-from .settings import NEWEST, OLDEST, check_torch_version
+from .settings import NEWEST, OLDEST, PADS, check_torch_version
 
 __all__ = ["main"]
 
@@ -92,6 +97,31 @@ def _parser() -> argparse.ArgumentParser:
         "--show", action="store_true", help="print the profile in use; measure nothing"
     )
     profile.set_defaults(run=_profile)
+
+    plan = commands.add_parser(
+        "plan",
+        help="what would be done with your model on a GPU, without one",
+        description="Print what mpcompile would do with a model on a GPU that this machine need "
+        "not have: the precision of each operator, the Tensor Core share of the FLOPs, sizes worth "
+        f"changing, and the bytes saved for the backward. Nothing is trained. {CONTRACT}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    plan.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
+    plan.add_argument("--device", default="h100", help=f"one of {', '.join(GPUS)}")
+    plan.add_argument(
+        "--dtype", choices=("auto", "float16", "bfloat16"), default="auto", help="low dtype"
+    )
+    plan.add_argument("--level", choices=("O1", "O2", "O3"), default="O1", help="level")
+    plan.add_argument("--pad", choices=PADS, default="auto", help="whether odd dims are padded")
+    for flag, meaning in (
+        ("--fuse-head", "make one operator of a head and its cross entropy"),
+        ("--recompute", "let the backward compute norms and activations again"),
+        ("--mp-optimizer", "an MPOptimizer holds the parameters"),
+        ("--json", "print JSON"),
+    ):
+        plan.add_argument(flag, action="store_true", help=meaning)
+    plan.add_argument("--dump", type=Path, metavar="DIR", help="where the graphs go")
+    plan.set_defaults(run=_plan)
     return parser
 
 
@@ -175,6 +205,24 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     store.write(profile, path)
     console.print(_profile_table(profile))
     console.print(f"written to {path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _plan(options: argparse.Namespace, console: Console) -> int:
+    gpu(options.device)  # found out before the factory runs, not after
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    model, args, kwargs = made_by(options.factory)
+    names = ("dtype", "level", "pad", "fuse_head", "recompute", "dump")
+    found = plan_call(
+        model,
+        args,
+        kwargs,
+        device=options.device,
+        mp_optimizer=options.mp_optimizer,
+        options={name: getattr(options, name) for name in names},
+    )
+    text = json.dumps(found.to_dict(), indent=1) if options.json else str(found)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -12,7 +12,8 @@ import contextlib
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import copies, ir
+from .api import matched_nothing
 from .attention import ATTENTION
 from .backend import config_for, reason_of, rewrite
 from .emit import emit
-from .errors import MPCompileError, did_you_mean
+from .errors import MPCompileError, MPCompileWarning, did_you_mean
+from .failures import described, place
 from .fakes import fake_of_fixed_size
 from .gpus import gpu
+from .half_inputs import widened, widens_inputs
 from .inspect.gpu_plan import GPUPlan
 from .inspect.plan import Plan
 from .inspect.saved_bytes import Saved, counter
@@ -76,35 +80,52 @@ def plan_for(
         MPCompileError: an unknown GPU, a bad argument, a model that mpcompile refuses or that can't
             be copied, a call of the model that fails, or one that depends on values.
     """
-    sheet = gpu(device)
-    settings = Settings.parse({
+    options = {
         "dtype": dtype, "level": level, "policy": policy, "pad": pad, "fuse_head": fuse_head,
         "recompute": recompute, "dump": dump,
-    })  # fmt: skip
+    }  # fmt: skip
+    return plan_call(
+        model, inputs, kwargs, device=device, mp_optimizer=mp_optimizer, options=options
+    )
+
+
+def plan_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    device: str,
+    mp_optimizer: bool = False,
+    options: Mapping[str, Any],
+) -> GPUPlan:
+    """`plan_for`, for arguments of the model that may have the names of options."""
+    sheet = gpu(device)
+    settings = Settings.parse(options)
     if settings.level is Level.O0:
         raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to plan")
     if not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
     if not isinstance(model, nn.Module):
         raise MPCompileError(f"plan_for({type(model).__name__}): give an nn.Module")
-    _check_call(model, inputs, kwargs)
+    _check_call(model, args, kwargs)
     planner = _Planner(settings, target_for(sheet, settings.dtype), mp_optimizer)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
     with _random_numbers_kept(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
-        args, named = stand_ins.of_inputs(inputs, kwargs)
-        _run(twin, planner, args, named)
+        _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
     if not planner.plans and not planner.left:
         raise MPCompileError(
             f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
             "(an unsupported construct at the top of it, or compilation is disabled); "
             "TORCH_LOGS=graph_breaks tells why"
         )
+    for complaint in matched_nothing(settings, planner.plans):
+        warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
     return GPUPlan(sheet, tuple(planner.plans), tuple(planner.saved), tuple(planner.left))
 
 
-def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Find a misspelt option, which would otherwise be taken for an argument of the model."""
     try:
         inspect.signature(model.forward).bind(*inputs, **kwargs)
@@ -122,7 +143,7 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any])
 _calls = itertools.count()
 
 
-def _run(twin: nn.Module, planner: _Planner, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model, so that Dynamo hands each graph to the planner."""
 
     # As in api.py: Dynamo skips frames of torch's own files, and remembers sizes by a frame's name.
@@ -134,6 +155,8 @@ def _run(twin: nn.Module, planner: _Planner, args: Sequence[Any], kwargs: dict[s
     run = torch.compile(forward, backend=planner, dynamic=False)
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
+    if widens_inputs(twin):
+        args, kwargs = widened(args, kwargs)
     try:
         run(*args, **kwargs)
     except MPCompileError:
@@ -144,10 +167,10 @@ def _run(twin: nn.Module, planner: _Planner, args: Sequence[Any], kwargs: dict[s
             raise inner from inner.__cause__
         if isinstance(inner, (DataDependentOutputException, DynamicOutputShapeException)):
             raise MPCompileError(
-                f"{name} goes on with the values of a tensor ({inner.func}), and a plan is made "
-                "without values: plan for the modules that it is made of"
+                f"{name} goes on with the values of a tensor ({inner.func}){place(inner)}, and a "
+                "plan is made without values: plan for the modules that it is made of"
             ) from error
-        raise MPCompileError(f"{name} fails on these inputs: {reason_of(inner)}") from error
+        raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
 
 
 @contextlib.contextmanager

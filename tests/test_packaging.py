@@ -44,6 +44,8 @@ LAYERS = (
         "later",
         "accumulation",
         "gpus",
+        "failures",
+        "half_inputs",
     },
     {"profile", "advice"},
     {"policy"},
@@ -59,7 +61,8 @@ LAYERS = (
     {"capture", "pipeline", "emit"},
     {"settings"},
     {"backend", "optim", "rnn_tracing", "stand_ins"},
-    {"api", "entry", "planning"},
+    {"api", "entry"},
+    {"planning", "factory"},
     {"demo"},
     {"cli"},
 )

@@ -65,22 +65,17 @@ class GPUPlan:
         units = cuda_tensor_cores(self.gpu.capability, self.gpu.name)
         parts = [f"{name} {_size(n)}" for name, n in data["saved_bytes_by_dtype"].items()]
         if copied := data["saved_bytes_copies_of_inputs"]:
-            parts.append(f"copies of weights and other inputs among them {_size(copied)}")
-        return "\n".join(
-            [
-                f"{self.gpu.name}; Tensor Cores: {units}",
-                *map(str, self.plans),
-                *(f"a graph stays in FP32: {reason}" for reason in self.left),
-                f"Saved for the backward: {_size(self.saved_bytes)}"
-                + (
-                    f" ({parts}; copies of weights and other inputs {_size(copied)})"
-                    if parts
-                    else ""
-                ),
-                "Not known without the GPU:",
-                *(f"  {line}" for line in UNKNOWN),
-            ]
-        )
+            parts.append(f"of it copies of weights and other inputs {_size(copied)}")
+        saved = _size(self.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
+        lines = [
+            f"{self.gpu.name}; Tensor Cores: {units}",
+            *map(str, self.plans),
+            *(f"a graph stays in FP32: {reason}" for reason in self.left),
+            f"Saved for the backward: {saved}",
+            "Not known without the GPU:",
+            *(f"  {line}" for line in UNKNOWN),
+        ]
+        return "\n".join(lines)
 
 
 def _size(count: int) -> str:

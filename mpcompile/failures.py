@@ -1,0 +1,37 @@
+"""What went wrong in code of the user's, in one line, and where."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch._dynamo.exc import TorchRuntimeError
+
+__all__ = ["described", "place"]
+
+_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent)
+
+
+def described(error: BaseException) -> str:
+    """`"ValueError: the batch is empty (model.py:12)"`."""
+    text = str(error).strip() or "no message"
+    said = f"{type(error).__name__}: {text.splitlines()[0]}"
+    if isinstance(error, TorchRuntimeError) and (
+        inner := re.search(r": got (\w+\(.*\))$", text, re.M)
+    ):
+        said = inner[1]  # what Dynamo met when it traced an operator
+    return said + place(error)
+
+
+def place(error: BaseException) -> str:
+    """`" (model.py:12)"`, the innermost line of the user's that led to the error, or `""`."""
+    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    theirs = [
+        frame
+        for frame in stack
+        if not any(Path(frame.filename).is_relative_to(root) for root in _NOT_THEIRS)
+        and not frame.filename.startswith("<")
+    ]
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""

@@ -1,0 +1,49 @@
+"""Half inputs of an FP32 model: widened at its entry, which is exact.
+
+They would fail before a backend sees them. The first LOW operator narrows them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["widened", "widens_inputs"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def widens_inputs(module: nn.Module) -> bool:
+    """Whether half inputs of the module are to be widened: it has no half parameters."""
+    return not any(p.dtype in _HALF for p in module.parameters())
+
+
+def widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with its half tensors, at any depth, in FP32."""
+    if not _has_half(args, kwargs):
+        return args, kwargs
+    wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda x: x.float() if _is_half(x) else x, (args, kwargs)
+    )
+    return wide
+
+
+def _has_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a half tensor among them.
+
+    Most calls take tensors and nothing else: for these, flattening a tree of arguments is a
+    noticeable part of what a call of a small model costs.
+    """
+    return any(
+        _is_half(x) if isinstance(x, torch.Tensor) else any(map(_is_half, pytree.tree_leaves(x)))
+        for x in (*args, *kwargs.values())
+    )
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF
