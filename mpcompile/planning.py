@@ -9,6 +9,7 @@ stand-ins.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import random
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._dynamo import pgo
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -112,7 +114,7 @@ def plan_call(
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
-    with _random_numbers_kept(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
+    with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
         _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
     if not planner.plans and not planner.left:
         raise MPCompileError(
@@ -142,6 +144,11 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
 
 _calls = itertools.count()
 
+# A plan shall not use up what Dynamo allows a function of compiles (torch 2.11 has no such option).
+_APART: dict[str, Any] = {"isolate_recompiles": True}
+if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
+    _APART = {}
+
 
 def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model, so that Dynamo hands each graph to the planner."""
@@ -152,7 +159,7 @@ def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict
 
     module, name = twin, type(twin).__name__
     forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
-    run = torch.compile(forward, backend=planner, dynamic=False)
+    run = torch.compile(forward, backend=planner, dynamic=False, **_APART)
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
     if widens_inputs(twin):
@@ -174,12 +181,19 @@ def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _nothing_happened() -> Iterator[None]:
+    """Put back the random numbers, and the sizes by which Dynamo tells what is dynamic."""
     state, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(state)
-    np.random.set_state(numbers)
+    sizes = pgo.get_code_state()
+    before = copy.deepcopy(sizes)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numbers)
+        sizes.clear()
+        sizes.update(before)
 
 
 class _Planner:
@@ -239,8 +253,8 @@ class _Planner:
         for k, node in enumerate(graph.graph.find_nodes(op="placeholder")):
             if (of := ir.copy_of(node)) is not None:
                 master, shape = example_inputs[of], ir.value(node).shape
-                copy = copies.memory_for(master, self.target.low, shape)
-                made[k] = copy.requires_grad_(master.requires_grad)
+                stored = copies.memory_for(master, self.target.low, shape)
+                made[k] = stored.requires_grad_(master.requires_grad)
         return made
 
     def _emit(

@@ -16,32 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from gpu_models import MODELS
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
-from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.products import _VIEWS
 
 STEPS = 3
-
-
-def mlp() -> tuple[nn.Module, Any]:
-    """Large, and of odd sizes."""
-    net = nn.Sequential(nn.Linear(1023, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1001))
-    return net, lambda: (torch.randn(4095, 1023),)
-
-
-def gpt() -> tuple[nn.Module, Any]:
-    net = GPT(GPTConfig(vocab=1003, width=768, layers=1, heads=6))
-    return net, lambda: (torch.randint(0, 1003, (16, 128)), torch.randint(0, 1003, (16, 128)))
-
-
-def conv() -> tuple[nn.Module, Any]:
-    net = nn.Sequential(
-        nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(128, 130, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(130, 10),
-    )  # fmt: skip
-    return net, lambda: (torch.randn(64, 64, 56, 56),)
 
 
 def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> dict[str, Any]:
@@ -87,7 +67,7 @@ def main() -> None:
     device = fakecuda.become(sys.argv[1])
     found = [
         train(device, build, level, generated)
-        for build in (mlp, gpt, conv)
+        for build in MODELS.values()
         for level in ("O1", "O2")
         for generated in (True, False)
     ]

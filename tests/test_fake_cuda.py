@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
+from gpu_models import MODELS
+
+from mpcompile import plan_for
 
 ROOT = Path(__file__).parent.parent
 GPUS = ["h100", "t4", "v100"]
@@ -72,6 +75,19 @@ def test_gradients_are_where_they_should_be(gpu: str) -> None:
         stored_low = run["level"] == "O2" and run["generated"]
         wanted = {"torch.float32 on cuda:0", *(["torch.float16 on cuda:0"] if stored_low else [])}
         assert set(run["gradients"]) == wanted
+
+
+@each_gpu
+def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    for run in trained(gpu):
+        model, batch = MODELS[run["model"]]()
+        planned = plan_for(
+            model, *batch(), device=gpu, level=run["level"], mp_optimizer=run["generated"]
+        )
+        assert [str(plan) for plan in planned.plans] == [run["plan"]]
+        assert not planned.left
 
 
 def plans(gpu: str) -> str:

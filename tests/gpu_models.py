@@ -1,0 +1,32 @@
+"""Models that are trained on a GPU that exists by name, and planned for without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpcompile.demo.model import GPT, GPTConfig
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    """Large, and of odd sizes."""
+    net = nn.Sequential(nn.Linear(1023, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1001))
+    return net, lambda: (torch.randn(4095, 1023),)
+
+
+def gpt() -> tuple[nn.Module, Any]:
+    net = GPT(GPTConfig(vocab=1003, width=768, layers=1, heads=6))
+    return net, lambda: (torch.randint(0, 1003, (16, 128)), torch.randint(0, 1003, (16, 128)))
+
+
+def conv() -> tuple[nn.Module, Any]:
+    net = nn.Sequential(
+        nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(128, 130, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(130, 10),
+    )  # fmt: skip
+    return net, lambda: (torch.randn(64, 64, 56, 56),)
+
+
+MODELS = {build.__name__: build for build in (mlp, gpt, conv)}

@@ -1,0 +1,442 @@
+"""Plans for GPUs that aren't there: what they say, what they leave alone, and what users hear."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import (
+    MPCompileError,
+    Policy,
+    cli,
+    guard,
+    kernels,
+    loss_scale_of,
+    mpcompile,
+    plan_for,
+    planning,
+)
+from mpcompile.errors import CannotRewrite
+from mpcompile.gpus import GPUS
+
+X = torch.ones(3, 4)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of its layer and its input."""
+
+    def __init__(self, body: Callable[[nn.Linear, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(self.layer, x)
+
+
+def in_two_graphs(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    torch._dynamo.graph_break()
+    return layer(layer(y))
+
+
+def decided(planned: Any) -> dict[str, str]:
+    return {n.name: n.precision for plan in planned.plans for n in plan.nodes}
+
+
+# -- what the plan says ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu(gpu: str) -> None:
+    planned = plan_for(net(), X, device=gpu)
+    (plan,) = planned.plans
+    assert (plan.dtype, plan.device, plan.scaled) == ("float16", "cuda:0", True)
+    assert decided(planned)["linear"] == ("FULL" if gpu == "p100" else "LOW")
+    assert planned.gpu is GPUS[gpu]
+
+
+def test_without_units_a_named_dtype_still_runs_low() -> None:
+    planned = plan_for(net(), X, device="p100", dtype=torch.float16)
+    assert decided(planned)["linear"] == "LOW"
+
+
+def test_the_profile_is_that_of_the_gpus_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper has a built-in one, in which so small a product isn't worth its casts."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    assert decided(plan_for(net(), X, device="h100"))["linear"] == "FULL"
+    assert decided(plan_for(net(), X, device="t4"))["linear"] == "LOW"
+
+
+def test_this_cpu_is_asked_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_kernel(*args: Any) -> bool:
+        raise AssertionError("a plan for a GPU asked the CPU")
+
+    monkeypatch.setattr(kernels, "has_kernel", has_kernel)
+    assert not plan_for(net(), X).left
+
+
+def test_attention_stays_one_kernel() -> None:
+    """On a CPU it would be written out, in BF16."""
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    planned = plan_for(layer, torch.ones(2, 8, 16), dtype=torch.bfloat16)
+    assert decided(planned)["scaled_dot_product_attention"] == "LOW"
+
+
+def test_a_dropped_score_is_not_stored() -> None:
+    """The fused kernel of a GPU draws the mask again; a CPU's products would store T x T of it."""
+
+    def saved(dropout: float) -> int:
+        layer = Calls(lambda f, x: F.scaled_dot_product_attention(f(x), x, x, dropout_p=dropout))
+        return plan_for(
+            layer, torch.ones(2, 1, 512, 4, requires_grad=True), device="t4"
+        ).saved_bytes
+
+    assert saved(0.1) == saved(0.0) < 512 * 512
+
+
+def test_recurrent_layers_run_low() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.rnn(x)[0]
+            return self.head(hidden)
+
+    planned = plan_for(Net(), torch.ones(5, 2, 8), device="t4")
+    assert decided(planned)["lstm"] == "LOW"
+
+
+def test_an_autocast_region_of_the_gpu_counts() -> None:
+    def body(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            y = layer(x)
+        return layer(y)
+
+    found = decided(plan_for(Calls(body), X, device="t4"))
+    assert (found["linear"], found["linear_1"]) == ("KEEP", "LOW")
+
+
+def test_half_inputs_are_widened() -> None:
+    assert decided(plan_for(net(), X.half(), device="t4"))["linear"] == "LOW"
+
+
+def test_each_graph_has_a_plan() -> None:
+    planned = plan_for(Calls(in_two_graphs), X, device="t4")
+    assert [plan.counts() for plan in planned.plans] == [{"LOW": 1}, {"LOW": 2}]
+
+
+def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rewrite(*args: Any, **kwargs: Any) -> Any:
+        raise CannotRewrite("this one can't be")
+
+    monkeypatch.setattr(planning, "rewrite", rewrite)
+    planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
+    assert planned.plans == ()
+    assert planned.left == ("this one can't be",)
+    assert "a graph stays in FP32: this one can't be" in str(planned)
+    assert planned.saved_bytes == 4 * 3 * 4  # what exp returned, in FP32
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def two() -> tuple[nn.Module, torch.Tensor]:
+    """Both activations are read by a backward: the GELU's input, and what the second one reads."""
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.ones(32, 64)
+
+
+def test_saved_bytes_by_hand() -> None:
+    model, x = two()
+    copies = 2 * (32 * 64 + 256 * 64)  # of the input and of the second weight, in FP16
+    hidden = 2 * 32 * 256
+    planned = plan_for(model, x, device="t4", level="O2")
+    assert planned.saved_bytes == copies + 2 * hidden
+    assert planned.to_dict()["saved_bytes_copies_of_inputs"] == copies
+    assert planned.to_dict()["saved_bytes_by_dtype"] == {"f16": planned.saved_bytes}
+    less = plan_for(model, x, device="t4", level="O2", mp_optimizer=True, recompute=True)
+    assert less.saved_bytes == hidden + 2 * 32 * 64  # the weights' copies exist anyway
+
+
+def test_the_text_tells_all() -> None:
+    model, x = two()
+    text = str(plan_for(model, x, device="t4"))
+    assert text.startswith(
+        "Tesla T4; Tensor Cores: FP16 (Turing, compute capability 7.5)\nO1 float16"
+    )
+    assert "Tensor Cores: 100.0% of 2.1 MFLOP eligible as captured, 100.0% as compiled" in text
+    assert "Saved for the backward: 69.63 kB (f16 69.63 kB, of it copies" in text
+    assert "Not known without the GPU:\n  times: " in text
+
+
+def test_a_size_worth_changing() -> None:
+    layer = nn.Linear(64, 61)
+    assert "61 -> 64 (n of " in str(plan_for(layer, torch.ones(64, 64), device="t4"))
+
+
+# -- what it leaves alone --------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def noise() -> float:
+    return random.random() + float(np.random.rand())
+
+
+class Busy(nn.Module):
+    """Changes whatever a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.calls, self.plain = 0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.plain.add_(1)
+        torch._dynamo.graph_break()
+        return F.dropout(self.norm(self.layer(x))) + self.plain + torch.rand(4) * noise()
+
+
+def test_nothing_happens_to_the_model_or_the_process() -> None:
+    model, x = Busy(), torch.ones(3, 4)
+    model.layer.weight.grad = torch.ones(4, 4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr]
+    live, changes = len(guard._live), guard.changes()
+    sums = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert len(plan_for(model, x, level="O2", mp_optimizer=True).plans) == 3
+    assert (model.calls, model.plain.tolist(), x.tolist()) == (0, [0.0] * 4, X.tolist())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model.layer.weight.grad, torch.ones(4, 4))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), numbers[0])
+    assert random.getstate() == numbers[1]
+    assert np.array_equal(np.random.get_state()[1], numbers[2])  # type: ignore[index]
+    assert (len(guard._live), guard.changes()) == (live, changes)
+    assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction == sums
+    assert torch.is_grad_enabled()
+
+
+def test_what_the_user_compiled_stays_compiled() -> None:
+    """And sizes that were planned for don't make his dynamic."""
+    model, graphs = Calls(in_two_graphs), []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append([x for x in inputs if isinstance(x, torch.SymInt)])
+        return gm
+
+    plan_for(model, torch.ones(7, 4))
+    mine = torch.compile(model, backend=backend)
+    mine(X)
+    assert graphs
+    assert not any(graphs)
+    compiled = len(graphs)
+    for rows in range(5, 15):  # more than the functions may be compiled otherwise
+        assert len(plan_for(model, torch.ones(rows, 4)).plans) == 2
+    mine(X)
+    assert len(graphs) == compiled
+
+
+def test_a_compiled_model_keeps_its_scale() -> None:
+    model = mpcompile(net(), dtype=torch.float16, emit="eager")
+    scale = loss_scale_of(model)
+    model(X).sum().backward()
+    value, steps = scale.value, scale.skipped_steps
+    plan_for(model, X)
+    assert loss_scale_of(model) is scale
+    assert (scale.value, scale.skipped_steps) == (value, steps)
+
+
+def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[nn.Module]] = []
+    run = planning._run
+    monkeypatch.setattr(
+        planning, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
+    )
+    plan_for(net(), X)
+    gc.collect()
+    assert copies[0]() is None
+
+
+def test_a_model_that_is_nowhere() -> None:
+    """20 GB of parameters, 8 GB of inputs: on "meta" they take nothing."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50_000, 100_000), nn.GELU(), nn.Linear(100_000, 8))
+        x = torch.empty(40_000, 50_000)
+    planned = plan_for(model, x, device="a100", level="O2", mp_optimizer=True)
+    assert planned.saved_bytes > 2 * 2 * 40_000 * 100_000
+    assert next(model.parameters()).device.type == "meta"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def raises(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("not today")
+
+
+def holds_a_lock() -> nn.Module:
+    import threading
+
+    model = net()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_for(net(), X, device="h10"), "unknown GPU 'h10'; did you mean 'h100'?"),
+        (lambda: plan_for(net(), X, levl="O2"), "unexpected keyword .*; did you mean 'level'?"),
+        (lambda: plan_for(net(), X, level="O0"), "there is nothing to plan"),
+        (lambda: plan_for(net(), X, dtype="int8"), "unknown dtype 'int8'"),
+        (lambda: plan_for(net(), X, mp_optimizer=1), "use True or False"),  # type: ignore[arg-type]
+        (lambda: plan_for(F.gelu, X), "give an nn.Module"),  # type: ignore[arg-type]
+        (lambda: plan_for(net()), "can't be called so: missing a required argument"),
+        (lambda: plan_for(net().half(), X), "is already in half precision"),
+        (lambda: plan_for(net(), torch.ones(3, 5)), "fails on these inputs: RuntimeError.*3, 5"),
+        (
+            lambda: plan_for(net(), X, policy=Policy(modules={"9": "fp32"})),
+            "'9' matches no module",
+        ),
+        (lambda: plan_for(Calls(raises), X), r"ValueError: not today \(.*test_plan_for.py:\d+\)"),
+        (
+            lambda: plan_for(Calls(lambda f, x: f(x) * f(x).sum().item()), X),
+            r"values of a tensor \(aten._local_scalar_dense.default\) \(.*test_plan_for.py:\d+\)",
+        ),
+        (
+            lambda: plan_for(Calls(lambda f, x: f(x)[f(x).nonzero()[:, 0]]), X),
+            "values of a tensor .aten.nonzero.default.",
+        ),
+        (lambda: plan_for(holds_a_lock(), X), "can't be copied .TypeError: cannot pickle"),
+    ],
+)
+def test_errors(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        call()
+
+
+def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Calls(torch.compiler.disable(lambda layer, x: layer(x)))
+    monkeypatch.setattr(Calls, "forward", torch.compiler.disable(Calls.forward))
+    with pytest.raises(MPCompileError, match="no part of Calls was compiled"):
+        plan_for(model, X)
+
+
+def test_a_policy_that_matches_nothing() -> None:
+    with pytest.warns(match=r"no node 'linera'; did you mean 'linear'\?"):
+        plan_for(net(), X, policy=Policy(nodes={"linera": "fp32"}))
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+NETS = """
+import torch
+from torch import nn
+
+def good():
+    return nn.Linear(8, 8), (torch.ones(8, 8),)
+
+def named():
+    return nn.Linear(8, 8), (), {"input": torch.ones(8, 8)}
+
+def one(): return nn.Linear(8, 8)
+def tensor(): return nn.Linear(8, 8), torch.ones(8, 8)
+def swapped(): return (torch.ones(8, 8),), nn.Linear(8, 8)
+def fails(): raise OSError("no such weights")
+number = 3
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in the current directory, forgotten afterwards."""
+    (tmp_path / "some_nets.py").write_text(NETS)
+    (tmp_path / "broken_nets.py").write_text("import not_there_either\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("some_nets", "broken_nets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize("factory", ["good", "named"])
+def test_the_command(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
+    assert cli.main(["plan", f"some_nets:{factory}", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta")
+    assert "linear: f16[8, 8]" in out
+
+
+@pytest.mark.usefixtures("nets")
+def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "t4", "--json", "--dump", str(tmp_path / "graphs")]
+    assert cli.main(["plan", "some_nets:good", *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["gpu"]["name"] == "Tesla T4"
+    assert data["plans"][0]["tensor_cores"]["share"] == 1.0
+    assert data["saved_bytes"] == 2 * 8 * 8
+    assert data["unknown"]
+    assert list((tmp_path / "graphs").rglob("plan.json"))
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("some_nets", "write the factory as pkg.module:factory"),
+        ("no_nets:good", "there is no module 'no_nets' in the current directory"),
+        ("broken_nets:good", "broken_nets can't be imported: ModuleNotFoundError: No module named"),
+        ("some_nets:godo", "some_nets has no 'godo'; did you mean 'good'?"),
+        ("some_nets:number", "some_nets:number is a int, not a function"),
+        ("some_nets:fails", "some_nets:fails() fails: OSError: no such weights ("),
+        ("some_nets:one", "returned a Linear; factory() must return (model, args) or"),
+        ("some_nets:tensor", "returned a Tensor as args; factory() must return"),
+        ("some_nets:swapped", "returned a tuple as the model; factory() must return"),
+    ],
+)
+def test_a_factory_that_is_none(
+    target: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", target]) == 2
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert captured.out == ""
+
+
+def test_an_unknown_gpu_is_found_before_the_factory_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["plan", "no_nets:good", "--device", "h10"]) == 2
+    assert "unknown GPU 'h10'; did you mean 'h100'?" in squeezed(capsys.readouterr().err)
+
+
+def test_the_help_says_what_a_factory_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert "factory() must return (model, args) or (model, args, kwargs)" in squeezed(
+        capsys.readouterr().out
+    )
