@@ -434,7 +434,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
         asked.append(device)
         return CROSSING
 
-    monkeypatch.setattr(mpcompile.backend.profile, "load", load)
+    monkeypatch.setattr(mpcompile.target.profile, "load", load)
     for dtype, expected in ((FP16, "LOW"), (BF16, "FULL")):
         torch._dynamo.reset()
         model = mpcompile.mpcompile(nn.Linear(16, 16), dtype=dtype, emit="eager")
@@ -446,7 +446,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
 
 def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; nothing where there was nothing to decide."""
-    monkeypatch.setattr(mpcompile.backend.profile, "load", lambda device: TWO)
+    monkeypatch.setattr(mpcompile.target.profile, "load", lambda device: TWO)
     model = mpcompile.mpcompile(Two(), dtype=BF16, emit="eager")
     model(leaf(8, 16))
     (found,) = mpcompile.compiled_plans(model)
