@@ -161,26 +161,27 @@ def _skip_if_overflowed(optimizer: Optimizer) -> None:
             own[scale].append(gradient)
         if not scales:
             others.append(gradient)
-    skip = looked_at = False
-    for scale, theirs in own.items():
-        overflows = look(optimizer, scale)
-        if scale.open and overflows is not None:
-            theirs += others  # parameters that may stand before its graphs, which ran
-            looked_at = True
-        overflow = any_nonfinite(theirs)
-        if overflows is not None:
-            overflow = overflow.to(overflows.device) | (overflows > 0)
-        answer = bool(overflow)
+    looked = {scale: look(optimizer, scale) for scale in own}
+    answers = {scale: _overflowed(own[scale], overflows) for scale, overflows in looked.items()}
+    # Parameters that may stand before these graphs (or whose gradients another pass has left).
+    before = [scale for scale in own if scale.open]
+    upstream = bool(others) and bool(before) and bool(any_nonfinite(others))
+    if upstream and not any(answers[scale] for scale in before):  # nobody knows which it was
+        answers.update({scale: True for scale in before if looked[scale] is not None})
+    for scale, answer in answers.items():
         scale.settle(answer)
-        skip |= answer
-    if others and not looked_at and any(scale.open for scale in own):
-        skip |= bool(any_nonfinite(others))  # left over from a pass that was counted then
+    skip = upstream or any(answers.values())
     skip |= bool(others) and _upstream_overflowed(optimizer, others, own)
     if skip:
         hidden = _hidden.setdefault(optimizer, [])
         for parameter, gradient in gradients:
             hidden.append((parameter, gradient))
             parameter.grad = None
+
+
+def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> bool:
+    found = any_nonfinite(gradients)
+    return bool(found if overflows is None else found.to(overflows.device) | (overflows > 0))
 
 
 def _upstream_overflowed(

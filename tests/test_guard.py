@@ -69,6 +69,20 @@ def test_a_plain_network_in_front_of_a_compiled_one(is_frozen: bool, fast: bool)
     assert all(p.isfinite().all() for p in parameters(plain))
 
 
+def test_of_two_models_the_one_that_overflowed_is_blamed() -> None:
+    """One optimizer holds both, and a plain layer in front of each."""
+    plain = [mlp(out=8), mlp(out=8)]
+    models = [mpcompile(mlp(), loss_scale=LossScale.dynamic(2.0**10), **FP16) for _ in plain]
+    optimizer = torch.optim.SGD([p for m in (*plain, *models) for p in m.parameters()], lr=0.1)
+    before = parameters(*plain, *models)
+    for layer, model, factor in zip(plain, models, (OVERFLOW, 1.0), strict=True):
+        (model(layer(torch.randn(4, 8))).sum() * factor).backward()
+    optimizer.step()
+    assert_unchanged(before, *plain, *models)
+    states = [loss_scale_of(model).state for model in models]
+    assert [(state.scale, state.skipped_steps) for state in states] == [(2.0**9, 1), (2.0**10, 0)]
+
+
 def test_an_unrelated_optimizer_is_left_alone() -> None:
     """Its gradients are its own: what it does with a NaN is not our business."""
     compiled, plain, other = mpcompile(mlp(), **FP16), mlp(out=8), mlp()
