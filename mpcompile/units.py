@@ -19,6 +19,7 @@ not emitted.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +78,9 @@ class History(fx.Interpreter):
             mock.patch.object(fake_mode, "allow_non_fake_inputs", True),  # constants of the graph
             enable_python_dispatcher(),
             torch.enable_grad(),  # the graph may end in another mode
-            shapes.ignore_fresh_unbacked_symbols() if shapes else torch.enable_grad(),
+            shapes.ignore_fresh_unbacked_symbols() if shapes else contextlib.nullcontext(),
+            # What it asks of a size, AOTAutograd will ask when it traces the graph: no new guards.
+            shapes.suppress_guards() if shapes else contextlib.nullcontext(),
         ):
             self.run(*(None for _ in gm.graph.find_nodes(op="placeholder")))
         placeholders = gm.graph.find_nodes(op="placeholder")
