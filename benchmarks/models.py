@@ -1,4 +1,4 @@
-"""The networks that the benchmarks train, from plain torch.nn: each returns its loss.
+"""The networks that the benchmarks train, from plain torch.nn: all but DCGAN's return their loss.
 
 Sizes and layer order are the originals'. A model is called with an input and its targets, both of
 which `Sample` makes. Shapes below: B examples, T tokens, D width, C channels.
@@ -20,6 +20,8 @@ __all__ = [
     "Attention",
     "BERTEncoder",
     "Detector",
+    "Discriminator",
+    "Generator",
     "Recommender",
     "ResNet",
     "Sample",
@@ -338,6 +340,41 @@ class UNet(nn.Module):
         for widen, up, skipped in zip(self.widen, self.up, kept[-2::-1], strict=True):
             x = up(torch.cat([skipped, widen(x)], dim=1))
         return F.cross_entropy(self.head(x), targets)
+
+
+class Generator(nn.Module):
+    """DCGAN's generator (Radford et al., 2016): (B, noise, 1, 1) -> (B, 3, 64, 64) images."""
+
+    def __init__(self, *, noise: int = 100, width: int = 64) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        widths = [noise, *(width * 2**level for level in (3, 2, 1, 0))]
+        for place, (into, out) in enumerate(itertools.pairwise(widths)):
+            stride, padding = (2, 1) if place else (1, 0)
+            conv = nn.ConvTranspose2d(into, out, 4, stride, padding, bias=False)
+            layers += [conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*layers, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        result: Tensor = self.layers(noise).tanh()
+        return result
+
+
+class Discriminator(nn.Module):
+    """DCGAN's discriminator: (B, 3, 64, 64) images -> (B,), before the sigmoid."""
+
+    def __init__(self, *, width: int = 64) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+        for level in range(3):
+            into, out = width * 2**level, width * 2 ** (level + 1)
+            conv = nn.Conv2d(into, out, 4, 2, 1, bias=False)
+            layers += [conv, nn.BatchNorm2d(out), nn.LeakyReLU(0.2, inplace=True)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(8 * width, 1, 4, 1, 0, bias=False))
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.layers(images).flatten()
+        return result
 
 
 # -- small networks -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Torch internals used here were read in torch 2.13.
 
 from __future__ import annotations
 
+import ctypes
 import traceback
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _foreach_utils
 
 from mpcompile.gpus import GPU, gpu
+
+from .build import library
 
 __all__ = ["FakeGPU", "become"]
 
@@ -97,6 +101,7 @@ def _describe(device: FakeGPU) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.backends.cuda.is_built = lambda: True
+    ctypes.CDLL(str(library())).fakecuda_capability(capability[0])  # for the choice of attention
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
 
 
@@ -121,7 +126,9 @@ def _make_fakes(device: FakeGPU) -> None:
 
     def making(op: Any) -> Any:
         def make(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Any:
-            return FakeTensor(mode, op(*args, device="meta", **kwargs), _DEVICE)
+            # torch.tensor(2.0, device="cuda") comes here past every mode, the active one included.
+            active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+            return FakeTensor(active or mode, op(*args, device="meta", **kwargs), _DEVICE)
 
         return make
 
@@ -129,6 +136,8 @@ def _make_fakes(device: FakeGPU) -> None:
     _kernels.impl("empty.memory_format", making(torch.ops.aten.empty.memory_format))
     _kernels.impl("empty_strided", making(torch.ops.aten.empty_strided.default))
     _kernels.impl("copy_", lambda target, source, non_blocking=False: target)
+    # By the type of a tensor torch decides whether lists of them take multi-tensor kernels.
+    _foreach_utils._foreach_supported_types.append(FakeTensor)
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment]
 
 

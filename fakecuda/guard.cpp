@@ -2,7 +2,10 @@
 // type before they look at a tensor. Nothing here holds memory or runs a kernel.
 //
 // Read in torch 2.13; the two interfaces are the same in 2.11.
+#include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
@@ -28,7 +31,39 @@ struct ByName final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, ByName)
 
+int major = 9;  // of the compute capability
+
+// Which kernel scaled_dot_product_attention takes. Without an answer it is written out as matrix
+// products. The rules of ATen/native/transformers/cuda/sdp_utils.cpp as far as shapes and dtypes go:
+// FlashAttention, then the memory-efficient kernel; cuDNN's is asked for by name only.
+int64_t attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool shared_heads) {
+  const auto& context = at::globalContext();
+  const auto dtype = query.scalar_type();
+  const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+  const auto size = query.sym_size(-1);
+  const bool ampere = major >= 8;
+  if (context.userEnabledFlashSDP() && half && ampere && !mask.has_value() && size <= 256 &&
+      value.sym_size(-1) == size)
+    return static_cast<int64_t>(at::SDPBackend::flash_attention);
+  const int64_t aligned = half ? 8 : ampere ? 4 : 1;
+  const bool known = dtype == at::kFloat || dtype == at::kHalf || (dtype == at::kBFloat16 && ampere);
+  if (context.userEnabledMemEfficientSDP() && known && !shared_heads && size % aligned == 0 &&
+      value.sym_size(-1) % aligned == 0)
+    return static_cast<int64_t>(at::SDPBackend::efficient_attention);
+  return static_cast<int64_t>(at::SDPBackend::math);
+}
+
 }  // namespace
+
+extern "C" void fakecuda_capability(int value) { major = value; }
+
+namespace at::native {
+
+const RegisterCUDADispatch<std::remove_reference_t<decltype(_fused_sdp_choice_stub)>> chosen(
+    _fused_sdp_choice_stub, attention);
+
+}  // namespace at::native
 
 namespace at {
 

@@ -1,0 +1,130 @@
+"""Compile the kernels that Inductor generates for the GPU that exists by name, with no GPU.
+
+    lane = compile_kernels(device)       # needs Triton; for the rest of the process
+    with device:
+        ...                              # training with emit="inductor"
+    lane.kernels                         # each with its registers and stack
+    lane.launches                        # names, in order; `lane.launches.clear()` before a step
+
+Triton's own compiler and NVIDIA's assembler, which come with Triton's wheel, make the machine code
+for the GPU's compute capability. Inductor's wrappers run on fakes: buffers and library calls by
+their metadata, kernels not at all.
+
+Torch internals used here were read in torch 2.13, Triton's in 3.7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+
+from .device import FakeGPU
+from .inductor import let_inductor_in, set_for_all_threads
+from .resources import Resources, resources
+
+__all__ = ["Kernel", "Lane", "compile_kernels"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as compiled.
+
+    Attributes:
+        name: Inductor's.
+        target: what the machine code is for, as `"sm_90a"`.
+        config: block sizes, warps and stages. Of several, a GPU would time which is fastest.
+        resources: what it takes.
+    """
+
+    name: str
+    target: str
+    config: str
+    resources: Resources
+
+
+@dataclass
+class Lane:
+    """What was compiled, and what was launched since."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+
+
+def compile_kernels(device: FakeGPU) -> Lane:
+    """Let Inductor generate kernels for the device and compile them.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    import triton
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    let_inductor_in(device)
+    triton.runtime.driver.set_active(_driver(device))
+    _run_wrappers_on_fakes()
+    set_for_all_threads(inductor, "use_static_cuda_launcher", False)  # it drops the machine code
+    lane = Lane()
+
+    def keep(tuner: CachingAutotuner) -> None:
+        """In place of loading the machine code."""
+        name = tuner.fn.__name__
+        for made in tuner.compile_results:
+            text = made.kernel.asm["ptx"]
+            target = next(x.split()[1] for x in text.splitlines() if x.startswith(".target"))
+            used = resources(made.kernel.asm["cubin"])
+            lane.kernels.append(Kernel(name, target.rstrip(","), str(made.config), used))
+
+    def launch(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        lane.launches.append(tuner.fn.__name__)
+
+    CachingAutotuner._make_launchers = keep  # type: ignore[method-assign]
+    CachingAutotuner.run = launch  # type: ignore[method-assign]
+    return lane
+
+
+def _driver(device: FakeGPU) -> Any:
+    """Triton's CUDA driver, as far as a compiler asks."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    major, minor = device.gpu.capability
+    properties = {
+        "max_shared_mem": device.gpu.shared,
+        "multiprocessor_count": device.gpu.processors,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+    }
+
+    class ByName(CudaDriver):  # type: ignore[misc]
+        """Of a GPU that can't be loaded to."""
+
+        utils = SimpleNamespace(get_device_properties=lambda index: properties)
+
+        def __init__(self) -> None:
+            pass
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+    CudaDriver.is_active = staticmethod(lambda: True)
+    return ByName()
+
+
+def _run_wrappers_on_fakes() -> None:
+    guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device="cuda:0"
+    )
+    guards._reinterpret_tensor = lambda tensor, size, stride, offset=0: torch.as_strided(
+        tensor, size, stride, tensor.storage_offset() + offset
+    )

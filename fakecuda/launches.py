@@ -1,0 +1,180 @@
+"""The kernels that Inductor's scheduler plans for a graph: what each moves and multiplies.
+
+A kernel that Inductor generates is a node of the scheduler, after fusion. Its bytes are what the
+node reads and writes, each buffer once and no more than there is of it: Inductor's own count
+(`get_read_write_buffer_accesses`). A library's kernel (a matrix product, a convolution, attention)
+moves its operands and results.
+
+Torch internals used here were read in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir, scheduler
+from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+from torch._inductor.dependencies import Dep, MemoryDep, StarDep
+from torch._inductor.fx_utils import count_flops_fx
+from torch._inductor.runtime.runtime_utils import last_power_of_2
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+__all__ = ["Launch", "launches"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel that is started on the GPU.
+
+    Attributes:
+        name: the operator, or the operators that were fused.
+        kind: "generated" by Inductor, a "product", or another "library" kernel.
+        bytes: read and written in memory.
+        flops: of a product; 2 for each multiplication with its addition.
+        dtype: that a product multiplies in.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    flops: int = 0
+    dtype: torch.dtype | None = None
+
+
+def launches(planned: Scheduler) -> list[Launch]:
+    """The kernels of a graph in their order. Called while Inductor compiles it."""
+    replaced = _second_halves(planned)
+    return [launch for node in planned.nodes if node not in replaced for launch in _of(node)]
+
+
+_NO_KERNEL = (
+    ir.MultiOutput, ir.ResizeStorageBytes, ir.SetSourceTensorKernel, ir.AssertScalar,
+    ir.DynamicScalar,
+)  # fmt: skip
+
+
+def _of(node: BaseSchedulerNode) -> Iterator[Launch]:
+    if isinstance(node, scheduler.NopKernelSchedulerNode):
+        return
+    if node.is_extern():
+        if not isinstance(node.node, _NO_KERNEL):
+            yield _library(node)
+    elif isinstance(node, scheduler.ForeachKernelSchedulerNode):
+        for group in _partitions(node):
+            moved = sum(_moved(part) for part in group)
+            yield Launch(_name(node), "generated", moved)
+    elif isinstance(node, scheduler.FusedMixOrderReductions):
+        yield from _rows_and_columns(node)
+    else:
+        yield Launch(_name(node), "generated", _moved(node))
+
+
+def _moved(node: BaseSchedulerNode, but: Set[str] = frozenset()) -> int:
+    """Bytes that a generated kernel reads and writes, these buffers aside.
+
+    Inductor's count has buffers in it that a kernel only waits for: one that it writes over without
+    a look at it is a read, too, so that whoever wrote it before comes first (`StarDep`).
+    """
+    reads = node.read_writes.reads
+    looked_at = {dep.name for dep in reads if isinstance(dep, MemoryDep) or _adds(dep)}
+    awaited = {dep.name for dep in reads} - looked_at
+    accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    return sum(size for name, size in accesses.items() if name not in awaited | but)
+
+
+def _adds(dep: Dep) -> bool:
+    """Whether it is a write that adds to what is there."""
+    return isinstance(dep, StarDep) and dep.mode is not None
+
+
+def _library(node: BaseSchedulerNode) -> Launch:
+    moved = node.get_read_write_buffers_sizes()
+    origin = _origin(node.node)
+    if origin is None:
+        return Launch(type(node.node).__name__, "library", moved)
+    flops = count_flops_fx(origin)
+    name = str(origin.target)
+    if not flops:
+        return Launch(name, "library", moved)
+    return Launch(name, "product", moved, flops, origin.all_input_nodes[0].meta["val"].dtype)
+
+
+def _origin(operation: Any) -> fx.Node | None:
+    """The call that became this library kernel; one of several results has it among others only."""
+    origin = operation.get_origin_node()
+    if origin is None:
+        own = (o for o in operation.get_origins() if o.target is operation.op_overload)
+        return next(own, None)
+    return origin
+
+
+def _partitions(node: scheduler.ForeachKernelSchedulerNode) -> list[list[BaseSchedulerNode]]:
+    """The kernels that the parts of a multi-tensor operator end up in: a kernel takes only so many
+    arguments, all tiled alike (`SIMDScheduling.generate_combo_kernel_code`).
+    """
+    backend: Any = node.scheduler.get_backend(node.get_device())
+    triton: TritonScheduling = backend._triton_scheduling
+    tilings = {}
+    for part in node.get_subkernel_nodes():
+        nodes = part.get_nodes()
+        _, sizes = max(nodes, key=lambda n: int(n.is_reduction())).group
+        tilings[part] = triton.select_tiling(triton.generate_node_schedule(nodes, *sizes), *sizes)
+    found: list[list[BaseSchedulerNode]] = ComboKernel.horizontal_partition(
+        nodes=list(tilings),
+        triton_scheduling=triton,
+        custom_algorithm=node.use_custom_partition_algo,
+        node_info_map={part: _Tiled(tiling) for part, tiling in tilings.items()},
+    )
+    return [group for group in found if group]
+
+
+@dataclass(frozen=True)
+class _Tiled:
+    """What `ComboKernel.horizontal_partition` reads of Inductor's NodeInfo."""
+
+    tiling: dict[str, Any]
+
+
+def _rows_and_columns(node: scheduler.FusedMixOrderReductions) -> Iterator[Launch]:
+    """A kernel that reduces over rows and over columns at once leaves partial sums over columns,
+    one for each group of rows, and torch adds these up in a kernel for each result
+    (`SIMDScheduling._codegen_mix_order_reduction`).
+    """
+    rows, width = map(int, scheduler.MixOrderReduction.get_numel_rnumel(node.node1))
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    group = min(max(last_power_of_2(rows // (8 * processors)), 16), 128)
+    sums = _column_sums(node)
+    partial = 4 * width * -(-rows // group)
+    own = {part.get_outputs()[0].get_name() for part in sums}
+    yield Launch(_name(node), "generated", _moved(node, but=own) + partial * len(sums))
+    for _ in sums:
+        yield Launch("sum of partial sums", "library", partial + 4 * width)
+
+
+def _column_sums(node: scheduler.FusedMixOrderReductions) -> list[BaseSchedulerNode]:
+    return [part for part in node.node2.get_nodes() if part.is_reduction()]
+
+
+def _second_halves(planned: Scheduler) -> set[BaseSchedulerNode]:
+    """Of the sums over columns that Inductor had split in two, the second halves: torch's kernels
+    that add up partial sums stand in their place.
+    """
+    return {
+        part.get_outputs()[0].users[0].node
+        for node in planned.nodes
+        if isinstance(node, scheduler.FusedMixOrderReductions)
+        for part in _column_sums(node)
+        if part.node._split_size
+    }
+
+
+def _name(node: BaseSchedulerNode) -> str:
+    """The operators that the kernel comes from."""
+    origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
+    targets = dict.fromkeys(o.target for o in origins if o.op == "call_function")
+    return ", ".join(dict.fromkeys(getattr(t, "__name__", str(t)) for t in targets))

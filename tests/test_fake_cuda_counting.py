@@ -1,0 +1,85 @@
+"""What is counted on a GPU that exists by name, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+spec = importlib.util.find_spec("torch")
+assert spec is not None
+assert spec.origin is not None
+pytestmark = pytest.mark.skipif(
+    (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
+    reason="this torch has a CUDA device of its own",
+)
+
+
+@functools.cache
+def counted(gpu: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "tests/fake_cuda_counting.py", gpu],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def test_a_product_and_a_generated_kernel() -> None:
+    m, k, n = 64, 512, 256
+    assert counted("h100")["graph"] == [
+        ["aten.mm.default", "product", 4 * (m * k + k * n + m * n), 2 * m * k * n, "torch.float32"],
+        ["relu.default", "generated", 4 * 2 * m * n, 0, "None"],  # in place
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel"), [("h100", "flash_attention"), ("t4", "efficient_attention")]
+)
+def test_attention_takes_the_kernel_of_its_gpu(gpu: str, kernel: str) -> None:
+    """FlashAttention wants 16 bits and Ampere. Queries, keys and values are one tensor here."""
+    batch, heads, length, head = 2, 4, 128, 64
+    values = batch * heads * length * head
+    flops = 2 * 2 * values * length
+    name = f"aten._scaled_dot_product_{kernel}.default"
+    assert counted(gpu)["FP16 attention"] == [
+        [name, "product", 2 * 2 * values, flops, "torch.float16"]
+    ]
+    name = "aten._scaled_dot_product_efficient_attention.default"
+    assert counted(gpu)["FP32 attention"] == [
+        [name, "product", 4 * 2 * values, flops, "torch.float32"]
+    ]
+
+
+def test_bytes_of_torchs_fused_step() -> None:
+    """p, g, m, v read and p, m, v written; under a scaler g is written twice and read once more."""
+    parameters = 1000 * 1000
+    for step, each in (("fused step", 28), ("fused step, scaled", 40)):
+        moved = sum(size for _, _, size, _, _ in counted("h100")[step])
+        assert 0 <= moved - each * parameters < 200
+
+
+def test_bytes_of_a_generated_step() -> None:
+    """p, m, v read and written, a FP16 gradient read twice, the FP16 copy written: 30."""
+    parameters = 1024 * 1024
+    launches = counted("h100")["generated step"]
+    assert 0 <= sum(size for _, _, size, _, _ in launches) - 30 * parameters < 400
+    assert sum(size > parameters for _, _, size, _, _ in launches) == 2
+
+
+def test_how_many_kernels_a_list_of_tensors_takes() -> None:
+    """252 tensors or 2240 blocks of 65536 elements in each: none, 252, 253, full, one element more,
+    and one of no elements beside one of one.
+    """
+    assert counted("h100")["launches"] == [0, 1, 2, 1, 2, 1]
