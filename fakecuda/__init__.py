@@ -11,8 +11,10 @@
     device.reads                         # where the host read a value: each would wait for the GPU
 
 Dynamo, autograd, AOTAutograd, the compiler's passes and the generated step run as they do on a GPU.
-With `emit="inductor"` there are two ways on: `fakecuda.counting` counts the kernels that Inductor
-plans, `fakecuda.kernels` has it generate them and compiles them with Triton. It cannot show: FP16 numerics on Tensor Cores, what cuBLAS and cuDNN refuse, whether a kernel
+For `emit="inductor"` there are two lanes: `fakecuda.counting` counts the kernels that Inductor
+plans; `fakecuda.kernels` lets it generate them, and Triton compiles them for the GPU.
+
+It cannot show: FP16 numerics on Tensor Cores, what cuBLAS and cuDNN refuse, whether a kernel
 exists, CUDA graphs, streams, races, times, autotuning.
 
 A process that has become a GPU stays one: use one for each.

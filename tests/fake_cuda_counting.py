@@ -73,6 +73,19 @@ def generated_step(counter: Counter) -> list[list[Any]]:
     return [[k.name, k.kind, k.bytes, k.flops, str(k.dtype)] for k in done]
 
 
+def step_of_many(counter: Counter) -> list[list[Any]]:
+    """Over 40 small parameters."""
+    parameters = [nn.Parameter(torch.randn(64, 8 + i)) for i in range(40)]
+    optimizer = MPOptimizer(torch.optim.AdamW(parameters), max_grad_norm=1.0)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+
+    return counted(counter, step)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|TensorFloat32")
     device = fakecuda.become(sys.argv[1])
@@ -85,6 +98,7 @@ def main() -> None:
             "fused step": fused_step(counter, scaled=False),
             "fused step, scaled": fused_step(counter, scaled=True),
             "generated step": generated_step(counter),
+            "step of many": step_of_many(counter),
         }
     block = 65536
     found["launches"] = [

@@ -78,6 +78,11 @@ def test_bytes_of_a_generated_step() -> None:
     assert sum(size > parameters for _, _, size, _, _ in launches) == 2
 
 
+def test_a_generated_step_of_many_parameters_is_few_kernels() -> None:
+    """No kernel for each of them: a launch costs more than so small an update."""
+    assert len(counted("h100")["step of many"]) <= 12
+
+
 def test_how_many_kernels_a_list_of_tensors_takes() -> None:
     """252 tensors or 2240 blocks of 65536 elements in each: none, 252, 253, full, one element more,
     and one of no elements beside one of one.

@@ -33,6 +33,12 @@ _ALWAYS = {
     "size_asserts": False,  # `Step` binds the tensors, and looks at them before each step
 }
 
+_ON_GPU = {
+    # More than eight norms Inductor would stack in a kernel each. As many as fit, as pointers, into
+    # the 4 KB of arguments that a kernel may always have.
+    "max_pointwise_cat_inputs": 400,
+}
+
 _HINT = 1 << 20  # elements of a flattened tensor, as far as the compiler is told
 
 # Waking the other threads costs more than updating this many elements.
@@ -75,7 +81,8 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = _values(mode, region, sized)
     threads = _ONE_THREAD if _is_small(region) else {}
-    options = {**_ALWAYS, **threads, **dict(emit.options)}
+    device = _ON_GPU if values[0].device.type != "cpu" else {}
+    options = {**_ALWAYS, **threads, **device, **dict(emit.options)}
     patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
     inner: list[Any] = []
 

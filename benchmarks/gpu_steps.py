@@ -1,0 +1,344 @@
+"""What one training step asks of a GPU, for `gpu_traffic`; a process of its own for each GPU.
+
+    python -m benchmarks.gpu_steps h100 [--quick]       # prints JSON
+
+Three steps of each model in each arm, on a GPU that exists by name; the third is counted.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import fakecuda  # before torch
+    from fakecuda.counting import Counter, count
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.models import (
+    GPT2,
+    BERTEncoder,
+    Discriminator,
+    Generator,
+    Recommender,
+    Sample,
+    ViT,
+    resnet50,
+)
+from mpcompile import MPOptimizer, mpcompile
+from mpcompile.gpus import GPU
+
+SHORT = 2e-6  # seconds at the ceiling: less than most launches cost the host
+_CAST = {"convert_element_type.default", "permute.default", "reshape.default",
+         "constant_pad_nd.default"}  # fmt: skip
+
+__all__ = ["ARMS", "AUTOCAST", "CASES", "FP32", "OURS", "Arm", "Case"]
+
+STEPS = 3  # the first finds the loss scale, the second is as all others; that one is compiled for
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        level: mpcompile's; "": a peer.
+        autocast: FP16, with a GradScaler.
+        recompute: `recompute=True`.
+        generated: an `MPOptimizer` around AdamW; otherwise it is `fused=True`.
+    """
+
+    name: str
+    level: str = ""
+    autocast: bool = False
+    recompute: bool = False
+    generated: bool = False
+
+    def around(self) -> Arm:
+        return dataclasses.replace(self, name=f"{self.name}, MPOptimizer", generated=True)
+
+
+FP32 = Arm("compile FP32")
+AUTOCAST = Arm("compile + autocast + GradScaler", autocast=True)
+_PLAIN = (
+    Arm("mpcompile O1", level="O1"),
+    Arm("mpcompile O2", level="O2"),
+)
+_RECOMPUTES = Arm("mpcompile O2, MPOptimizer, recompute", "O2", recompute=True, generated=True)
+OURS = (*(arm for plain in _PLAIN for arm in (plain, plain.around())), _RECOMPUTES)
+ARMS = (FP32, AUTOCAST, *OURS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and its batch.
+
+    Attributes:
+        build: makes the model, or the generator and the discriminator; of this many layers.
+        layers: how many the model has, where it is counted at fewer of them (see `whole`).
+        batch: examples, by GPU.
+        sample: of one batch size.
+    """
+
+    name: str
+    build: Callable[..., nn.Module | tuple[nn.Module, nn.Module]]
+    batch: dict[str, int]
+    sample: Callable[[int], Sample]
+    layers: int | None = None
+
+
+# What a layer adds depends on whether its number is even: which of the sums along the residual
+# stream the partitioner computes again goes in turns of two.
+COUNTED = (2, 4)
+CHECKED = 6
+
+
+def _tokens(length: int, vocab: int, classes: int) -> Callable[[int], Sample]:
+    return lambda batch: Sample((batch, length), (batch, length), classes, vocab)
+
+
+def _images(size: int = 224, classes: int = 1000) -> Callable[[int], Sample]:
+    return lambda batch: Sample((batch, 3, size, size), (batch,), classes)
+
+
+def _gan(**sizes: int) -> tuple[nn.Module, nn.Module]:
+    return Generator(**sizes), Discriminator(**sizes)
+
+
+# No dropout: every arm would draw and keep the same masks.
+_STILL: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+CASES = (
+    Case("GPT-2 124M, T1024", functools.partial(GPT2, **_STILL), {"h100": 16, "t4": 2},
+         _tokens(1024, 50257, 50257), layers=12),
+    Case("BERT-large, T512", functools.partial(BERTEncoder, **_STILL), {"h100": 32, "t4": 4},
+         _tokens(512, 30522, 2), layers=24),
+    Case("ViT-B/16", ViT, {"h100": 128, "t4": 16}, _images()),
+    Case("ResNet-50", resnet50, {"h100": 256, "t4": 32}, _images()),
+    Case("DLRM", functools.partial(Recommender, rows=1000), {"h100": 16384, "t4": 16384},
+         lambda batch: Sample((batch, 13), (batch,), 2)),
+    Case("DCGAN", _gan, {"h100": 128, "t4": 128}, _images(64)),
+)  # fmt: skip
+
+# For a smoke test.
+TINY = (
+    Case("GPT-2, tiny", functools.partial(GPT2, vocab=61, context=16, width=64, heads=2,
+         layers=2, **_STILL),
+         {"h100": 2, "t4": 2}, _tokens(16, 61, 61)),
+    Case("DCGAN, tiny", functools.partial(_gan, width=8), {"h100": 2, "t4": 2}, _images(64)),
+)  # fmt: skip
+# All of them on one GPU, the peers and our best on the other.
+ARMS_OF = {"h100": ARMS, "t4": (FP32, AUTOCAST, OURS[3])}
+TINY_ARMS = (AUTOCAST, OURS[3])
+
+
+# -- one step -------------------------------------------------------------------------------------
+
+
+class Training:
+    """A compiled model, or two, with what trains them.
+
+    Attributes:
+        stepped: which of the kernels counted, by number, an optimizer or the scaler asked for.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], arm: Arm, counter: Counter) -> None:
+        self.arm, self.counter = arm, counter
+        self.models, self.optimizers = [], []
+        for model in models:
+            if arm.level:
+                compiled = mpcompile(
+                    model,
+                    dtype=torch.float16,
+                    level=arm.level,
+                    recompute=arm.recompute,
+                    strict=True,
+                )
+            else:
+                model.compile()
+                compiled = model
+            adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            self.models.append(compiled)
+            self.optimizers.append(MPOptimizer(adam) if arm.generated else adam)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=arm.autocast)
+        self.stepped: set[int] = set()
+
+    def step(self, batch: Sequence[Tensor]) -> None:
+        self.stepped.clear()
+        if len(self.models) == 2:
+            self._adversarial(batch[0])
+        else:
+            self._backward(self._forward(0, *batch))
+            self._update(0)
+        with self._stepping():
+            self.scaler.update()
+
+    def _adversarial(self, images: Tensor) -> None:
+        """The step of PyTorch's DCGAN tutorial."""
+        real, fake = torch.ones(len(images)), torch.zeros(len(images))
+        made = self._forward(0, torch.randn(len(images), 100, 1, 1))
+        self._backward(self._judge(images, real))
+        self._backward(self._judge(made.detach(), fake))
+        self._update(1)
+        self._backward(self._judge(made, real))
+        self._update(0)
+
+    def _judge(self, images: Tensor, wanted: Tensor) -> Tensor:
+        logits = self._forward(1, images)
+        return F.binary_cross_entropy_with_logits(logits.float(), wanted)
+
+    def _forward(self, which: int, *inputs: Tensor) -> Tensor:
+        low = torch.autocast("cuda", torch.float16)
+        with low if self.arm.autocast else contextlib.nullcontext():
+            result: Tensor = self.models[which](*inputs)
+        return result
+
+    def _backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def _update(self, which: int) -> None:
+        with self._stepping():
+            self.scaler.step(self.optimizers[which])
+            self.optimizers[which].zero_grad()
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        before = len(self.counter.done)
+        yield
+        self.stepped |= set(range(before, len(self.counter.done)))
+
+
+Counts = dict[str, dict[str, float]]  # of a part of the step: quantity -> how much
+
+
+def counted(
+    case: Case, arm: Arm, device: fakecuda.FakeGPU, counter: Counter, name: str, **sizes: int
+) -> Counts:
+    """What one step of a model of these sizes asks for."""
+    torch._dynamo.reset()
+    with device, torch.device("cuda"):
+        built = case.build(**sizes)
+        models = built if isinstance(built, tuple) else (built,)
+        training = Training(models, arm, counter)
+        sample = case.sample(case.batch[name])
+        for _ in range(STEPS):
+            device.reads.clear()
+            with counter.watch() as done:
+                training.step(sample.empty(torch.device("cuda")))
+    step = [launch for i, launch in enumerate(done) if i in training.stepped]
+    rest = [launch for i, launch in enumerate(done) if i not in training.stepped]
+    found = {"forward and backward": rest, "optimizer": step}
+    return {
+        **{part: totals(launches, device.gpu) for part, launches in found.items()},
+        "host": {"syncs": len(device.reads)},
+    }
+
+
+def whole(case: Case, arm: Arm, device: fakecuda.FakeGPU, counter: Counter, name: str) -> Counts:
+    """The same for a model of all its layers: of many alike, from what two smaller models ask for.
+
+    How far a third is from what these two say is told for one arm.
+    """
+    if case.layers is None:
+        return counted(case, arm, device, counter, name)
+    few, more = (counted(case, arm, device, counter, name, layers=n) for n in COUNTED)
+    found = _extrapolated(few, more, case.layers)
+    if arm is AUTOCAST:
+        checked = counted(case, arm, device, counter, name, layers=CHECKED)
+        found["layers"] = {"apart": _apart(checked, _extrapolated(few, more, CHECKED))}
+    return found
+
+
+def _extrapolated(few: Counts, more: Counts, layers: int) -> Counts:
+    """For an even number of layers, from the counts at `COUNTED` layers."""
+    first, second = COUNTED
+    times = (layers - first) // (second - first)
+    return {
+        part: {key: value + (more[part][key] - value) * times for key, value in few[part].items()}
+        for part in few
+    }
+
+
+def _apart(found: Counts, wanted: Counts) -> float:
+    """By how much two counts of forward and backward differ, the most of all quantities."""
+    part = "forward and backward"
+    return max(
+        abs(value - wanted[part][key]) / max(value, 1e-9) for key, value in found[part].items()
+    )
+
+
+# -- what kernels cost ----------------------------------------------------------------------------
+
+
+def totals(launches: Sequence[fakecuda.Launch], gpu: GPU) -> dict[str, float]:
+    """Kernels, bytes, FLOPs by dtype, and seconds at the ceilings, without TF32 and with it."""
+    found: dict[str, float] = {"seconds": 0.0, "seconds with TF32": 0.0}
+    for kind in ("generated", "product", "library"):
+        of_kind = [launch for launch in launches if launch.kind == kind]
+        found[f"{kind} kernels"] = len(of_kind)
+        found[f"{kind} bytes"] = sum(launch.bytes for launch in of_kind)
+    casts = [launch for launch in launches if _casts_only(launch)]
+    found["cast kernels"], found["cast bytes"] = len(casts), sum(c.bytes for c in casts)
+    found["short kernels"] = sum(seconds(c, gpu, tf32=True) < SHORT for c in launches)
+    for launch in launches:
+        found["seconds"] += seconds(launch, gpu, tf32=False)
+        found["seconds with TF32"] += seconds(launch, gpu, tf32=True)
+    for dtype in (torch.float16, torch.float32):
+        flops = sum(launch.flops for launch in launches if launch.dtype is dtype)
+        found[f"{dtype} FLOPs"] = flops
+    return found
+
+
+def _casts_only(launch: fakecuda.Launch) -> bool:
+    return launch.name in ("aten._to_copy.default",) or (
+        launch.kind == "generated" and set(launch.name.split(", ")) <= _CAST
+    )
+
+
+def seconds(launch: fakecuda.Launch, gpu: GPU, *, tf32: bool) -> float:
+    """The longer of moving its bytes and doing its FLOPs, at the data sheet's rates.
+
+    TF32 runs at half the rate of FP16 where it exists (data sheets of A100 and H100). torch allows
+    it in convolutions from the start, in matrix products only if told to.
+    """
+    if launch.dtype is torch.float16:
+        rate = gpu.low
+    elif gpu.capability >= (8, 0) and (tf32 or "convolution" in launch.name):
+        rate = gpu.low / 2
+    else:
+        rate = gpu.fp32
+    return max(launch.bytes / gpu.bandwidth, launch.flops / rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gpu", help="a name of mpcompile.gpus")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes
+    device = fakecuda.become(options.gpu)
+    counter = count(device)
+    cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS_OF[options.gpu])
+    found: dict[str, Any] = {}
+    for case in cases:
+        start = time.perf_counter()
+        found[case.name] = {
+            arm.name: whole(case, arm, device, counter, options.gpu) for arm in arms
+        }
+        spent = time.perf_counter() - start
+        print(f"{options.gpu}, {case.name}: {spent:.0f} s", file=sys.stderr, flush=True)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

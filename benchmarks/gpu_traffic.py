@@ -1,0 +1,254 @@
+"""One training step on a GPU by arithmetic: kernels, bytes, products, waits, time at the ceilings.
+
+No GPU is needed, and none is asked. `fakecuda` stands in for one: Dynamo, AOTAutograd, the passes
+and Inductor's scheduler run as they do there, and the kernels that they plan are counted instead of
+generated. What runs outside of compiled graphs is counted operator by operator. Each GPU is a
+process of its own (`benchmarks/gpu_steps.py`). Needs a CPU build of torch and a C++ compiler, but
+no Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FP32, OURS, SHORT
+from benchmarks.harness import Report, Settings, Table, environment
+from mpcompile.gpus import gpu
+
+__all__ = ["run"]
+
+GPUS = ("h100", "t4")
+KINDS = ("generated", "product", "library")
+PARTS = ("forward and backward", "optimizer")
+
+Counts = dict[str, dict[str, float]]  # of one arm
+Counted = dict[str, dict[str, dict[str, Counts]]]  # GPU -> model -> arm
+
+
+def run(settings: Settings) -> Report:
+    """Count, the GPUs side by side: some 20 minutes on two cores."""
+    names = GPUS[-1:] if settings.quick else GPUS
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: _counted(name, settings.quick), names)
+        counted = dict(zip(names, found, strict=True))
+    return report(counted, environment(settings.device))
+
+
+def _counted(name: str, quick: bool) -> dict[str, dict[str, Counts]]:
+    """What `gpu_steps` finds for one GPU.
+
+    Raises:
+        RuntimeError: it failed; its last words follow.
+    """
+    command = [sys.executable, "-m", "benchmarks.gpu_steps", name, *(["--quick"] if quick else [])]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False,
+        env={**os.environ, "MPCOMPILE_PROFILE": "", "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"counting for {name} failed: {done.stderr[-2000:]}")
+    found: dict[str, dict[str, Counts]] = json.loads(done.stdout)
+    return found
+
+
+def report(counted: Counted, record: dict[str, str]) -> Report:
+    return Report(
+        name="gpu_traffic",
+        title="A training step on a GPU, by arithmetic",
+        notes=_notes(),
+        tables=[
+            _losses(counted),
+            *_ratios(counted),
+            *(_table(*found) for found in _models(counted)),
+        ],
+        verdicts=_verdicts(counted),
+        data={"ceilings": {name: _ceilings(name) for name in counted}, "counted": counted},
+        environment=record,
+    )
+
+
+def _ceilings(name: str) -> dict[str, Any]:
+    known = gpu(name)
+    return {"bytes/s": known.bandwidth, "FP32 FLOP/s": known.fp32, "FP16 FLOP/s": known.low}
+
+
+def _models(counted: Counted) -> Iterator[tuple[str, str, dict[str, Counts]]]:
+    for name, models in counted.items():
+        for model, arms in models.items():
+            yield name, model, arms
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def _both(counts: Counts, key: str) -> float:
+    return sum(counts[part][key] for part in PARTS)
+
+
+def _kernels(counts: Counts, *parts: str) -> float:
+    return sum(counts[part][f"{kind} kernels"] for part in parts or PARTS for kind in KINDS)
+
+
+def _bytes(counts: Counts, *parts: str) -> float:
+    return sum(counts[part][f"{kind} bytes"] for part in parts or PARTS for kind in KINDS)
+
+
+def _faster(arms: dict[str, Counts], arm: str) -> float:
+    """How many times faster than autocast, at the ceilings."""
+    return _both(arms[AUTOCAST.name], "seconds") / _both(arms[arm], "seconds")
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+_QUANTITIES = {
+    "time at the ceilings": lambda counts: _both(counts, "seconds"),
+    "bytes": _bytes,
+    "kernels": _kernels,
+    "waits of the host": lambda counts: counts["host"]["syncs"],
+}
+
+
+def _losses(counted: Counted) -> Table:
+    """Where ours asks for more than compile + autocast does."""
+    rows = []
+    for name, model, arms in _models(counted):
+        peer = arms[AUTOCAST.name]
+        for arm in (arm.name for arm in OURS if arm.name in arms):
+            more = []
+            for what, of in _QUANTITIES.items():
+                ours, theirs = of(arms[arm]), of(peer)
+                if ours > 1.0005 * theirs:
+                    plain = what in ("kernels", "waits of the host")
+                    more.append(f"{ours - theirs:+.0f}" if plain else f"{ours / theirs - 1:+.1%}")
+                else:
+                    more.append("")
+            if any(more):
+                rows.append((f"{name.upper()}, {model}", arm, *more))
+    columns = ("", "arm", *_QUANTITIES)
+    return Table(f"Where ours asks for more than {AUTOCAST.name}", columns, rows)
+
+
+def _ratios(counted: Counted) -> Iterator[Table]:
+    for name, models in counted.items():
+        arms = [a.name for a in ARMS if all(a.name in found for found in models.values())]
+        ours = [arm for arm in arms if arm not in (FP32.name, AUTOCAST.name)]
+        rows = [
+            (model, *(f"{_faster(found, arm):.3f}x" for arm in ours))
+            for model, found in models.items()
+        ]
+        title = f"{name.upper()}: times as fast as {AUTOCAST.name}, at the ceilings"
+        yield Table(title, ("", *ours), rows)
+
+
+def _table(name: str, model: str, arms: dict[str, Counts]) -> Table:
+    batch = next((case.batch[name] for case in CASES if case.name == model), None)
+    rows = []
+    for arm, counts in arms.items():
+        model_part, step = PARTS
+        tf32 = _both(counts, "seconds with TF32")
+        seconds = _both(counts, "seconds")
+        rows.append(
+            (
+                arm,
+                f"{_kernels(counts, model_part):.0f} + {_kernels(counts, step):.0f}",
+                f"{_both(counts, 'short kernels'):.0f}",
+                f"{_both(counts, 'cast kernels'):.0f}",
+                *(f"{counts[model_part][f'{kind} bytes'] / 1e9:.2f}" for kind in KINDS),
+                f"{_bytes(counts, step) / 1e9:.2f}",
+                f"{_both(counts, 'cast bytes') / 1e9:.2f}",
+                f"{_both(counts, 'torch.float16 FLOPs') / 1e12:.3f}",
+                f"{_both(counts, 'torch.float32 FLOPs') / 1e12:.3f}",
+                f"{counts['host']['syncs']:.0f}",
+                f"{1e3 * counts[step]['seconds']:.2f}",
+                f"{1e3 * seconds:.2f}" + (f" ({1e3 * tf32:.2f})" if tf32 < 0.999 * seconds else ""),
+                f"{_faster(arms, arm):.3f}x",
+            )
+        )
+    columns = (
+        "", "kernels: model + step", "short", "casts only", "GB: generated", "products", "other",
+        "the step", "of all, casts only", "TFLOP in FP16", "in FP32", "waits", "ms: the step",
+        "all (with TF32)", "over autocast",
+    )  # fmt: skip
+    size = f", B{batch}" if batch else ""
+    return Table(f"{name.upper()}: {model}{size}", columns, rows)
+
+
+def _verdicts(counted: Counted) -> dict[str, bool]:
+    verdicts = {}
+    for arm in OURS:
+        ratios = [
+            (_faster(arms, arm.name), f"{model} on {name.upper()}")
+            for name, model, arms in _models(counted)
+            if arm.name in arms
+        ]
+        if ratios:
+            least, where = min(ratios)
+            claim = f"{arm.name} is nowhere below 0.97x autocast at the ceilings"
+            verdicts[f"{claim}: {least:.3f}x at worst, {where}"] = least >= 0.97
+    waits = [
+        arms[arm.name]["host"]["syncs"]
+        for _, _, arms in _models(counted)
+        for arm in OURS
+        if arm.generated and arm.name in arms
+    ]
+    for name, model, arms in _models(counted):
+        checked = arms[AUTOCAST.name].get("layers")
+        if checked:
+            apart = checked["apart"]
+            claim = f"{model} on {name.upper()}: layers add up exactly, at {CHECKED} of them"
+            verdicts[f"{claim}: {apart:.1e} apart"] = apart < 1e-6
+    verdicts["with an MPOptimizer the host waits for nothing"] = not any(waits)
+    return verdicts
+
+
+def _notes() -> list[str]:
+    ceilings = "; ".join(
+        f"{gpu(name).name}: {gpu(name).bandwidth / 1e12:g} TB/s, products at "
+        f"{gpu(name).low / 1e12:g} TFLOP/s in FP16, {gpu(name).fp32 / 1e12:g} in FP32"
+        for name in GPUS
+    )
+    return [
+        "Nothing here was measured. The third training step is counted: forward, backward, the "
+        "optimizer's step, `zero_grad` (which launches nothing). A kernel's time is the larger of "
+        "its bytes over the bandwidth and its FLOPs over the rate, a step's the sum over its "
+        f"kernels. {ceilings} (data sheets, `mpcompile/gpus.py`). TF32 runs at half of FP16's rate "
+        "where it exists, which is not on a T4; torch's default has it on in convolutions and off "
+        "in matrix products, and the time with it in both stands in brackets.",
+        "Bytes of a generated kernel: each buffer that it reads or writes, once, by Inductor's own "
+        "count. Of a library's kernel (products with their attention; other): operands and "
+        "results. FLOPs by torch's formulas, where a causal attention counts as a full one. AdamW "
+        "is torch's fused one: 28 bytes for each parameter, 32 under a GradScaler, whose own pass "
+        "over the gradients moves 8; ours without an MPOptimizer has the same. "
+        f"Short kernels take less than {SHORT * 1e6:g} us at the ceilings, so that the launch "
+        "counts, which is not in the time. Casts only: kernels that do nothing but change dtypes, "
+        "and pad. Waits: where the host reads a value from the device.",
+        "All in FP16 without dropout, which would add the same masks to every arm. DLRM's 26 "
+        "tables have 1000 rows each, so that its products count. DCGAN's step is PyTorch's "
+        "tutorial's: three backwards, two optimizers, losses outside of what is compiled. Batches "
+        "are such as fit each GPU. T4 has the peers and our fastest arm.",
+        f"GPT-2 and BERT are counted at {COUNTED[0]} and {COUNTED[1]} layers, and each two more "
+        f"add what the second two did; a count at {CHECKED} layers checks that, in the arm of "
+        "autocast (see the targets). How an optimizer's lists of tensors are cut into kernels does "
+        "not add up so exactly: a kernel more or less for each list. ViT's layers don't add up, so "
+        "it is counted whole, as all others are.",
+        "What this can't see: how near to these ceilings cuBLAS, cuDNN and Triton's kernels come; "
+        "what a launch costs, and CUDA graphs, which hide that; what the L2 cache saves between "
+        "kernels, and a second read of what did not fit; kernels that run side by side; copies "
+        "inside cuDNN; products that are slow because their sizes are no multiples of 8. "
+        "Inductor's padding of products, which is decided by timing, is off: on a GPU autocast "
+        "would pad GPT-2's head, which costs it a copy, or run it slower.",
+    ]
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["run", "gpu_traffic", *sys.argv[1:]]))
