@@ -24,6 +24,7 @@ from mpcompile.gpus import gpu
 
 __all__ = ["run"]
 
+DEVICES = ("cpu",)  # a GPU that is there is none that exists by name only
 GPUS = ("h100", "t4")
 KINDS = ("generated", "product", "library")
 PARTS = ("forward and backward", "optimizer")
