@@ -160,7 +160,9 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(registry())
-    assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == ["ablations"]
+    assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
+        "ablations", "gpu_traffic",
+    ]  # fmt: skip
 
 
 def test_a_benchmark_for_other_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
