@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..ir import aten
 from ..step_graph import Slot
 from .regions import Region, Split, is_held, signature
 
@@ -33,10 +35,13 @@ _ALWAYS = {
     "size_asserts": False,  # `Step` binds the tensors, and looks at them before each step
 }
 
+# As many norms as fit, as pointers, into the 4 KB of arguments that a kernel may always have.
+_JOINED = 400
 _ON_GPU = {
-    # More than eight norms Inductor would stack in a kernel each. As many as fit, as pointers, into
-    # the 4 KB of arguments that a kernel may always have.
-    "max_pointwise_cat_inputs": 400,
+    # More than eight Inductor would stack in a kernel each; the second is not in torch 2.11.
+    name: _JOINED
+    for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+    if hasattr(inductor, name)
 }
 
 _HINT = 1 << 20  # elements of a flattened tensor, as far as the compiler is told
@@ -81,8 +86,8 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = _values(mode, region, sized)
     threads = _ONE_THREAD if _is_small(region) else {}
-    device = _ON_GPU if values[0].device.type != "cpu" else {}
-    options = {**_ALWAYS, **threads, **device, **dict(emit.options)}
+    joined = _ON_GPU if values[0].device.type != "cpu" and _joins_numbers(region) else {}
+    options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
     patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
     inner: list[Any] = []
 
@@ -106,6 +111,16 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
 
 def _is_small(region: Region) -> bool:
     return max(ir.value(n).numel() for n in region.inputs) <= _FEW
+
+
+def _joins_numbers(region: Region) -> bool:
+    """Whether all that it concatenates is short: of long tensors, each element of the result would
+    be looked for in all of them.
+    """
+    joins = [
+        n for n in region.graph.graph.nodes if n.target in (aten.cat.default, aten.stack.default)
+    ]
+    return all(ir.value(n).numel() <= _JOINED for n in joins)
 
 
 def _mark_static(gm: fx.GraphModule, region: Region) -> None:
