@@ -239,8 +239,8 @@ def _notes() -> list[str]:
         f"add what the second two did; a count at {CHECKED} layers checks that, in the arm of "
         "autocast (see the targets). Bytes and FLOPs add up. Kernels do for the peers; ours are "
         "charged too many: Inductor fuses the small ones that look for overflows once there are "
-        "more of them. How an optimizer's lists of tensors are cut into kernels adds up to one "
-        "more or less for each list. ViT's layers don't add up: it is counted whole, as all others.",
+        "more. How an optimizer's lists of tensors are cut into kernels adds up to one "
+        "more or less for each list. ViT's layers don't add up; it is counted whole, as others are.",
         "What this can't see: how near to these ceilings cuBLAS, cuDNN and Triton's kernels come; "
         "what a launch costs, and CUDA graphs, which hide that; what the L2 cache saves between "
         "kernels, and a second read of what did not fit; kernels that run side by side; copies "
