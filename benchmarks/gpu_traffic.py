@@ -240,7 +240,7 @@ def _notes() -> list[str]:
         "autocast (see the targets). Bytes and FLOPs add up. Kernels do for the peers; ours are "
         "charged too many: Inductor fuses the small ones that look for overflows once there are "
         "more. How an optimizer's lists of tensors are cut into kernels adds up to one "
-        "more or less for each list. ViT's layers don't add up; it is counted whole, as others are.",
+        "more or less a list. ViT's layers don't add up: it is counted whole, as others are.",
         "What this can't see: how near to these ceilings cuBLAS, cuDNN and Triton's kernels come; "
         "what a launch costs, and CUDA graphs, which hide that; what the L2 cache saves between "
         "kernels, and a second read of what did not fit; kernels that run side by side; copies "
