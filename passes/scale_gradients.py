@@ -41,7 +41,8 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     history = History(gm)
     # Beside the parameters, wherever they lie while the graph is planned.
-    beside = next(filter(ir.is_parameter, inputs), None) or trained[0]
+    beside = next(filter(ir.is_parameter, inputs), None)
+    beside = beside or next(filter(ir.requires_grad, inputs))
     scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
@@ -129,7 +130,7 @@ class _Scaler:
         aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
         itself = {node}
         for other in self.graph.nodes:  # `add_(x, 1)` is x
-            if other in aliases and ir.op_name(other).endswith("_") and other.args[0] in itself:
+            if _given_back(other) in itself:
                 if ir.layout(other) != ir.layout(node):
                     raise CannotRewrite(f"input {node.name} changes its shape in place")
                 itself.add(other)
@@ -215,8 +216,7 @@ class _Scaler:
         """
         if node in self.owned:
             return self.owned[node]
-        returns_it = ir.is_op(node) and ir.op_name(node).endswith("_")
-        if returns_it and ir.layout(target := node.all_input_nodes[0]) == ir.layout(node):
+        if (target := _given_back(node)) is not None and ir.layout(target) == ir.layout(node):
             return self.owned.get(target, target)
         return node.all_input_nodes[0] if _is_unscale(node) else node
 
@@ -277,6 +277,15 @@ class _Scaler:
         new.meta["mp_captured"] = node.meta.get("mp_captured")
         ir.set_regions((new,), ir.regions(reader))
         return new
+
+
+def _given_back(node: fx.Node) -> fx.Node | None:
+    """The operand that an in-place operator writes and returns. By its schema, not by its name:
+    `__and__` ends in an underscore, too.
+    """
+    target = node.args[0] if ir.is_op(node) and node.args else None
+    writes = isinstance(target, fx.Node) and target in ir.written(node)
+    return target if writes and ir.shares_memory(node, target) else None  # type: ignore[arg-type, return-value]
 
 
 def _is_unscale(node: fx.Node) -> bool:

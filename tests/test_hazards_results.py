@@ -266,3 +266,14 @@ def test_a_view_made_under_no_grad(level: str, emit: str, loss_scale: float | st
     x, w = leaf(8, 16), leaf(16, 16)
     assert fast(x, w).requires_grad == program(x, w).requires_grad
     torch.testing.assert_close(fast(x, w), program(x, w), rtol=2e-2, atol=2e-2)
+
+
+@SETTINGS
+def test_operators_whose_names_end_as_those_that_write(level: str, emit: str) -> None:
+    """`a & b` is `__and__`: it writes nothing, and its result is not its operand."""
+
+    def program(m: torch.Tensor, n: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        return m & n, m | n, m ^ n, F.linear(x, w)
+
+    masks = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    check(program, *masks, leaf(4, 8), leaf(8, 8), level=level, emit=emit, low=["linear"])
