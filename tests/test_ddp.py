@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import multiprocessing, nn
+from ranks import join, on_each_rank
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
@@ -27,11 +28,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
         return y
-
-
-def join(rank: int, ranks: int, where: str) -> None:
-    store = dist.FileStore(where, ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -103,20 +99,17 @@ def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    join(0, 1, str(tmp_path / "store"))
+    join(0, 1, str(tmp_path))
     try:
         train(0, 1, order, dtype)
     finally:
         dist.destroy_process_group()
 
 
-def _two(rank: int, where: str) -> None:
-    torch.set_num_threads(1)
-    join(rank, 2, where)
+def _two(rank: int) -> None:
     for order in ("DDP(mpcompile)", "mpcompile(DDP)"):
         train(rank, 2, order, torch.float16)
-    dist.destroy_process_group()
 
 
-def test_two_processes_stay_the_same_and_skip_together(tmp_path: Path) -> None:
-    multiprocessing.spawn(_two, (str(tmp_path / "store"),), nprocs=2)  # type: ignore[no-untyped-call]
+def test_two_processes_stay_the_same_and_skip_together() -> None:
+    on_each_rank(_two)

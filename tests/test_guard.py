@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_each_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -383,8 +383,6 @@ class Net(nn.Module):
 def _train_sharded(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    init = f"file://{folder}/init"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Net()
     fully_shard(model)
@@ -399,13 +397,11 @@ def _train_sharded(rank: int, folder: str) -> None:
         optimizer.zero_grad()
         record.append([p.full_tensor().clone() for p in model.parameters()])  # type: ignore[attr-defined]
     torch.save((record, loss_scale_of(model).skipped_steps), Path(folder) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_fsdp_on_all() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_train_sharded, (folder,), nprocs=2)
-        (one, skipped), (two, theirs) = (torch.load(Path(folder) / f"{r}.pt") for r in range(2))
+def test_an_overflow_on_one_rank_is_skipped_by_fsdp_on_all(tmp_path: Path) -> None:
+    on_each_rank(_train_sharded, str(tmp_path))
+    (one, skipped), (two, theirs) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     assert skipped == theirs == 1
     for a, b in zip(one, two, strict=True):
         assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(a, b, strict=True))

@@ -1,0 +1,41 @@
+"""A function on several processes, the ranks of one process group that talks through gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+
+def join(rank: int, ranks: int, folder: str) -> None:
+    """Be this rank of a group whose processes meet in `folder`."""
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+
+
+def on_each_rank(function: Callable[..., None], *args: Any, ranks: int = 2) -> None:
+    """Run `function(rank, *args)` in `ranks` processes of one thread; raise what one raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = (function, folder, ranks, args)
+        multiprocessing.spawn(_run, processes, nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def _run(
+    rank: int, function: Callable[..., None], folder: str, ranks: int, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    join(rank, ranks, folder)
+    function(rank, *args)
+    dist.barrier()
+    # Not through the interpreter's end: a thread of gloo's that lets go of a tensor while it is
+    # being torn down aborts the process, now and then, and a group that a DDP module still holds
+    # has its threads to the last (github.com/pytorch/pytorch/issues/190489; read in torch 2.13).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
