@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from mpcompile import cli
+from mpcompile import Policy, cli, compiled_plans, mpcompile
 from mpcompile.demo import (
     GPT,
     GPTConfig,
@@ -258,6 +258,18 @@ def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "memory: level" in text
     monkeypatch.setattr(demo_run, "load_profile", lambda device: None)
     assert "mpcompile profile" in demo_run.can_gain(torch.device("cpu"), torch.bfloat16)
+
+
+def test_products_of_several_graphs_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their nodes bear the same names."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
+    low, full = (nn.Linear(8, 8) for _ in range(2))
+    mpcompile(low, dtype="bfloat16", emit="eager")(torch.randn(4, 8)).sum().backward()
+    mpcompile(full, dtype="bfloat16", emit="eager", policy=Policy(full=["linear"]))(
+        torch.randn(4, 8)
+    )
+    plans = [*compiled_plans(low), *compiled_plans(full)]
+    assert demo_run.runs_low(plans) == "1 of 2 low"
 
 
 @pytest.mark.usefixtures("short")

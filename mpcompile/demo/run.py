@@ -126,7 +126,7 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
             _outcome(mixed, judge),
             loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
             skipped_steps=scale.skipped_steps,
-            low=_runs_low(plans),
+            low=runs_low(plans),
             casts=sum(plan.casts for plan in plans),
             graphs=len(plans),
         ),
@@ -259,7 +259,7 @@ def _table(result: DemoResult) -> Table:
         "memory, MiB",
         f"{full.memory / 2**20:.1f}",
         f"{mixed.memory / 2**20:.1f}",
-        f"{result.memory_kind}; {full.memory / mixed.memory:.2f}x less",
+        f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's",
     )
     row("products", "all FP32", str(mixed.low), "what the planner chose for this machine")
     row("can gain here", "-", "", result.can_gain)
@@ -274,10 +274,13 @@ def _table(result: DemoResult) -> Table:
     return table
 
 
-def _runs_low(plans: Sequence[Plan]) -> str:
-    products = {op.name for plan in plans for op in plan.tensor_cores.ops}
-    low = sum(n.precision == "LOW" for plan in plans for n in plan.nodes if n.name in products)
-    return f"{low} of {len(products)} low"
+def runs_low(plans: Sequence[Plan]) -> str:
+    count = low = 0
+    for plan in plans:  # a name stands for a node of its own graph
+        products = {op.name for op in plan.tensor_cores.ops}
+        count += len(products)
+        low += sum(node.precision == "LOW" for node in plan.nodes if node.name in products)
+    return f"{low} of {count} low"
 
 
 def can_gain(device: torch.device, low: torch.dtype) -> str:
