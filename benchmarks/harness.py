@@ -36,6 +36,7 @@ __all__ = [
     "Summary",
     "Table",
     "environment",
+    "far_behind",
     "idle_wait",
     "low_dtype",
     "ratio",
@@ -111,6 +112,27 @@ def take_turns(
             wait()
             samples[arm.name].append((clock() - start) / steps)
     return samples
+
+
+def far_behind(
+    arms: Sequence[Arm],
+    *,
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """The arms that are not worth many rounds: name -> seconds of one step.
+
+    They take ten times as long as the fastest, or longer: torch's BF16 products on a CPU without
+    instructions for them do. One step says as much as a hundred. Compile and warm up before.
+    """
+    seconds = {}
+    for arm in arms:
+        wait()
+        start = clock()
+        arm.step()
+        wait()
+        seconds[arm.name] = clock() - start
+    return {name: s for name, s in seconds.items() if s >= 10 * min(seconds.values())}
 
 
 def low_dtype(device: torch.device) -> torch.dtype | str:

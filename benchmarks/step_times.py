@@ -22,6 +22,7 @@ from benchmarks.harness import (
     Summary,
     Table,
     environment,
+    far_behind,
     idle_wait,
     low_dtype,
     ratio,
@@ -84,7 +85,7 @@ def measure(
     record = environment(device)
     seconds: dict[str, dict[str, list[float]]] = {}
     losses: dict[str, dict[str, float]] = {}
-    refusals: list[str] = []
+    left_out: list[str] = []  # and why
     for model in work.models:
         steps = {arm: _step(model, arm, work.emit, device) for arm in ARMS}
         losses[model.name] = {}
@@ -95,8 +96,12 @@ def measure(
                 if arm != AUTOCAST or REFUSED not in str(error):
                     raise
                 del steps[arm]
-                refusals.append(f"{model.name}: {arm} can't run here, torch says: {error}.")
+                left_out.append(f"{model.name}: {arm} can't run here, torch says: {error}.")
         turns = [Arm(arm, step) for arm, step in steps.items()]
+        spent = far_behind(turns, wait=idle_wait(device)).get(AUTOCAST)
+        if spent is not None:
+            turns = [turn for turn in turns if turn.name != AUTOCAST]
+            left_out.append(f"{model.name}: {AUTOCAST} takes {spent:.1f} s a step; left out.")
         seconds[model.name] = take_turns(
             turns, rounds=work.rounds, steps=model.steps, settle=max(1, model.steps // 4),
             wait=idle_wait(device),
@@ -105,7 +110,7 @@ def measure(
     return Report(
         name=name,
         title=title,
-        notes=[*notes, _how(work), *refusals],
+        notes=[*notes, _how(work), *left_out],
         tables=[_times(seconds, losses), _ratios(ratios)],
         verdicts=_verdicts(ratios),
         data={

@@ -30,6 +30,7 @@ from benchmarks.harness import (
     Settings,
     Table,
     environment,
+    far_behind,
     ratio,
     summarize,
     take_turns,
@@ -95,6 +96,23 @@ def test_a_machine_that_slows_down_leaves_the_ratio_alone() -> None:
     assert samples["base"] == [3.0, 30.0, 30.0]
     found = ratio(samples["base"], samples["ours"])
     assert (found.paired, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_an_arm_that_is_far_behind() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm(name, s) for name, s in (("a", 2.0), ("b", 19.0), ("c", 20.0))]
+    assert far_behind(arms, clock=machine.clock) == {"c": 20.0}
+    assert far_behind(arms[1:], clock=machine.clock) == {}
+
+
+def test_what_is_left_out_has_no_verdict() -> None:
+    """And where nothing runs low, FP32's speed is what is to be kept."""
+    same = ratio([1.0], [1.0])
+    over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
+    kept = gpt._verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False))
+    assert list(kept.values()) == [True, True]
+    missed = gpt._verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True))
+    assert list(missed.values()) == [False, False]
 
 
 def test_summary_is_median_and_percentiles() -> None:
