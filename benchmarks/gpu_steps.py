@@ -137,8 +137,6 @@ TINY = (
          {"h100": 2, "t4": 2}, _tokens(16, 61, 61)),
     Case("DCGAN, tiny", functools.partial(_gan, width=8), {"h100": 2, "t4": 2}, _images(64)),
 )  # fmt: skip
-# All of them on one GPU, the peers and our best on the other.
-ARMS_OF = {"h100": ARMS, "t4": (FP32, AUTOCAST, OURS[3])}
 TINY_ARMS = (AUTOCAST, OURS[3])
 
 
@@ -328,7 +326,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes
     device = fakecuda.become(options.gpu)
     counter = count(device)
-    cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS_OF[options.gpu])
+    cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS)
     found: dict[str, Any] = {}
     for case in cases:
         start = time.perf_counter()

@@ -34,7 +34,7 @@ Counted = dict[str, dict[str, dict[str, Counts]]]  # GPU -> model -> arm
 
 
 def run(settings: Settings) -> Report:
-    """Count, the GPUs side by side: some 20 minutes on two cores."""
+    """Count, the GPUs side by side: some 25 minutes on two cores."""
     names = GPUS[-1:] if settings.quick else GPUS
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda name: _counted(name, settings.quick), names)
@@ -234,7 +234,7 @@ def _notes() -> list[str]:
         "All in FP16 without dropout, which would add the same masks to every arm. DLRM's 26 "
         "tables have 1000 rows each, so that its products count. DCGAN's step is PyTorch's "
         "tutorial's: three backwards, two optimizers, losses outside of what is compiled. Batches "
-        "are such as fit each GPU. T4 has the peers and our fastest arm.",
+        "are such as fit each GPU.",
         f"GPT-2 and BERT are counted at {COUNTED[0]} and {COUNTED[1]} layers, and each two more "
         f"add what the second two did; a count at {CHECKED} layers checks that, in the arm of "
         "autocast (see the targets). Bytes and FLOPs add up. Kernels do for the peers; ours are "
