@@ -5,12 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,34 +12,18 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 from gpu_models import MODELS
+from gpus_by_name import needs_a_cpu_build, python, told
 
 from mpcompile import plan_for
 
-ROOT = Path(__file__).parent.parent
 GPUS = ["h100", "t4", "v100"]
 
-spec = importlib.util.find_spec("torch")
-assert spec is not None
-assert spec.origin is not None
-pytestmark = pytest.mark.skipif(
-    (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
-    reason="this torch has a CUDA device of its own",
-)
+pytestmark = needs_a_cpu_build
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": "", **environment},
-    )  # fmt: skip
-
-
-@functools.cache
 def trained(gpu: str) -> list[dict[str, Any]]:
     """What tests/fake_cuda_training.py tells of each model, level and optimizer."""
-    run = python("tests/fake_cuda_training.py", gpu)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
+    found: list[dict[str, Any]] = told("fake_cuda_training.py", gpu)
     return found
 
 

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from gpus_by_name import needs_a_cpu_build, told
 
-ROOT = Path(__file__).parent.parent
-
-spec = importlib.util.find_spec("torch")
-assert spec is not None
-assert spec.origin is not None
-pytestmark = pytest.mark.skipif(
-    (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
-    reason="this torch has a CUDA device of its own",
-)
+pytestmark = needs_a_cpu_build
 
 
-@functools.cache
 def counted(gpu: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "tests/fake_cuda_counting.py", gpu],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": ""},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout)
+    found: dict[str, Any] = told("fake_cuda_counting.py", gpu)
     return found
 
 

@@ -5,31 +5,19 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from gpus_by_name import needs_a_cpu_build, told
 
-ROOT = Path(__file__).parent.parent
 TARGETS = {"h100": "sm_90a", "a100": "sm_80", "t4": "sm_75"}
 
-spec = importlib.util.find_spec("torch")
-assert spec is not None
-assert spec.origin is not None
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
-        reason="this torch has a CUDA device of its own",
-    ),
+    needs_a_cpu_build,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
         reason="Triton is not installed: pip install --no-deps triton==3.7.1, for torch 2.13",
@@ -37,16 +25,9 @@ pytestmark = [
 ]
 
 
-@functools.cache
 def trained(gpu: str) -> list[dict[str, Any]]:
     """What tests/fake_cuda_kernels.py tells of each model and level."""
-    run = subprocess.run(
-        [sys.executable, "tests/fake_cuda_kernels.py", gpu],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": ""},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
+    found: list[dict[str, Any]] = told("fake_cuda_kernels.py", gpu)
     return found
 
 
