@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,14 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus_by_name import ROOT, needs_a_cpu_build
 
 from benchmarks.__main__ import devices, registry
 from gpu import packages, runner, smoke, summary
 from gpu.__main__ import main
 from gpu.pieces import LONGEST, PIECES
 from gpu.runner import FAILED, KILLED, NOT_RUN, PASSED, Piece, Record
-
-ROOT = Path(__file__).parent.parent
 
 
 def script(name: str, code: str, limit: float = 20.0) -> Piece:
@@ -261,15 +259,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "gpu", *arguments]
 
 
-spec = importlib.util.find_spec("torch")
-assert spec is not None
-assert spec.origin is not None
-
-
-@pytest.mark.skipif(
-    (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists(),
-    reason="this torch has a CUDA device of its own",
-)
+@needs_a_cpu_build
 def test_the_whole_on_a_gpu_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--fake", "h100", "--out", str(tmp_path)),
