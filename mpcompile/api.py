@@ -19,6 +19,7 @@ from . import copies, uncalled
 from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
+from .frozen import see_what_trains
 from .half_inputs import widened, widens_inputs
 from .inspect.plan import Plan
 from .loss_scale import LossScale
@@ -116,6 +117,7 @@ def mpcompile(
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
     accumulate_in_fp32()
+    see_what_trains()
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
+from .frozen import see_what_trains
 
 __all__ = ["mpcompile_backend"]
 
 accumulate_in_fp32()
+see_what_trains()

@@ -45,6 +45,7 @@ LAYERS = (
         "accumulation",
         "gpus",
         "failures",
+        "frozen",
         "half_inputs",
     },
     {"profile", "advice"},
