@@ -31,6 +31,7 @@ from ._version import __version__
 from .errors import CannotRewrite, MPCompileError
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import JointPass, with_joint_passes
+from .second_backward import noticed
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -105,7 +106,7 @@ def _rewritten(
     gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
 ) -> Callable[..., Any]:
     around = compile_around_rnns if has_rnn(gm) else _whole
-    return around(gm, example_inputs, compile_graph)
+    return noticed(around(gm, example_inputs, compile_graph))
 
 
 def _untouched(

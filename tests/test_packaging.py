@@ -47,6 +47,7 @@ LAYERS = (
         "failures",
         "frozen",
         "half_inputs",
+        "second_backward",
     },
     {"profile", "advice"},
     {"policy"},
