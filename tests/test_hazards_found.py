@@ -11,6 +11,7 @@ import torch
 from compare import SETTINGS, check, fallback_reason, leaf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from versions import since
 
 from mpcompile import MPCompileWarning, loss_scale_of, mpcompile
 
@@ -69,6 +70,7 @@ def test_a_leaf_that_is_written_is_left_alone(program: Any, emit: str) -> None:
     fallback_reason(program, leaf(8, 16), leaf(16, 16), emit=emit)
 
 
+@since("2.13", "Dynamo itself loses the history of what such a function writes")
 def test_an_input_that_a_function_of_the_users_writes() -> None:
     """Left as it is. (In torch 2.13 AOTAutograd itself loses the gradient of y.)"""
 

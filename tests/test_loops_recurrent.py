@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agree
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from versions import since
 
 
 class Speech(nn.Module):
@@ -29,6 +30,7 @@ class Speech(nn.Module):
         return self.head(out).log_softmax(-1), lengths
 
 
+@since("2.13", "Dynamo itself can't trace these RNNs")
 @WAYS
 def test_convolution_packed_gru_and_ctc(way: Way) -> None:
     def loop(way: Way) -> None:
@@ -90,6 +92,7 @@ class Seq2Seq(nn.Module):
         return torch.stack(outputs, 1)
 
 
+@since("2.13", "Dynamo itself can't trace these RNNs")
 @MOSTLY_O1
 def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
     """The program differs from step to step, by which tokens are forced."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
+from versions import before
 
 from mpcompile import MPCompileError, MPOptimizer
 from mpcompile.optim import step as step_module
@@ -130,6 +131,8 @@ def test_operator_by_operator(case: Case) -> None:
 @pytest.mark.parametrize("case", SAMPLED)
 def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs that a GPU gets, run here."""
+    if case.name == "Adafactor" and before("2.13"):
+        pytest.skip("before torch 2.13 its multi-tensor form can't be traced: it asks for a dtype")
     trace, config = step_module.trace, step_module.StepConfig
     monkeypatch.setattr(step_module, "trace", lambda *a, **k: trace(*a, **{**k, "foreach": True}))
     monkeypatch.setattr(step_module, "StepConfig", lambda **k: config(**{**k, "foreach": True}))

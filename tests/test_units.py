@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from compare import SETTINGS, check, fallback_reason, leaf
 from graphs import Stage
 from torch import fx
+from versions import not_on
 
 from mpcompile import ir, mpcompile, units
 from mpcompile.passes import scale_gradients as scaling
@@ -99,7 +100,7 @@ PROGRAMS: list[Program] = [
     slice_of_zeros, losses_by_index, rows_in_a_loop, filled_by_a_number,
     view_taken_before_the_write, detached_and_written_later, written_without_and_with_a_gradient,
     filled_by_index, operand_of_cond, overlapping_view_of_an_input, overlapping_view_of_a_result,
-    expanded,
+    pytest.param(expanded, marks=not_on("2.12", "AOTAutograd writes to an expanded gradient")),
 ]  # fmt: skip
 
 
