@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fake_cuda_training import conv, gpt, mlp
+from gpu_models import MODELS
 
 from fakecuda.kernels import Lane, compile_kernels
 from mpcompile import MPOptimizer, mpcompile
@@ -58,7 +58,7 @@ def main() -> None:
     device = fakecuda.become(sys.argv[1])
     lane = compile_kernels(device)
     models = [
-        train(device, lane, build, level) for build in (mlp, gpt, conv) for level in ("O1", "O2")
+        train(device, lane, build, level) for build in MODELS.values() for level in ("O1", "O2")
     ]
     print(json.dumps(models))
 
