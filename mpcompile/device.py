@@ -153,7 +153,7 @@ def auto_dtype(device: torch.device | str) -> tuple[torch.dtype, str]:
     low = AUTO[device.type]
     if not has_units(device, low):
         short = "FP16" if low is torch.float16 else "BF16"
-        return low, f"but nothing multiplies {short} fast here: products stay FP32, unless measured"
+        return low, f"nothing multiplies {short} fast here: products stay FP32, unless measured"
     if device.type == "cuda":
         units = tensor_cores(device)
         return low, f"FP16 runs on Tensor Cores ({units}); the loss scale keeps its range"
