@@ -229,6 +229,8 @@ def test_matrix_units_of_a_cpu(flags: dict[str, object], expected: str) -> None:
 def test_auto_is_bf16_on_cpu(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"architecture": "x86_64", "avx512_bf16": units}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(limit, raising=False)
     dtype, reason = device.auto_dtype("cpu")
     assert dtype is torch.bfloat16
     assert ("stay FP32" in reason) is not units
