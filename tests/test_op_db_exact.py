@@ -40,7 +40,7 @@ LEFT_OUT = {
     "unique": DATA, "unique_consecutive": DATA, "repeat_interleave": DATA, "masked_select": DATA,
     "tensor_split": DATA, "narrow": DATA, "to_sparse": "Dynamo takes no sparse tensors",
     "sparse.mm": "Dynamo takes no sparse tensors", "randint": RANDOM, "randint_like": RANDOM,
-    "bernoulli": RANDOM, "equal": PYTHON, "item": PYTHON, "allclose": PYTHON,
+    "bernoulli": RANDOM, "geometric": RANDOM, "equal": PYTHON, "item": PYTHON, "allclose": PYTHON,
     "cov": "asks a tensor for a Python bool", "corrcoef": "asks a tensor for a Python bool",
     "resize_": "Dynamo can't trace it", "resize_as_": "Dynamo can't trace it", "cross": WARNS,
     "scatter": WARNS, "chalf": WARNS, "jiterator_unary": CUDA, "jiterator_binary": CUDA,
