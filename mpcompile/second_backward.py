@@ -8,11 +8,12 @@ nothing, without a word). So under `create_graph=True` what it returns is no con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from .errors import MPCompileError
 
@@ -25,13 +26,17 @@ def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled graph whose gradients raise when they are differentiated."""
 
     def graph(*args: Any) -> Any:
+        before = _nodes(args)  # an input that is returned has a history of its own
         results = run(*args)
-        nodes = {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}
-        for node in nodes:
+        for node in _nodes(results) - before:
             node.register_hook(_connect)
         return results
 
     return graph
+
+
+def _nodes(values: Sequence[Any]) -> set[Node]:
+    return {v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def _connect(gradients: Gradients, _: Gradients) -> Gradients | None:

@@ -384,7 +384,8 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
         with pytest.warns(MPCompileWarning, match="the moon is full") as caught:
             out = model(x)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-        assert sum(w.category is MPCompileWarning for w in caught) == 1
+        slower = "Guards may run slower"  # on Python 3.13.0, says torch
+        assert len([w for w in caught if slower not in str(w.message)]) == 1
         strict = mpcompile(Net(), emit="eager", strict=True)
         with pytest.raises(MPCompileError, match="the moon is full") as failed:
             strict(x)

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from mpcompile.capture import capture
 from mpcompile.emit import emit
+from mpcompile.errors import MPCompileError
 from mpcompile.islands import RNN_OPS
+from mpcompile.second_backward import noticed
 
 aten = torch.ops.aten
 
@@ -630,3 +632,37 @@ def test_caches_hit_in_a_second_process() -> None:
         assert misses <= case.endswith("dynamic")
         assert "fxgraph_cache_miss" not in warm[case]["inductor"]
         assert warm[case]["sum"] == cold[case]["sum"]
+
+
+# -- a second backward ----------------------------------------------------------------------------
+
+
+def test_gradients_of_a_graph_are_differentiated_by_nobody() -> None:
+    """Though they come out as constants; without create_graph they stay constants."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.full_like(gradient, 3.0)
+
+    run = noticed(lambda x: (Constant.apply(x),))  # type: ignore[no-untyped-call]
+    x = torch.ones(4, requires_grad=True)
+    (once,) = torch.autograd.grad(run(x)[0].sum(), x)
+    assert not once.requires_grad
+    (gradient,) = torch.autograd.grad(run(x)[0].sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, once)
+    with pytest.raises(MPCompileError, match="gradient penalty"):
+        gradient.sum().backward()
+
+
+def test_an_input_that_a_graph_returns_keeps_its_own_history() -> None:
+    """What stands before a compiled graph may be differentiated as often as one likes."""
+    x = torch.ones(4, requires_grad=True)
+    (returned,) = noticed(lambda h: (h,))(x.pow(3))
+    (gradient,) = torch.autograd.grad(returned.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    torch.testing.assert_close(second, 6 * x)
