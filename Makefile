@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # `make gpu`: the longest that a call may take, in seconds; wheels of packages that python3 lacks, a
-# folder; other arguments of `python3 -m gpu`.
+# folder; other arguments of `python3 -m benchmarks.gpu`.
 SECONDS ?=
 WHEELS ?=
 GPU_ARGS ?=
@@ -52,7 +52,7 @@ bench: $(VENV)/.stamp-dev
 # where the first one stopped.
 gpu:
 	@$(if $(OUT),:,echo 'say where results go: make gpu OUT=results'; exit 2)
-	$(PYTHON) -m gpu --out $(OUT) $(if $(SECONDS),--seconds $(SECONDS)) \
+	$(PYTHON) -m benchmarks.gpu --out $(OUT) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
 # What a Python with torch, numpy and their like may lack for it, all of it pure Python, some 3 MB:

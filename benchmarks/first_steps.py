@@ -44,8 +44,9 @@ from benchmarks.models import (
     resnet18,
     resnet50,
 )
-from mpcompile import MPOptimizer, fit, loss_scale_of, mpcompile
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
+from mpcompile.state import fit
 
 STEPS = 20
 BATCHES = 4

@@ -8,8 +8,8 @@ Three steps of each model in each arm, on a GPU that exists by name; the third i
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import fakecuda  # before torch
-    from fakecuda.counting import Counter, count
+    from benchmarks import fakecuda  # before torch
+    from benchmarks.fakecuda.counting import Counter, count
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ from benchmarks.models import (
     resnet50,
 )
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.gpus import GPU
+from mpcompile.devices.gpus import GPU
 
 SHORT = 2e-6  # seconds at the ceiling: less than most launches cost the host
 _CAST = {"convert_element_type.default", "permute.default", "reshape.default",

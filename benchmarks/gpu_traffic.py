@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FP32, OURS, SHORT
 from benchmarks.harness import Report, Settings, Table, environment
-from mpcompile.gpus import gpu
+from mpcompile.devices.gpus import gpu
 
 __all__ = ["run"]
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mpcompile
-from mpcompile.device import device_facts
+from mpcompile.devices.facts import device_facts
 
 __all__ = [
     "RESULTS",

@@ -47,8 +47,9 @@ from benchmarks.harness import (
     summarize,
     take_turns,
 )
-from mpcompile import LossScale, MPOptimizer, copies, ir
-from mpcompile.low_gradients import Multiplied
+from mpcompile import LossScale, MPOptimizer, ir
+from mpcompile.state import copies
+from mpcompile.state.low_gradients import Multiplied
 
 IDEAL = 30
 """Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),

@@ -41,10 +41,11 @@ from torch._inductor import compile_fx
 
 from benchmarks.harness import Report, Settings, Table, environment
 from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
-from mpcompile import MPOptimizer, copies, mpcompile, pipeline
+from mpcompile import MPOptimizer, mpcompile, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.inspect.saved_bytes import Saved, counter
-from mpcompile.policy import Config
+from mpcompile.rules.policy import Config
+from mpcompile.state import copies
 
 LOW = torch.bfloat16
 OVER_HALF = 1.02

@@ -6,11 +6,11 @@ model = mpcompile(model)        # the only line; the training loop stays plain P
 from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
 from .errors import MPCompileError, MPCompileWarning
-from .loss_scale import LossScale
-from .ops import register_rule
 from .optim import MPOptimizer
-from .planning import plan_for
-from .policy import Level, Policy, Precision
+from .preview.planning import plan_for
+from .rules.policy import Level, Policy, Precision
+from .rules.table import register_rule
+from .state.loss_scale import LossScale
 
 __all__ = [
     "Level",

@@ -15,17 +15,18 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import copies, uncalled
-from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
+from .calls import uncalled
+from .calls.half_inputs import widened, widens_inputs
+from .emit.accumulation import accumulate_in_fp32
+from .emit.frozen import see_what_trains
+from .emit.rnn_tracing import with_rnns
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
-from .frozen import see_what_trains
-from .half_inputs import widened, widens_inputs
 from .inspect.plan import Plan
-from .loss_scale import LossScale
-from .policy import Level, Policy
-from .rnn_tracing import with_rnns
+from .rules.policy import Level, Policy
 from .settings import Settings, check_module
+from .state import copies
+from .state.loss_scale import LossScale
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])

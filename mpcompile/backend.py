@@ -21,31 +21,28 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from . import (
-    copies,
-    fit,
-    fused_head,  # noqa: F401  (registers linear_cross_entropy)
-    guard,
     ir,
-    library,  # noqa: F401  (registers the operators that scale gradients)
+    operators,  # noqa: F401  (registers ours)
     pipeline,
-    uncalled,
 )
-from .accumulation import check_accumulation
-from .advice import say_nothing_runs_low
-from .capture import capture
-from .device import SUPPORTED
-from .emit import emit
+from .calls import uncalled
+from .capture.capture import capture
+from .devices.facts import SUPPORTED
+from .emit.accumulation import check_accumulation
+from .emit.emitter import emit
+from .emit.islands import has_rnn
+from .emit.joint import JointPass, joint_passes
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
-from .fakes import fake_of_fixed_size
+from .inspect.advice import say_nothing_runs_low
 from .inspect.plan import Plan
-from .islands import has_rnn
-from .joint import JointPass, joint_passes
-from .loss_scale import LossScale
-from .policy import Config, Level
-from .products import product
+from .ir.fakes import fake_of_fixed_size
+from .ir.updates import is_update
+from .padding.products import product
+from .planner.target import Target, target_of
+from .rules.policy import Config, Level
 from .settings import Settings
-from .target import Target, target_of
-from .updates import is_update
+from .state import copies, fit, guard
+from .state.loss_scale import LossScale
 
 # Told of each graph: its plan, or None where it was left in FP32.
 Listener = Callable[[Plan | None], None]

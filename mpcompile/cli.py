@@ -21,11 +21,11 @@ from rich.table import Table
 from ._version import __version__
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
-from .device import default_device, device_facts
+from .devices.facts import default_device, device_facts
+from .devices.gpus import GPUS, gpu
 from .errors import MPCompileError
-from .factory import CONTRACT, made_by
-from .gpus import GPUS, gpu
-from .planning import plan_call
+from .preview.factory import CONTRACT, made_by
+from .preview.planning import plan_call
 from .profile import Profile, Sample, store
 from .profile.measure import measure
 from .profile.model import KINDS, flops

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .accumulation import accumulate_in_fp32
 from .backend import mpcompile_backend
-from .frozen import see_what_trains
+from .emit.accumulation import accumulate_in_fp32
+from .emit.frozen import see_what_trains
 
 __all__ = ["mpcompile_backend"]
 

@@ -14,28 +14,28 @@ from torch import fx
 
 from .inspect.dump import Dump
 from .inspect.plan import Plan, plan_of
-from .passes.classify import classify
-from .passes.clean import clean
-from .passes.copy_overlaps import copy_overlaps
-from .passes.drop_noop_casts import drop_noop_casts
-from .passes.expand_attention import expand_attention
-from .passes.functionalize import functionalize
-from .passes.fuse_head import fuse_head
-from .passes.gather_hooks import gather_hooks
-from .passes.guard_aliases import guard_aliases
-from .passes.guard_constants import guard_constants
-from .passes.guard_factorisations import guard_factorisations
-from .passes.leave_unpromised import leave_unpromised
-from .passes.narrow_softmax import narrow_softmax
-from .passes.outline import outline
-from .passes.pad import pad
-from .passes.place_casts import place_casts
-from .passes.place_pads import place_pads
-from .passes.plan import plan
-from .passes.read_copies import read_copies
-from .passes.scale_gradients import scale_gradients
-from .policy import Config
-from .spec import verify
+from .ir.spec import verify
+from .passes.graph.classify import classify
+from .passes.graph.clean import clean
+from .passes.graph.copy_overlaps import copy_overlaps
+from .passes.graph.drop_noop_casts import drop_noop_casts
+from .passes.graph.expand_attention import expand_attention
+from .passes.graph.functionalize import functionalize
+from .passes.graph.fuse_head import fuse_head
+from .passes.graph.gather_hooks import gather_hooks
+from .passes.graph.guard_aliases import guard_aliases
+from .passes.graph.guard_constants import guard_constants
+from .passes.graph.guard_factorisations import guard_factorisations
+from .passes.graph.leave_unpromised import leave_unpromised
+from .passes.graph.narrow_softmax import narrow_softmax
+from .passes.graph.outline import outline
+from .passes.graph.pad import pad
+from .passes.graph.place_casts import place_casts
+from .passes.graph.place_pads import place_pads
+from .passes.graph.plan import plan
+from .passes.graph.read_copies import read_copies
+from .passes.graph.scale_gradients import scale_gradients
+from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]
 

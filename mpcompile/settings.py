@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .device import SUPPORTED
-from .emit import check_inductor
+from .devices.facts import SUPPORTED
+from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
-from .loss_scale import LossScale
-from .policy import Level, Policy, op_exists, parse_dtype, parse_level
+from .rules import table
+from .rules.policy import Level, Policy, op_exists, parse_dtype, parse_level
+from .state.loss_scale import LossScale
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
@@ -176,17 +176,17 @@ def _inductor_options(mode: str | None, options: Any) -> Mapping[str, Any] | Non
 def _check_policy(policy: Policy) -> None:
     for key in policy.low | policy.full | policy.keep:
         if not op_exists(key):
-            known = [name.removeprefix("aten::") for name in ops.known_ops()]
+            known = [name.removeprefix("aten::") for name in table.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
             raise MPCompileError(f"Policy: no operator {key!r}{hint}")
 
 
 def _check_unscaled(policy: Policy) -> None:
     """Without a loss scale, as in a BF16 compile, small gradients of an FP16 part would be zero."""
-    for (table, key), dtype in policy.low_dtypes.items():
+    for (where, key), dtype in policy.low_dtypes.items():
         if dtype is torch.float16:
             raise MPCompileError(
-                f"Policy({table}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
+                f"Policy({where}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
                 "has none: compile with dtype=torch.float16, hand over a LossScale, or write 'low'"
             )
 

@@ -11,11 +11,11 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
-from mpcompile.capture import capture
-from mpcompile.device import TensorCores
+from mpcompile.capture.capture import capture
+from mpcompile.devices.facts import TensorCores
 from mpcompile.ir import aten
-from mpcompile.policy import Config, Level
-from mpcompile.spec import verify
+from mpcompile.ir.spec import verify
+from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CORES = TensorCores(slowdown=2.0, balance=0.0)  # padding always pays

@@ -7,7 +7,7 @@ A process of its own: fakecuda must be loaded before torch, and a process stays 
 
 from __future__ import annotations
 
-import fakecuda  # isort: skip  (before torch)
+from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import json
 import sys
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fakecuda.counting import Counter, count
-from fakecuda.eager import _launches
+from benchmarks.fakecuda.counting import Counter, count
+from benchmarks.fakecuda.eager import _launches
 from mpcompile import MPOptimizer, mpcompile
 
 

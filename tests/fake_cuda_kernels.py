@@ -7,7 +7,7 @@ A process of its own: Triton has one driver, for good, and here it is the GPU's 
 
 from __future__ import annotations
 
-import fakecuda  # isort: skip  (before torch)
+from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpu_models import MODELS
 
-from fakecuda.kernels import Lane, compile_kernels
+from benchmarks.fakecuda.kernels import Lane, compile_kernels
 from mpcompile import MPOptimizer, mpcompile
 
 STEPS = 2  # all is compiled in the first

@@ -7,7 +7,7 @@ A process of its own: fakecuda must be loaded before torch, and a process stays 
 
 from __future__ import annotations
 
-import fakecuda  # isort: skip  (before torch)
+from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import json
 import sys
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gpu_models import MODELS
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
-from mpcompile.products import _VIEWS
+from mpcompile.padding.products import _VIEWS
 
 STEPS = 3
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from mpcompile import ir, pipeline
-from mpcompile.capture import capture
-from mpcompile.policy import Config, Level, Policy, TensorCores
-from mpcompile.spec import verify
+from mpcompile.capture.capture import capture
+from mpcompile.ir.spec import verify
+from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
 
 def captured(program: Any, *inputs: Any, **options: Any) -> fx.GraphModule:

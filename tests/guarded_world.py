@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.copies import copies_of
+from mpcompile.state.copies import copies_of
 
 HALF_MAX = 65504.0
 

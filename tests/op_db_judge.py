@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from mpcompile.passes import copy_overlaps
+from mpcompile.passes.graph import copy_overlaps
 
 DRAWS = 8
 LOW_FACTOR, FULL_FACTOR = 8.0, 4.0

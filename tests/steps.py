@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from mpcompile import ir
+from mpcompile.ir.step import Gradient, ScaleRule, StepConfig
 from mpcompile.optim.pipeline import STEP_PASSES, StepPass
 from mpcompile.optim.step import initialise_state
 from mpcompile.optim.trace import Member, trace
-from mpcompile.step_graph import Gradient, ScaleRule, StepConfig
 
 DYNAMIC = ScaleRule(
     dynamic=True,

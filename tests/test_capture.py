@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir, mpcompile
-from mpcompile.capture import capture
+from mpcompile.capture.capture import capture
 from mpcompile.errors import CannotRewrite
 
 

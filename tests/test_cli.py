@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import mpcompile
-from mpcompile import MPCompileError, cli, device
+from mpcompile import MPCompileError, cli
+from mpcompile.devices import facts as device
 from mpcompile.profile import Profile, Sample, store
 from mpcompile.profile.grid import Point
 from mpcompile.profile.key import key_of

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.copies import MasterWeight, copies_of
 from mpcompile.demo import GPT, GPTConfig
+from mpcompile.state.copies import MasterWeight, copies_of
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -16,10 +16,10 @@ from torch import fx, nn
 
 import mpcompile
 from mpcompile import ir
-from mpcompile.costs import UNIT, Item, Objective, Stored
-from mpcompile.passes.plan import plan
-from mpcompile.policy import Config, Level, Policy, Precision
+from mpcompile.passes.graph.plan import plan
+from mpcompile.planner.costs import UNIT, Item, Objective, Stored
 from mpcompile.profile import Profile, Sample
+from mpcompile.rules.policy import Config, Level, Policy, Precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.copies import copies_of
+from mpcompile.state.copies import copies_of
 
 NOISE, FILTERS, BATCH = 16, 8, 16
 

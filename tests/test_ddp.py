@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
-from mpcompile.copies import copies_of
+from mpcompile.state.copies import copies_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -13,14 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from mpcompile import Policy, cli, compiled_plans, mpcompile
-from mpcompile.demo import (
-    GPT,
-    GPTConfig,
-    corpus,
-    generate,
-    held_out_batches,
-    text_batches,
-)
+from mpcompile.demo import GPT, GPTConfig, corpus, generate, held_out_batches, text_batches
 from mpcompile.demo import run as demo_run
 from mpcompile.demo.run import DemoSettings, run
 from mpcompile.demo.train import Trainee, bytes_saved_for_backward, held_out_loss

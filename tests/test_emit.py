@@ -16,11 +16,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from mpcompile.capture import capture
-from mpcompile.emit import emit
+from mpcompile.capture.capture import capture
+from mpcompile.emit.emitter import emit
+from mpcompile.emit.islands import RNN_OPS
+from mpcompile.emit.second_backward import noticed
 from mpcompile.errors import MPCompileError
-from mpcompile.islands import RNN_OPS
-from mpcompile.second_backward import noticed
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from compare import Compared, check
 from torch import Tensor
 
 from mpcompile import Policy, compiled_plans, mpcompile
-from mpcompile.attention import LONGEST
+from mpcompile.planner.attention import LONGEST
 
 ATTENTION = "scaled_dot_product_attention"
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])

@@ -27,6 +27,7 @@ def trained(gpu: str) -> list[dict[str, Any]]:
     return found
 
 
+IMPORT = "from benchmarks import fakecuda"
 each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", GPUS)
 
 
@@ -158,12 +159,12 @@ def test_a_v100_is_planned_for_as_a_t4_is() -> None:
 
 
 def test_torch_before_fakecuda() -> None:
-    run = python("-c", "import torch, fakecuda")
-    assert "import fakecuda before torch" in run.stderr
+    run = python("-c", "import torch; from benchmarks import fakecuda")
+    assert "import benchmarks.fakecuda before torch" in run.stderr
 
 
 def test_no_compiler(tmp_path: Path) -> None:
-    run = python("-c", "import fakecuda", PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    run = python("-c", IMPORT, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
     assert "no C++ compiler: install g++, or set CXX to one" in run.stderr
 
 
@@ -171,10 +172,10 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    run = python("-c", "import fakecuda", CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    run = python("-c", IMPORT, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert "can't compile guard.cpp: error: out of paper" in run.stderr
 
 
 def test_an_unknown_gpu() -> None:
-    run = python("-c", "import fakecuda; fakecuda.become('h10')")
+    run = python("-c", "from benchmarks import fakecuda; fakecuda.become('h10')")
     assert "unknown GPU 'h10'; did you mean 'h100'?" in run.stderr

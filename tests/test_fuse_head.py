@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import MPCompileError, MPOptimizer, Policy, compiled_plans, mpcompile
-from mpcompile.passes.fuse_head import fuse_head
-from mpcompile.passes.place_casts import place_casts
+from mpcompile.passes.graph.fuse_head import fuse_head
+from mpcompile.passes.graph.place_casts import place_casts
 
 FUSED = "mpcompile::linear_cross_entropy"
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

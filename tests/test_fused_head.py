@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcompile import fused_head
-from mpcompile.fused_head import FEWEST_ROWS, LOGITS_BYTES, rows_per_chunk
+from mpcompile.operators import fused_head
+from mpcompile.operators.fused_head import FEWEST_ROWS, LOGITS_BYTES, rows_per_chunk
 
 linear_cross_entropy = torch.ops.mpcompile.linear_cross_entropy
 REDUCTIONS = ("none", "mean", "sum")  # in the order of their numbers

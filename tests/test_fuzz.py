@@ -23,8 +23,8 @@ from fuzz_lines import from_seed, operators
 from fuzz_programs import Program
 
 import mpcompile
-from mpcompile import units
-from mpcompile.passes import scale_gradients
+from mpcompile.ir import units
+from mpcompile.passes.graph import scale_gradients
 
 LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
 SCALES: tuple[float | str, ...] = (1024.0, 1024.0, 1024.0, "dynamic")

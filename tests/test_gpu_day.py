@@ -19,10 +19,10 @@ import torch
 from gpus_by_name import ROOT, needs_a_cpu_build
 
 from benchmarks.__main__ import devices, registry
-from gpu import packages, runner, smoke, summary
-from gpu.__main__ import main
-from gpu.pieces import LONGEST, PIECES
-from gpu.runner import FAILED, KILLED, NOT_RUN, PASSED, Piece, Record
+from benchmarks.gpu import packages, runner, smoke, summary
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.pieces import LONGEST, PIECES
+from benchmarks.gpu.runner import FAILED, KILLED, NOT_RUN, PASSED, Piece, Record
 
 
 def script(name: str, code: str, limit: float = 20.0) -> Piece:
@@ -257,7 +257,7 @@ def test_what_cannot_start(
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "gpu", *arguments]
+    return [sys.executable, "-m", "benchmarks.gpu", *arguments]
 
 
 @needs_a_cpu_build
@@ -289,7 +289,7 @@ def test_a_request_to_end_takes_the_piece_along(tmp_path: Path) -> None:
     code = f"""
 import signal, sys
 from pathlib import Path
-from gpu import __main__, runner
+from benchmarks.gpu import __main__, runner
 signal.signal(signal.SIGTERM, __main__._terminated)
 piece = runner.Piece("hangs", ("-c", {f"{SLEEPER}; p.wait()"!r}), 60.0)
 runner.run([piece], Path({str(tmp_path)!r}))

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_steps, gpu_traffic
 from benchmarks.__main__ import main
-from mpcompile.gpus import gpu
+from mpcompile.devices.gpus import gpu
 
 
 @dataclasses.dataclass

@@ -14,11 +14,11 @@ from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from mpcompile import mpcompile
-from mpcompile.capture import capture
-from mpcompile.emit import emit
-from mpcompile.joint import OPTION, JointPass, Ours, joint_passes, with_joint_passes
-from mpcompile.passes.widen_weight_gradients import widen_weight_gradients
-from mpcompile.policy import Config, Level
+from mpcompile.capture.capture import capture
+from mpcompile.emit.emitter import emit
+from mpcompile.emit.joint import OPTION, JointPass, Ours, joint_passes, with_joint_passes
+from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
+from mpcompile.rules.policy import Config, Level
 
 OURS = (widen_weight_gradients,)
 counters = torch._dynamo.utils.counters

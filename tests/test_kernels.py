@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn import functional as F
 
 import mpcompile
-from mpcompile import kernels
+from mpcompile.rules import kernels
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPCompileWarning, loss_scale_of, mpcompile
-from mpcompile.loss_scale import ScaleState
+from mpcompile.state.loss_scale import ScaleState
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "strict": True}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.copies import copies_of
+from mpcompile.state.copies import copies_of
 
 
 class Net(nn.Module):

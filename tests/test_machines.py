@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from mpcompile import MPCompileWarning, Policy, advice, compiled_plans, device, kernels, mpcompile
-from mpcompile.accumulation import check_accumulation
+from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
+from mpcompile.devices import facts as device
+from mpcompile.emit.accumulation import check_accumulation
+from mpcompile.inspect import advice
 from mpcompile.profile import store
 from mpcompile.profile.key import class_of, key_of
+from mpcompile.rules import kernels
 
 pytestmark = pytest.mark.this_machine
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import mpcompile
-from mpcompile import MPCompileError, ops, register_rule
-from mpcompile.policy import Precision, op_exists, op_key
+from mpcompile import MPCompileError, register_rule
+from mpcompile.rules import table
+from mpcompile.rules.policy import Precision, op_exists, op_key
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
 
@@ -69,11 +70,11 @@ mylib.impl("scale", lambda x, by: x * by, "CompositeImplicitAutograd")
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows registered in a test end with it."""
-    monkeypatch.setattr(ops, "_REGISTERED", {})
+    monkeypatch.setattr(table, "_REGISTERED", {})
 
 
-def row(name: str) -> ops.Rule:
-    return ops._BUILTIN[op_key(name)]
+def row(name: str) -> table.Rule:
+    return table._BUILTIN[op_key(name)]
 
 
 # -- what the table holds -------------------------------------------------------------------------
@@ -97,61 +98,61 @@ def test_safe_activations_may_run_low(name: str) -> None:
 @pytest.mark.parametrize("name", words("arange linspace to multinomial argmax"))
 def test_nobody_vouched_for(name: str) -> None:
     """Positions, indices and the user's own casts keep the dtype they were captured with."""
-    assert op_key(name) not in ops.known_ops()
+    assert op_key(name) not in table.known_ops()
 
 
 def test_batch_norm_keeps_its_statistics() -> None:
     batch_norm = torch.ops.aten.batch_norm.default
-    assert ops.castable(batch_norm, 0)
-    assert not any(ops.castable(batch_norm, i) for i in range(1, 5))
-    assert ops.written_args(batch_norm) == {3, 4}
+    assert table.castable(batch_norm, 0)
+    assert not any(table.castable(batch_norm, i) for i in range(1, 5))
+    assert table.written_args(batch_norm) == {3, 4}
 
 
 def test_every_key_is_an_operator_of_torch() -> None:
     named = {
-        *ops._BUILTIN,
-        *ops._UNCAST_ARGS,
-        *ops._HIDDEN_WRITES,
-        *ops.MASK_ARGS,
-        *ops.PROMOTES,
-        *ops.CREATES,
-        *ops.COPIES_A_CONSTANT,
-        *ops.NONLINEAR_BACKWARD,
+        *table._BUILTIN,
+        *table._UNCAST_ARGS,
+        *table._HIDDEN_WRITES,
+        *table.MASK_ARGS,
+        *table.PROMOTES,
+        *table.CREATES,
+        *table.COPIES_A_CONSTANT,
+        *table.NONLINEAR_BACKWARD,
     }
     assert [key for key in sorted(named) if not op_exists(key)] == []
 
 
 def test_every_row_says_why() -> None:
-    assert all(rule.reason.strip() for rule in ops._BUILTIN.values())
+    assert all(rule.reason.strip() for rule in table._BUILTIN.values())
 
 
 def test_no_operator_stands_in_two_rows() -> None:
     """A second row would silently replace the first."""
     names = Counter(op_key(name) for name in _written_names())
-    assert names.keys() == ops._BUILTIN.keys()
+    assert names.keys() == table._BUILTIN.keys()
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def _written_names() -> Iterator[str]:
-    for node in ast.walk(ast.parse(inspect.getsource(ops))):
+    for node in ast.walk(ast.parse(inspect.getsource(table))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_rows":
             yield from ast.literal_eval(node.args[2]).split()
 
 
 def test_views_and_moves_follow() -> None:
     """A kind that does no arithmetic has no precision of its own."""
-    kinds = {r.precision for r in ops._BUILTIN.values() if r.kind is not ops.Kind.COMPUTE}
+    kinds = {r.precision for r in table._BUILTIN.values() if r.kind is not table.Kind.COMPUTE}
     assert kinds == {FOLLOW}
 
 
 def test_what_is_no_operator_has_no_row() -> None:
-    assert ops.rule_for(len) is None
-    assert ops.rule_for("aten::mm") is None
+    assert table.rule_for(len) is None
+    assert table.rule_for("aten::mm") is None
 
 
 @pytest.mark.parametrize("name", words("add_ relu_ mul_ copy_"))
 def test_inplace_variants_have_no_row(name: str) -> None:
-    assert op_key(name) not in ops.known_ops()
+    assert op_key(name) not in table.known_ops()
 
 
 # -- new rows -------------------------------------------------------------------------------------
@@ -162,17 +163,17 @@ def test_inplace_variants_have_no_row(name: str) -> None:
 )
 def test_register_rule(rules: None, name: object) -> None:
     target = torch.ops.mp_test_ops.scale.default
-    assert ops.rule_for(target) is None
+    assert table.rule_for(target) is None
     register_rule(name, "low", "a product")
-    assert ops.rule_for(target) == ops.Rule(LOW, ops.Kind.COMPUTE, "a product")
-    assert "mp_test_ops::scale" in ops.known_ops()
+    assert table.rule_for(target) == table.Rule(LOW, table.Kind.COMPUTE, "a product")
+    assert "mp_test_ops::scale" in table.known_ops()
     register_rule(name, Precision.FULL, "sums a row")
-    assert ops.rule_for(target) == ops.Rule(FULL, ops.Kind.COMPUTE, "sums a row")
+    assert table.rule_for(target) == table.Rule(FULL, table.Kind.COMPUTE, "sums a row")
 
 
 def test_a_registered_rule_beats_the_table(rules: None) -> None:
     register_rule("aten::softmax", "follow", "we trust it")
-    assert ops.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
+    assert table.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_register_rule_refuses(
 ) -> None:
     with pytest.raises(MPCompileError, match=message):
         register_rule(op, precision, why)
-    assert ops._REGISTERED == {}
+    assert table._REGISTERED == {}
 
 
 def test_custom_op_keeps_its_dtypes_until_registered(rules: None) -> None:

@@ -10,10 +10,10 @@ from torch import nn
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.step import StepConfig
 from mpcompile.optim.regions import MEASURE, UPDATE, Region, Split, _stages, signature, split
-from mpcompile.passes.lift_numbers import lift_numbers
-from mpcompile.passes.move_scale import move_scale
-from mpcompile.step_graph import StepConfig
+from mpcompile.passes.step.lift_numbers import lift_numbers
+from mpcompile.passes.step.move_scale import move_scale
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import nn
 
-from mpcompile.passes.classify import classify
-from mpcompile.policy import Policy, Precision
+from mpcompile.passes.graph.classify import classify
+from mpcompile.rules.policy import Policy, Precision
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

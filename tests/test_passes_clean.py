@@ -11,8 +11,8 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
-from mpcompile.passes.clean import clean
-from mpcompile.policy import Precision
+from mpcompile.passes.graph.clean import clean
+from mpcompile.rules.policy import Precision
 
 
 def cast(stage: Stage, value: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -8,7 +8,7 @@ from compare import leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
 
-from mpcompile.passes.drop_noop_casts import drop_noop_casts
+from mpcompile.passes.graph.drop_noop_casts import drop_noop_casts
 
 
 def test_applies_to_every_spelling() -> None:

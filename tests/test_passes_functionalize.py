@@ -11,7 +11,7 @@ from compare import leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
 
-from mpcompile.passes.functionalize import functionalize
+from mpcompile.passes.graph.functionalize import functionalize
 
 
 def test_applies_to_private_values() -> None:

@@ -12,7 +12,7 @@ from graphs import Stage
 from torch import Tensor
 from versions import since
 
-from mpcompile.passes.gather_hooks import gather_hooks
+from mpcompile.passes.graph.gather_hooks import gather_hooks
 
 
 def clip(gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from graphs import Stage
 from torch import Tensor
 
 from mpcompile import Policy, pipeline
-from mpcompile.passes.guard_aliases import guard_aliases
+from mpcompile.passes.graph.guard_aliases import guard_aliases
 
 
 def whole_and_view(x: Tensor, w: Tensor) -> Any:

@@ -11,8 +11,8 @@ from compare import leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
 
-from mpcompile.passes.guard_constants import guard_constants
-from mpcompile.policy import Policy, Precision
+from mpcompile.passes.graph.guard_constants import guard_constants
+from mpcompile.rules.policy import Policy, Precision
 
 
 def pinned(stage: Stage) -> dict[str, str]:

@@ -13,7 +13,7 @@ from graphs import Stage
 from torch import Tensor
 
 from mpcompile.ir import aten
-from mpcompile.passes.narrow_softmax import narrow_softmax
+from mpcompile.passes.graph.narrow_softmax import narrow_softmax
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
-from mpcompile.passes.outline import outline
+from mpcompile.passes.graph.outline import outline
 
 
 def test_applies() -> None:

@@ -15,15 +15,16 @@ from graphs import Stage
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import ir, pipeline, spec
+from mpcompile import ir, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.padding import Alignment
-from mpcompile.passes.outline import outline
-from mpcompile.passes.pad import pad
-from mpcompile.passes.place_pads import place_pads
-from mpcompile.passes.read_copies import read_copies
-from mpcompile.passes.scale_gradients import scale_gradients
-from mpcompile.policy import Policy, TensorCores
+from mpcompile.ir import spec
+from mpcompile.ir.shapes import Alignment
+from mpcompile.passes.graph.outline import outline
+from mpcompile.passes.graph.pad import pad
+from mpcompile.passes.graph.place_pads import place_pads
+from mpcompile.passes.graph.read_copies import read_copies
+from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.rules.policy import Policy, TensorCores
 
 PAD, SLICE = "constant_pad_nd", "slice"
 

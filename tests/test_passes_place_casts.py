@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from graphs import Stage
 
 from mpcompile import ir
-from mpcompile.passes.place_casts import place_casts
-from mpcompile.policy import Policy, Precision
+from mpcompile.passes.graph.place_casts import place_casts
+from mpcompile.rules.policy import Policy, Precision
 
 
 def test_applies() -> None:

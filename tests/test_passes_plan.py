@@ -12,11 +12,12 @@ from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import nn
 
-from mpcompile import cut, ir
+from mpcompile import ir
 from mpcompile.demo import GPT, GPTConfig
-from mpcompile.passes.place_casts import place_casts
-from mpcompile.passes.plan import plan
-from mpcompile.policy import Policy
+from mpcompile.passes.graph.place_casts import place_casts
+from mpcompile.passes.graph.plan import plan
+from mpcompile.planner import cut
+from mpcompile.rules.policy import Policy
 
 
 class Block(nn.Module):

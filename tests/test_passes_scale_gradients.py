@@ -13,7 +13,7 @@ from graphs import Stage
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
-from mpcompile.passes.scale_gradients import scale_gradients
+from mpcompile.passes.graph.scale_gradients import scale_gradients
 
 
 def scaled(program: Any, *inputs: Any, **options: Any) -> Stage:

@@ -11,15 +11,15 @@ from torch import fx, nn
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.passes.check_gradients import check_gradients
-from mpcompile.passes.clip_gradients import clip_gradients
-from mpcompile.passes.lift_numbers import lift_numbers
-from mpcompile.passes.measure_gradients import measure_gradients
-from mpcompile.passes.move_scale import move_scale
-from mpcompile.passes.predicate_writes import predicate_writes
-from mpcompile.passes.unscale_gradients import unscale_gradients
-from mpcompile.passes.write_copies import write_copies
-from mpcompile.step_graph import CopyLayout, Gradient
+from mpcompile.ir.step import CopyLayout, Gradient
+from mpcompile.passes.step.check_gradients import check_gradients
+from mpcompile.passes.step.clip_gradients import clip_gradients
+from mpcompile.passes.step.lift_numbers import lift_numbers
+from mpcompile.passes.step.measure_gradients import measure_gradients
+from mpcompile.passes.step.move_scale import move_scale
+from mpcompile.passes.step.predicate_writes import predicate_writes
+from mpcompile.passes.step.unscale_gradients import unscale_gradients
+from mpcompile.passes.step.write_copies import write_copies
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 SCALED = Gradient(F16, (0,), scaled_by=0)

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile import ir, mpcompile
 from mpcompile.ir import aten
-from mpcompile.passes.widen_weight_gradients import widen_weight_gradients
+from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 
 WIDE = (aten.mm.dtype, aten.bmm.dtype)
 

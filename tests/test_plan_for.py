@@ -19,19 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 from versions import since
 
-from mpcompile import (
-    MPCompileError,
-    Policy,
-    cli,
-    guard,
-    kernels,
-    loss_scale_of,
-    mpcompile,
-    plan_for,
-    planning,
-)
+from mpcompile import MPCompileError, Policy, cli, loss_scale_of, mpcompile, plan_for
+from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
-from mpcompile.gpus import GPUS
+from mpcompile.preview import planning
+from mpcompile.rules import kernels
+from mpcompile.state import guard
 
 X = torch.ones(3, 4)
 

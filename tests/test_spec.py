@@ -11,8 +11,9 @@ from compare import leaf
 from graphs import Stage
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import ir, pipeline, spec
-from mpcompile.policy import Precision
+from mpcompile import ir, pipeline
+from mpcompile.ir import spec
+from mpcompile.rules.policy import Precision
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

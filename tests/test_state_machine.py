@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mpcompile.loss_scale import Count
+from mpcompile.state.loss_scale import Count
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss scale is at its floor")
 

@@ -18,8 +18,8 @@ from benchmarks.models import Detector, Recommender, resnet18
 from mpcompile import Policy, compiled_plans, ir, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.inspect.tensor_cores import TensorCoreReport
-from mpcompile.padding import Product
-from mpcompile.products import product
+from mpcompile.ir.shapes import Product
+from mpcompile.padding.products import product
 
 
 def report(model: nn.Module, *inputs: Tensor, **options: Any) -> TensorCoreReport:

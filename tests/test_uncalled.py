@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile, uncalled
+from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
+from mpcompile.calls import uncalled
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 

@@ -15,9 +15,10 @@ from graphs import Stage
 from torch import fx
 from versions import not_on
 
-from mpcompile import ir, mpcompile, units
-from mpcompile.passes import scale_gradients as scaling
-from mpcompile.passes.clean import clean
+from mpcompile import ir, mpcompile
+from mpcompile.ir import units
+from mpcompile.passes.graph import scale_gradients as scaling
+from mpcompile.passes.graph.clean import clean
 
 Program = Callable[[torch.Tensor, torch.Tensor], Any]
 

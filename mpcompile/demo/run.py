@@ -19,10 +19,10 @@ from rich.text import Text
 from torch import Tensor
 
 from ..api import compiled_plans, loss_scale_of, mpcompile
-from ..device import auto_dtype, default_device
+from ..devices.facts import auto_dtype, default_device
 from ..inspect.plan import Plan
-from ..policy import parse_dtype
 from ..profile.store import load as load_profile
+from ..rules.policy import parse_dtype
 from .model import GPT, GPTConfig, generate
 from .text import corpus, held_out_batches, text_batches
 from .train import Trainee, held_out_loss

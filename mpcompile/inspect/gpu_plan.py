@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from .. import ir
-from ..device import cuda_tensor_cores
-from ..gpus import GPU
+from ..devices.facts import cuda_tensor_cores
+from ..devices.gpus import GPU
 from .plan import Plan
 from .saved_bytes import Saved
 

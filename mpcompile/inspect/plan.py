@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from .. import ir, opaque
-from ..policy import Config
+from .. import ir
+from ..ir import opaque
+from ..rules.policy import Config
 from .tensor_cores import TensorCoreReport, tensor_core_report
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from .. import ir
-from ..padding import Alignment, Size
-from ..policy import Precision
+from ..ir.shapes import Alignment, Size
+from ..rules.policy import Precision
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import copies, guard
-from ..emit import check_inductor
+from ..emit.emitter import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
-from ..loss_scale import LossScale
+from ..state import copies, guard
+from ..state.loss_scale import LossScale
 from .program import Emit
 from .saved_scales import SavedScales, saved
 from .step import Step, StepKey, eager_step, initialise_state, move_numbers, rules_of

@@ -9,15 +9,15 @@ from pathlib import Path
 from torch import fx
 
 from ..inspect.dump import Dump
-from ..passes.check_gradients import check_gradients
-from ..passes.clip_gradients import clip_gradients
-from ..passes.lift_numbers import lift_numbers
-from ..passes.measure_gradients import measure_gradients
-from ..passes.move_scale import move_scale
-from ..passes.predicate_writes import predicate_writes
-from ..passes.unscale_gradients import unscale_gradients
-from ..passes.write_copies import write_copies
-from ..step_graph import StepConfig
+from ..ir.step import StepConfig
+from ..passes.step.check_gradients import check_gradients
+from ..passes.step.clip_gradients import clip_gradients
+from ..passes.step.lift_numbers import lift_numbers
+from ..passes.step.measure_gradients import measure_gradients
+from ..passes.step.move_scale import move_scale
+from ..passes.step.predicate_writes import predicate_writes
+from ..passes.step.unscale_gradients import unscale_gradients
+from ..passes.step.write_copies import write_copies
 
 StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 

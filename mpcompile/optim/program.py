@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from .. import ir
 from ..ir import aten
-from ..step_graph import Slot
+from ..ir.step import Slot
 from .regions import Region, Split, is_held, signature
 
 _ALWAYS = {

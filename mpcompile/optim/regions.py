@@ -25,7 +25,7 @@ from torch import fx
 
 from .. import ir
 from ..ir import aten
-from ..step_graph import Slot
+from ..ir.step import Slot
 
 MEASURE, PREPARE, NUMBERS, UPDATE, COMMIT = range(5)
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..loss_scale import LossScale
+from ..state.loss_scale import LossScale
 
 _PARAMETERS = "parameters"
 

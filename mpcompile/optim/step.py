@@ -14,10 +14,10 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import copies, guard
-from ..loss_scale import LossScale
-from ..low_gradients import LowGradient, on_one_scale
-from ..step_graph import Gradient, ScaleRule, Slot, StepConfig
+from ..ir.step import Gradient, ScaleRule, Slot, StepConfig
+from ..state import copies, guard
+from ..state.loss_scale import LossScale
+from ..state.low_gradients import LowGradient, on_one_scale
 from . import pipeline
 from .program import Emit, Program
 from .regions import split

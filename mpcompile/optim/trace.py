@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CannotRewrite
-from ..step_graph import Slot
+from ..ir.step import Slot
 
 # Settings that are inputs of the graph, or chosen here.
 _NOT_READ = ("params", "foreach", "fused", "capturable")

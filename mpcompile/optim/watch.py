@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..later import Later
-from ..loss_scale import LossScale
+from ..state.later import Later
+from ..state.loss_scale import LossScale
 
 
 class Watch:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..device import SUPPORTED, cpu_flags, cpu_matrix_units
+from ..devices.facts import SUPPORTED, cpu_flags, cpu_matrix_units
 from ..errors import MPCompileError
 from .model import Profile, Sample
 

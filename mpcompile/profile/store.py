@@ -23,9 +23,9 @@ from typing import Any
 import platformdirs
 import torch
 
-from ..device import SUPPORTED
+from ..devices.facts import SUPPORTED
+from ..devices.gpus import GPU
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..gpus import GPU
 from .key import class_of, class_of_gpu, key_of
 from .model import DTYPES, ORIGINS, Profile, Sample
 

@@ -1,0 +1,39 @@
+"""A CUDA device that exists by name only, for tests and figures on machines without a GPU.
+
+    from benchmarks import fakecuda                      # before torch: loads a small C++ library
+    device = fakecuda.become("h100")     # torch.cuda now tells of an H100
+
+    with device:                         # tensors are fakes: a shape, a dtype, a device, no memory
+        with torch.device("cuda"):
+            model, x = Net(), torch.randn(64, 512)
+        model = mpcompile(model)
+        ...                              # forward, backward, optimizer
+    device.reads                         # where the host read a value: each would wait for the GPU
+
+Dynamo, autograd, AOTAutograd, the compiler's passes and the generated step run as they do on a GPU.
+For `emit="inductor"` there are two lanes: `fakecuda.counting` counts the kernels that Inductor
+plans; `fakecuda.kernels` lets it generate them, and Triton compiles them for the GPU.
+
+It cannot show: FP16 numerics on Tensor Cores, what cuBLAS and cuDNN refuse, whether a kernel
+exists, CUDA graphs, streams, races, times, autotuning.
+
+A process that has become a GPU stays one: use one for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from .build import CannotBuild, library
+
+__all__ = ["CannotBuild", "FakeGPU", "become"]
+
+if "torch" in sys.modules and "benchmarks.fakecuda.device" not in sys.modules:
+    raise CannotBuild(
+        "import benchmarks.fakecuda before torch: torch looks for its devices only once"
+    )
+
+ctypes.CDLL(str(library()))
+
+from .device import FakeGPU, become  # noqa: E402  (imports torch)

@@ -1,0 +1,81 @@
+"""A compiled module that is trained without being called: it gains nothing, and should hear so.
+
+What `mpcompile(module)` compiles is a call of the module. A trainer that calls another method of it
+(`training_step`) passes that by. It shows when an optimizer steps: the module's parameters have
+gradients, and no graph of ours ever held one of them. Nothing is looked at once that is known.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import MPCompileWarning
+
+# compiled modules that are still to be called -> optimizers of other parameters, seen already
+_waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+_hook: RemovableHandle | None = None
+
+
+def expect(module: nn.Module) -> None:
+    """This module was compiled: a call of it should come before its parameters are updated."""
+    global _hook
+    if any(True for _ in module.parameters()):
+        _waiting[module] = weakref.WeakSet()
+        _hook = _hook or register_optimizer_step_pre_hook(_before_step)
+
+
+def called(module: nn.Module) -> None:
+    """It was: there is nothing to look for any more."""
+    global _hook
+    _waiting.pop(module, None)
+    if not _waiting and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def reached(inputs: Iterable[Any]) -> None:
+    """A graph was compiled with these inputs: as good as a call of a module they belong to."""
+    if _waiting:
+        ids = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
+        for module in list(_waiting):
+            if any(id(p) in ids for p in module.parameters()):
+                called(module)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    held = None
+    for module, others in list(_waiting.items()):
+        if optimizer in others:
+            continue
+        if held is None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = [p for p in module.parameters() if id(p) in held]
+        if not own:
+            others.add(optimizer)
+        elif any(p.grad is not None for p in own):
+            called(module)
+            _warn(module, optimizer)
+
+
+def _warn(module: nn.Module, optimizer: Optimizer) -> None:
+    name = type(module).__name__
+    warnings.warn(
+        f"mpcompile: {name} was compiled but never called, yet {type(optimizer).__name__} updates "
+        "its parameters: it trains as plain PyTorch, in FP32. What is compiled is a call, "
+        "module(x); a trainer that calls another method, as training_step, passes it by. Compile "
+        "the submodule that it calls, self.net = mpcompile(self.net), or that method: "
+        "module.training_step = mpcompile(module.training_step)",
+        MPCompileWarning,
+        stacklevel=4,
+    )

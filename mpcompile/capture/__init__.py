@@ -1,0 +1,1 @@
+"""Dynamo's graph becomes the graph that passes rewrite."""

@@ -1,0 +1,1 @@
+"""What devices can do: facts, of those at hand and of those known by their data sheets."""

@@ -1,0 +1,99 @@
+"""What NVIDIA's data sheets say of GPUs, for plans and tests on machines that have none.
+
+Dense rates with FP32 accumulation, memory as sold. Sources: the data sheets of the H200, H100 SXM,
+A100 80GB SXM, V100 SXM2, T4 and P100; for the RTX 4090, the Ada architecture whitepaper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import MPCompileError, did_you_mean
+
+__all__ = ["GPU", "GPUS", "gpu"]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU.
+
+    Attributes:
+        name: as torch.cuda.get_device_name() tells it.
+        capability: compute capability, (major, minor).
+        processors: streaming multiprocessors.
+        memory: bytes.
+        bandwidth: of memory, bytes/s.
+        fp32: FLOP/s of FP32 products outside of Tensor Cores.
+        low: FLOP/s of FP16 products; of BF16 ones too, where `bf16`.
+        bf16: whether it multiplies in BF16 as fast.
+        shared: bytes of shared memory that one block may ask for.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    memory: int
+    bandwidth: float
+    fp32: float
+    low: float
+    bf16: bool
+    shared: int
+
+
+_GIB, _TERA = 2**30, 1e12
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], processors: int, *, gib: int, terabytes: float,
+    fp32: float, low: float, shared: int, bf16: bool = True,
+) -> GPU:  # fmt: skip
+    return GPU(
+        name, capability, processors, gib * _GIB, terabytes * _TERA, fp32 * _TERA, low * _TERA,
+        bf16, shared,
+    )  # fmt: skip
+
+
+GPUS: dict[str, GPU] = {
+    "h200": _gpu(
+        "NVIDIA H200", (9, 0), 132, gib=141, terabytes=4.8, fp32=67, low=989, shared=232448
+    ),
+    "h100": _gpu(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132,
+        gib=80, terabytes=3.35, fp32=67, low=989, shared=232448,
+    ),
+    "a100": _gpu(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108,
+        gib=80, terabytes=2.039, fp32=19.5, low=312, shared=166912,
+    ),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128,
+        gib=24, terabytes=1.008, fp32=82.6, low=165.2, shared=101376,
+    ),
+    "t4": _gpu(
+        "Tesla T4", (7, 5), 40,
+        gib=16, terabytes=0.32, fp32=8.1, low=65, shared=65536, bf16=False,
+    ),
+    "v100": _gpu(
+        "Tesla V100-SXM2-16GB", (7, 0), 80,
+        gib=16, terabytes=0.9, fp32=15.7, low=125, shared=98304, bf16=False,
+    ),
+    "p100": _gpu(
+        "Tesla P100-SXM2-16GB", (6, 0), 56,
+        gib=16, terabytes=0.732, fp32=10.6, low=21.2, shared=49152, bf16=False,
+    ),
+}  # fmt: skip
+"""The GPUs known by name."""
+
+
+def gpu(name: str) -> GPU:
+    """The GPU of a short name such as `"h100"`.
+
+    Raises:
+        MPCompileError: it is not known.
+    """
+    key = name.lower().replace(" ", "").replace("-", "")
+    if key not in GPUS:
+        raise MPCompileError(
+            f"unknown GPU {name!r}{did_you_mean(key, GPUS)}; known: {', '.join(GPUS)}"
+        )
+    return GPUS[key]

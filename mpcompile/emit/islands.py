@@ -1,0 +1,365 @@
+"""Run recurrent layers on the device's own fused kernel, between separately compiled pieces.
+
+AOTAutograd and Inductor know an RNN only as a loop over time steps, unrolled into the graph:
+minutes of compiling, where cuDNN and oneDNN have a kernel ready. So the graph is cut at every RNN
+node. The pieces around it are compiled one by one; the RNN itself (an *island*) is called as it
+stands, on tensors of whatever dtype the passes gave it, and autograd links the parts as it links
+any two compiled functions.
+
+    before                          after, three steps
+    h = linear(x, w)                (h,) = compiled_0(x, w)
+    r = lstm(h, [h0, c0], ...)      (o,) = island_1(h, h0, c0, ...)
+    o = getitem(r, 0)               (y,) = compiled_2(o)
+    y = relu(o)
+
+1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
+2. Make each step a graph of its own: its inputs are the values it takes from outside, its outputs
+   those that a later step or the caller wants. `set_grad_enabled` can't reach across a cut: a step
+   that starts in another grad mode than the graph enters that mode itself, and leaves it again.
+3. Compile the pieces in order on FakeTensors, and run each on them to learn what the next one gets:
+   sizes, strides, aliases, and which values require a gradient.
+
+NOTE [Strides at a cut] Inductor compiles for the strides it is shown, and keeps the strides of what
+a graph returns (`config.keep_output_stride`), so a piece hands on what its FakeTensors said. An RNN
+kernel promises nothing, so an island makes its results dense in the order in which oneDNN and cuDNN
+write them, time first: `contiguous()` copies nothing then. If a stride were wrong all the same,
+Inductor's check of its inputs (`config.size_asserts`) raises: never a wrong number.
+
+NOTE [Writes across a cut] A piece may write to its inputs: buffers, or what another piece made. The
+partitioner may have saved the latter for its backward, though; autograd then raises, as it does
+between any two compiled functions. The functionalize pass leaves few such writes.
+
+NOTE [Why not an opaque operator] One custom operator per RNN would keep the graph whole, but its
+backward would have to save what each device's kernel saves (cuDNN's reserve, oneDNN's workspace,
+one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that already.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
+
+from ..errors import CannotRewrite
+from ..ir.fakes import fake_twin
+from ..rules.recurrent import PACKETS, RNN_OPS
+
+aten = torch.ops.aten
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def name_rnns(gm: fx.GraphModule) -> None:
+    """Give the RNNs of a graph of Dynamo's the names they have in ATen; the rest of it may stay."""
+    for node in gm.graph.nodes:
+        if packet := PACKETS.get(node.target):
+            # (input, hx, params, has_biases, ...) or (data, batch_sizes, hx, params, ...)
+            node.target = packet.input if isinstance(node.args[3], bool) else packet.data
+
+
+def has_rnn(gm: fx.GraphModule) -> bool:
+    """Whether the graph must be cut.
+
+    Raises:
+        CannotRewrite: an RNN stands in the body of a higher-order operator, where no cut can go.
+    """
+    bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule) and m is not gm]
+    for node in (node for body in bodies for node in body.graph.nodes):
+        if node.target in RNN_OPS:
+            raise CannotRewrite(
+                f"{node.target} is inside the body of a higher-order operator, such as an"
+                " activation checkpoint, where it can't be kept on the device's own kernel"
+            )
+    return any(node.target in RNN_OPS for node in gm.graph.nodes)
+
+
+def rnn_results(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """What an RNN operator returns, uninitialised: the sizes need no loop over time.
+
+    Returns:
+        `(output, h_n)`, for an LSTM `(output, h_n, c_n)`, in the dtype and on the device of the
+        input, laid out as an island lays them out; no leaves, requiring a gradient where the
+        kernel's results would.
+    """
+    given = _bind(target, args, kwargs)
+    source = given["input"] if "input" in given else given["data"]
+    states = given["hx"] if isinstance(given["hx"], (list, tuple)) else [given["hx"]]
+    width = states[0].shape[-1] * (2 if given["bidirectional"] else 1)  # after any projection
+    if given.get("batch_first"):
+        batch, time, _features = source.shape
+        output = source.new_empty((time, batch, width)).transpose(0, 1)
+    else:
+        output = source.new_empty((*source.shape[:-1], width))
+    results = [output, *(source.new_empty(state.shape) for state in states)]
+    parents = (source, *states, *given["params"])
+    if torch.is_grad_enabled() and any(parent.requires_grad for parent in parents):
+        results = [result.requires_grad_().clone() for result in results]
+    return tuple(results)
+
+
+def compile_around_rnns(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_piece: Compiler
+) -> Callable[..., Any]:
+    """Cut the graph at its RNN nodes, compile the pieces, return a function that runs the whole.
+
+    Args:
+        gm: a pre-dispatch ATen graph that returns a tuple; left unchanged.
+        example_inputs: one per placeholder: real or fake tensors, SymInts.
+        compile_piece: makes a function out of a graph and its inputs; it owns the graph it gets.
+
+    Raises:
+        CannotRewrite: what would have to cross a cut is neither a tensor nor a symbolic number.
+    """
+    context = TracingContext.try_get()
+    assert context is not None
+    base = torch.is_grad_enabled()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, example_inputs, strict=True))
+    steps, final = _schedule(gm.graph, base)
+    _connect(gm.graph, steps, [node for node in given if isinstance(given[node], torch.SymInt)])
+
+    twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
+    run: list[Callable[..., Any]] = []
+    for step in steps:
+        piece = _outline(gm, step, base)
+        if step.island:
+            run.append(_in_grad_mode(piece.forward, step.grad, base))
+        else:
+            # A compile leaves its metadata on the tracing context, where a backward that is
+            # compiled late finds it again: each piece needs a context of its own.
+            inputs = [given.get(node, twin.env.get(node)) for node in step.inputs]
+            with tracing(copy.copy(context)):
+                run.append(compile_piece(piece, inputs))
+        # Only now: where a piece writes to its inputs, this changes the FakeTensors.
+        twin.run_step(step, context)
+    return _runner(gm.graph, steps, run, None if final is base else final)
+
+
+# -- cutting --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Step:
+    """Nodes that run together: an RNN node with its getitems, or a piece to compile."""
+
+    island: bool
+    grad: bool  # the grad mode it starts in
+    nodes: list[fx.Node]
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+
+def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Step], bool]:
+    """The steps in the order of the graph, and the grad mode that it ends in."""
+    steps: list[_Step] = []
+    grad = base
+    results: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or node in results:
+            continue
+        if node.target in RNN_OPS:
+            assert all(user.target is operator.getitem for user in node.users)
+            steps.append(_Step(True, grad, [node, *node.users]))
+            results.update(node.users)
+            continue
+        if not steps or steps[-1].island:
+            steps.append(_Step(False, grad, []))
+        steps[-1].nodes.append(node)
+        if node.target is torch._C._set_grad_enabled:
+            grad = bool(node.args[0])
+    idle = torch._C._set_grad_enabled
+    return [step for step in steps if any(n.target is not idle for n in step.nodes)], grad
+
+
+def _connect(graph: fx.Graph, steps: list[_Step], symbols: list[fx.Node]) -> None:
+    """Fill in what each step takes and gives. Raises CannotRewrite, see `compile_around_rnns`.
+
+    Every piece takes all symbols: Inductor reads a symbol off an argument, not out of `2 * s`.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    owner = {node: step for step in steps for node in step.nodes}
+    taken: dict[_Step, set[fx.Node]] = {
+        step: set() if step.island else set(symbols) for step in steps
+    }
+    wanted: set[fx.Node] = set(graph.output_node().all_input_nodes)
+    for node, step in owner.items():
+        for value in node.all_input_nodes:
+            if value.op != "get_attr" and owner.get(value) is not step:
+                taken[step].add(value)
+                wanted.add(value)
+    for step in steps:
+        step.inputs = sorted(taken[step], key=position.__getitem__)
+        step.outputs = [node for node in step.nodes if node in wanted]
+        for node in step.outputs:
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                raise CannotRewrite("an autocast region reaches across an RNN")
+
+
+def _outline(gm: fx.GraphModule, step: _Step, base: bool) -> fx.GraphModule:
+    """The step as a graph of its own, with what AOTAutograd reads from a graph of Dynamo's."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in step.inputs:
+        placeholder = new[node] = graph.placeholder(node.name)
+        placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
+        source = node._dynamo_source if node.op == "placeholder" else None  # type: ignore[attr-defined]
+        placeholder._dynamo_source = source
+    grad = step.grad
+    if not step.island and grad is not base:
+        graph.call_function(torch._C._set_grad_enabled, (grad,))
+    for node in step.nodes:
+        for value in node.all_input_nodes:
+            if value.op == "get_attr" and value not in new:
+                new[value] = graph.node_copy(value)
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node.target is torch._C._set_grad_enabled:
+            grad = bool(node.args[0])
+    if step.island:
+        _make_dense(graph, step.nodes[0], new)
+    elif grad is not base:
+        graph.call_function(torch._C._set_grad_enabled, (base,))
+    graph.output(tuple(new[node] for node in step.outputs))
+
+    piece = fx.GraphModule(gm, graph)
+    piece.meta = dict(gm.meta)
+    sources = cast("dict[str, Any]", gm._param_name_to_source)
+    names = [name for name, _ in (*piece.named_parameters(), *piece.named_buffers())]
+    piece._param_name_to_source = {name: sources[name] for name in names}  # type: ignore[assignment]
+    return piece
+
+
+def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
+    """See NOTE [Strides at a cut]."""
+    time_second = _bind(rnn.target, rnn.args, rnn.kwargs).get("batch_first", False)
+    for result in rnn.users:
+        value = new[result]
+        if time_second and result.args[1] == 0:
+            value = graph.call_function(aten.transpose.int, (value, 0, 1))
+            value = graph.call_function(aten.contiguous.default, (value,))
+            new[result] = graph.call_function(aten.transpose.int, (value, 0, 1))
+        else:
+            new[result] = graph.call_function(aten.contiguous.default, (value,))
+
+
+def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in target._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# -- what crosses a cut ---------------------------------------------------------------------------
+
+
+class _FakeRun(fx.Interpreter):
+    """Runs the steps of a graph on FakeTensors, one after the other."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: dict[fx.Node, Any]) -> None:
+        super().__init__(gm)
+        self.env = {**inputs, **{n: self.run_node(n) for n in gm.graph.find_nodes(op="get_attr")}}
+
+    def run_step(self, step: _Step, context: TracingContext) -> None:
+        fake_mode = context.fake_mode
+        assert fake_mode is not None
+        with (
+            fake_mode,
+            mock.patch.object(fake_mode, "allow_non_fake_inputs", True),  # constants of the graph
+            enable_python_dispatcher(),  # decompositions that keep sizes symbolic
+            torch.set_grad_enabled(step.grad),
+        ):
+            for node in step.nodes:
+                self.env[node] = self.run_node(node)
+        for node in step.outputs:
+            value = self.env[node]
+            if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise CannotRewrite(
+                    f"{node.name}, a {type(value).__name__}, would have to pass by an RNN, which"
+                    " runs outside of the compiled graph"
+                )
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in RNN_OPS:
+            return rnn_results(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+# -- run time -------------------------------------------------------------------------------------
+
+
+def _in_grad_mode(function: Callable[..., Any], grad: bool, base: bool) -> Callable[..., Any]:
+    if grad is base:
+        return function
+
+    def run(*args: Any) -> Any:
+        with torch.set_grad_enabled(grad):
+            return function(*args)
+
+    return run
+
+
+def _picker(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Items at the indices, as a tuple, picked in C."""
+    if len(indices) > 1:
+        return cast("Callable[[list[Any]], tuple[Any, ...]]", operator.itemgetter(*indices))
+    return lambda values: tuple(values[i] for i in indices)
+
+
+def _runner(
+    graph: fx.Graph, steps: list[_Step], functions: list[Callable[..., Any]], leave: bool | None
+) -> Callable[..., Any]:
+    """Calls the steps in order on one list of values, which it clears of what is no longer needed.
+
+    `leave`: the grad mode to leave behind, where it is another than the one found.
+    """
+    slot = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    last: dict[fx.Node, _Step] = {}
+    for step in steps:
+        for node in step.outputs:
+            slot[node] = len(slot)
+            last[node] = step  # what nobody takes goes at once
+        last.update((node, step) for node in step.inputs if node in last)
+    (returned,) = graph.output_node().args
+    assert isinstance(returned, (tuple, list))
+    for node in graph.output_node().all_input_nodes:
+        last.pop(node, None)
+
+    calls = [
+        (
+            function,
+            _picker([slot[node] for node in step.inputs]),
+            slice(slot[step.outputs[0]], slot[step.outputs[-1]] + 1)
+            if step.outputs
+            else slice(0, 0),
+            [slot[node] for node, user in last.items() if user is step],
+        )
+        for step, function in zip(steps, functions, strict=True)
+    ]
+    # the caller may want constants too (None, for one)
+    constants = [value for value in returned if not isinstance(value, fx.Node)]
+    blank = [None] * sum(len(step.outputs) for step in steps) + constants
+    constant_slot = iter(range(len(slot), len(slot) + len(constants)))
+    pick_results = _picker(
+        [slot[v] if isinstance(v, fx.Node) else next(constant_slot) for v in returned]
+    )
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        values = [*args, *blank]
+        for function, pick, place, done in calls:
+            values[place] = function(*pick(values))
+            for i in done:
+                values[i] = None
+        if leave is not None:
+            torch._C._set_grad_enabled(leave)
+        return pick_results(values)
+
+    return run

@@ -1,0 +1,97 @@
+"""The passes that run on AOTAutograd's joint graph, and how Inductor is told of them.
+
+Inductor runs them as its `joint_custom_post_pass`: on forward and backward before they are parted,
+after its own passes on that graph, so GEMMs are padded by then and chains of casts are one. They
+are part of the key of its caches by what their source says. No global setting is touched.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from .. import ir
+from ..passes.joint.widen_weight_gradients import widen_weight_gradients
+from ..rules.policy import Config, Level
+
+JointPass = Callable[[fx.Graph], bool]
+
+OPTION = "joint_custom_post_pass"
+_IR = tuple(map(str, sorted(Path(ir.__file__).parent.glob("*.py"))))
+
+
+def joint_passes(config: Config) -> tuple[JointPass, ...]:
+    """The passes for the joint graph of a graph compiled under `config`, in their order.
+
+    From O2 on, gradients are stored in the low dtype. `mm` with an FP32 output is CUDA's; with
+    FP16 accumulation allowed, torch refuses to call it.
+    """
+    possible = (
+        config.level is Level.O1
+        and config.device.type == "cuda"
+        and torch.version.hip is None
+        and not torch.backends.cuda.matmul.allow_fp16_accumulation
+    )
+    return (widen_weight_gradients,) if possible else ()
+
+
+def with_joint_passes(
+    options: Mapping[str, Any] | None, passes: Sequence[JointPass]
+) -> dict[str, Any] | None:
+    """Inductor's options with `passes` in them, behind the user's own pass if there is one.
+
+    `options` is as torch.compile takes it. Nothing is added for code that can't call `mm` with an
+    FP32 output: C++ wrappers, and GEMM backends without ATen.
+    """
+    given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
+
+    def setting(name: str) -> Any:
+        return given.get(name, getattr(inductor, name))
+
+    backends = str(setting("max_autotune_gemm_backends")).upper()
+    if passes and not setting("cpp_wrapper") and "ATEN" in backends:
+        theirs = setting(OPTION) or ()
+        theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
+        given[OPTION] = InOrder((*theirs, *map(Ours, passes)))
+    return given or None
+
+
+class Ours(CustomGraphPass):
+    """One of our passes, known to caches by its source."""
+
+    def __init__(self, pass_: JointPass) -> None:
+        self.pass_ = pass_
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the pass."""
+        self.pass_(graph)
+
+    def uuid(self) -> bytes:
+        """A hash of the files that say what the pass does."""
+        return get_hash_for_files((inspect.getfile(self.pass_), *_IR))
+
+
+class InOrder(CustomGraphPass):
+    """Several passes as one (torch 2.11 takes no list)."""
+
+    def __init__(self, passes: Sequence[Callable[[fx.Graph], object]]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run each."""
+        for pass_ in self.passes:
+            pass_(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """All their uuids, or None, which means "don't cache", if one of them has none."""
+        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
+        return tuple(uuids) if all(uuids) else None

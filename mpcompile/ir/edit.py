@@ -1,0 +1,119 @@
+"""Edits of a graph: operands, new calls and inputs; each keeps values true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.node import map_arg
+
+from .marks import Mark, set_mark
+from .shapes import Path
+from .values import fake_mode, positions
+
+
+def operands(node: fx.Node) -> dict[Path, fx.Node]:
+    """The node's operands that are nodes, by where they stand."""
+    found: dict[Path, fx.Node] = {}
+    for position, argument in positions(node):
+        if isinstance(argument, fx.Node):
+            found[position,] = argument
+        elif isinstance(argument, (tuple, list)):
+            for i, item in enumerate(argument):
+                if isinstance(item, fx.Node):
+                    found[position, i] = item
+    return found
+
+
+def set_operand(node: fx.Node, path: Path, value: fx.node.Argument) -> None:
+    """Put something else where an operand stands."""
+    position, *rest = path
+    if position < len(node.args):
+        node.update_arg(position, _replaced(node.args[position], rest, value))
+        return
+    name = node.target._schema.arguments[position].name  # type: ignore[union-attr]
+    node.update_kwarg(name, _replaced(node.kwargs.get(name), rest, value))
+
+
+def _replaced(argument: fx.node.Argument, path: list[int], value: fx.node.Argument) -> Any:
+    if not path:
+        return value
+    items = list(argument)  # type: ignore[arg-type]
+    items[path[0]] = value
+    return items
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An operator's argument by its name in the schema; its default where it isn't given."""
+    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, declared.default_value)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def position_of(node: fx.Node, name: str) -> int:
+    """The place of an argument in the operator's schema."""
+    names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]
+    return names.index(name)
+
+
+def refresh(node: fx.Node) -> None:
+    """Recompute `meta["val"]` from the inputs' values; call it when an input changed dtype."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    # The mode is on, so that what a decomposition creates (SDPA makes a mask) is fake too.
+    with fake_mode(node.graph), enable_python_dispatcher():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def restore(node: fx.Node) -> None:
+    """Set `meta["val"]` back to what was captured; call it once the inputs are as captured."""
+    node.meta["val"] = node.meta["mp_captured"]
+
+
+def insert(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    *,
+    name: str,
+    like: fx.Node,
+    decision: Mark,
+) -> fx.Node:
+    """Add a call at the graph's insertion point, with its value and with `like`'s provenance."""
+    node = graph.create_node("call_function", target, args, name=name)
+    for key in ("stack_trace", "nn_module_stack", "mp_region", "mp_grad"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    refresh(node)
+    set_mark(node, decision)
+    return node
+
+
+def after(node: fx.Node) -> fx.Node:
+    """The first node before which a consumer of `node` may stand: inputs stay in one block."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
+    """A new input behind the last one, tracked by autograd as `like` is."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node._dynamo_source = None
+    # With "tensor_dict" Dynamo says that a parameter keeps its address.
+    kept = ("mp_captured", "tensor_meta", "tensor_dict")
+    node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)
+    return node
+
+
+def first_call(graph: fx.Graph) -> fx.Node:
+    """The first node that is no input: what stands before it runs before everything else."""
+    first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return first

@@ -1,0 +1,84 @@
+"""Which memory a value lies in, and what a node writes in place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..rules import table
+from .values import (
+    attribute,
+    captured,
+    in_functorch,
+    is_op,
+    is_opaque,
+    op_name,
+    positions,
+    tensors_of,
+)
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory under the captured value; equal for aliases."""
+    value = captured(node)
+    if value is None or value.layout is not torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def shares_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Whether captured values, or parts of them, lie in the same memory."""
+    return not memory(a.meta.get("mp_captured")).isdisjoint(memory(b.meta.get("mp_captured")))
+
+
+def memory(value: Any) -> set[int]:
+    """Identity of the memory under a value, or under its parts."""
+    strided = (t for t in tensors_of(value) if t.layout is torch.strided)
+    return {int(t.untyped_storage()._cdata) for t in strided}
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The values that the node writes in place, as far as its own arguments go."""
+    if is_opaque(node):
+        name = op_name(node)
+        writes = (
+            name == "setitem" or name.endswith("_") if in_functorch(node)
+            else _marks_dirty(node) if is_op(node)
+            else True  # a function of the user's: nobody knows
+        )  # fmt: skip
+        return list(node.all_input_nodes) if writes else []
+    places = table.written_args(node.target)
+    return [a for i, a in positions(node) if i in places and isinstance(a, fx.Node)]
+
+
+# Dynamo tells which operands an autograd.Function marks as dirty from torch 2.13 on.
+_DIRTY_IS_TOLD = torch.__version__ >= "2.13"
+
+
+def _marks_dirty(node: fx.Node) -> bool:
+    """Whether an autograd.Function writes what it is given, and says so (`mark_dirty`).
+
+    Where Dynamo doesn't tell (read in torch 2.11), one whose forward writes anything in place.
+    """
+    if _DIRTY_IS_TOLD or not op_name(node).endswith("autograd_function_apply"):
+        return "dirty_idx" in node.kwargs
+    forward = attribute(node.graph.owning_module, node.args[0])  # type: ignore[arg-type]
+    return any(_is_a_write(n) for n in forward.graph.nodes if n.op.startswith("call"))
+
+
+def _is_a_write(node: fx.Node) -> bool:
+    """Of a program that nobody has traced: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
+    name = node.target if isinstance(node.target, str) else op_name(node)
+    named = name.endswith("_") and not name.startswith("__")
+    assigned = name == "__setitem__" or node.target in _ASSIGNMENTS
+    return named or assigned or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+
+
+_ASSIGNMENTS = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand,
+    operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+}  # fmt: skip

@@ -1,0 +1,91 @@
+"""Graphs of optimizer steps: inputs by what they are, and new calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..rules.policy import Precision
+from .edit import refresh
+from .marks import Mark, set_mark
+from .step import Slot
+from .values import aten, fake_mode, value
+
+
+def slots(graph: fx.Graph) -> dict[Slot, fx.Node]:
+    """The inputs of a step's graph by what they are."""
+    return {node.meta["mp_slot"]: node for node in graph.find_nodes(op="placeholder")}
+
+
+def set_slot(node: fx.Node, slot: Slot) -> None:
+    """Say what an input of a step's graph is; it is named after that."""
+    node.meta["mp_slot"] = slot
+    node._rename(str(slot))
+
+
+def slot_of(node: fx.Node) -> Slot:
+    """What the input of a step's graph is."""
+    found: Slot = node.meta["mp_slot"]
+    return found
+
+
+def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
+    """The 0-d input `wanted`, on the device of the others; added, if it isn't there yet."""
+    known = slots(graph)
+    if wanted not in known:
+        device = value(next(iter(known.values()))).device
+        with fake_mode(graph):
+            return add_slot(graph, wanted, torch.empty((), dtype=dtype, device=device))
+    return known[wanted]
+
+
+def scale_slot(
+    graph: fx.Graph, index: int, key: str, dtype: torch.dtype = torch.float32
+) -> fx.Node:
+    """The 0-d input that holds one field of a loss scale's state."""
+    return scalar_slot(graph, Slot("scale", index, key), dtype)
+
+
+def become_number(node: fx.Node) -> None:
+    """Turn an input that is a symbolic number into the 0-d FP64 tensor that holds it."""
+    device = value(next(iter(slots(node.graph).values()))).device
+    with fake_mode(node.graph):
+        node.meta["val"] = torch.empty((), dtype=torch.float64, device=device)
+
+
+def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
+    """A new input, behind the last one."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(str(wanted))
+    set_slot(node, wanted)
+    node.meta["val"] = value
+    return node
+
+
+def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
+    """What a step's graph writes: (the `copy_` node, the input it writes, the value)."""
+    found = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return [(node, *node.all_input_nodes) for node in found]
+
+
+def note(gm: fx.GraphModule, name: str, value: Any) -> None:
+    """Leave something for a later pass over the same step."""
+    gm.meta.setdefault("mp_notes", {})[name] = value
+
+
+def noted(gm: fx.GraphModule, name: str) -> Any:
+    """What an earlier pass left, or None."""
+    return gm.meta.get("mp_notes", {}).get(name)
+
+
+def call(
+    graph: fx.Graph, target: Any, *args: Any, why: str, name: str = "", **kwargs: Any
+) -> fx.Node:
+    """Add a call to a step's graph at its insertion point, with its value and its reason."""
+    node = graph.create_node("call_function", target, args, kwargs, name=name or None)
+    refresh(node)
+    set_mark(node, Mark(Precision.KEEP, "step", why, torch.float32))
+    return node

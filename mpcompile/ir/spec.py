@@ -1,0 +1,154 @@
+"""What is legal after each stage of the pipeline. `verify` raises where a pass broke its promise.
+
+These are internal invariants: a failure is a bug of ours, never the user's. The backend then
+compiles the graph unchanged and says so, rather than run what might be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..rules import table
+from ..rules.policy import Precision
+from . import units
+
+Check = Callable[[fx.GraphModule], Iterator[str]]
+
+
+class SpecError(AssertionError):
+    """A pass left the graph in a state its successors do not accept."""
+
+
+def _everything_marked(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method") and not ir.is_marked(node):
+            yield f"{node.name} has no precision class"
+
+
+def _nothing_undecided(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if ir.precision(node) is Precision.FOLLOW:
+            yield f"{node.name} is still FOLLOW"
+
+
+def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale", "pad"):
+            continue
+        low = ir.precision(node) is Precision.LOW
+        for position, operand in ir.float_args(node):
+            value = ir.tensor(operand)
+            if value is None or (low and _may_stay_wide(node, position, operand)):
+                continue
+            wanted = ir.mark(node).low if low else torch.float32
+            if value.dtype is not wanted:
+                yield f"{node.name} reads {operand.name} as {value.dtype}, planned {wanted}"
+
+
+def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
+    if not table.castable(node.target, position):
+        return True
+    value = ir.captured(operand)
+    return ir.op_name(node) in table.PROMOTES and value is not None and value.ndim == 0
+
+
+def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    wanted = gm.meta.get("mp_output_dtypes", [])
+    results = gm.graph.output_node().args[0]
+    for i, result in enumerate(results):  # type: ignore[arg-type]
+        value = ir.tensor(result) if isinstance(result, fx.Node) else None
+        if value is not None and i < len(wanted) and wanted[i] not in (None, value.dtype):
+            yield f"output {i} is {value.dtype}, the program returns {wanted[i]}"
+
+
+def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    """Results that lay in one memory, with each other or with an input, lie in one now."""
+    results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    captured: list[int | None] = gm.meta.get("mp_output_memory", [])
+    together: dict[int | None, list[fx.Node]] = {}
+    for then, result in zip(captured, results, strict=False):
+        if then is not None and isinstance(result, fx.Node) and not ir.copies_for_overlap(result):
+            together.setdefault(then, []).append(result)
+    theirs: dict[int | None, list[fx.Node]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if ir.storage(node) in together and ir.copy_of(node) is None:
+            theirs.setdefault(ir.storage(node), []).append(node)
+    shared = [(theirs.get(at) or nodes[:1], nodes) for at, nodes in together.items()]
+    if not any(set(nodes) - set(owners) for owners, nodes in shared):
+        return
+    history = units.History(gm)
+    for owners, nodes in shared:
+        for node in nodes:
+            if not any(history.shares_memory(node, owner) for owner in owners):
+                yield f"{node.name} no longer lies in the memory of {owners[0].name}"
+
+
+def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        padding = ir.padding(node)
+        wanted = padding.result if padding is not None else None
+        if wanted is not None and not ir.same_shape(ir.value(node).shape, wanted):
+            yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {wanted}"
+        if padding is None and not (ir.is_marked(node) and ir.mark(node).rule == "pad"):
+            for operand in node.all_input_nodes:
+                lanes = ir.padding(operand)
+                if lanes is not None and lanes.result != lanes.real:
+                    yield f"{node.name} reads the lanes of {operand.name}"
+
+
+def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if ir.regions(node):
+            yield f"{node.name} still stands in an inlined checkpoint"
+
+
+def _units_agree(gm: fx.GraphModule) -> Iterator[str]:
+    yield from units.complaints(gm)
+
+
+def _tracked_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    """No path of a gradient is cut off: autograd tracks what it tracked in the program."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not torch.is_grad_enabled() or not any(map(ir.requires_grad, inputs)):
+        return
+    if any(map(ir.in_functorch, gm.graph.nodes)):
+        return  # what is inside of a transform has stand-ins, which know no history
+    for node, tracked in units.History(gm).made.items():
+        if ir.requires_grad(node) and not tracked and not ir.is_opaque(node):
+            yield f"{node.name} has lost its history"
+
+
+# Checks hold from the named pass on.
+AFTER: dict[str, tuple[Check, ...]] = {
+    "classify": (_everything_marked,),
+    "plan": (_everything_marked, _nothing_undecided),
+    "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
+    "place_pads": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
+    "scale_gradients": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
+    "clean": (
+        _lanes_as_planned,
+        _operands_as_planned,
+        _outputs_as_captured,
+        _results_share_as_captured,
+        _units_agree,
+        _tracked_as_captured,
+    ),
+    "outline": (_outputs_as_captured, _regions_folded),
+}
+
+
+def verify(gm: fx.GraphModule, stage: str) -> None:
+    """Raise `SpecError`, naming the pass and the first offending nodes, if the graph is illegal."""
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise SpecError(f"after {stage}: {error}") from error
+    complaints = [c for check in AFTER.get(stage, ()) for c in check(gm)]
+    if complaints:
+        more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
+        raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")

@@ -1,0 +1,86 @@
+"""A graph as text, and where its nodes come from."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from .dtypes import SHORT
+from .marks import is_marked, mark
+from .values import op_name
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module that made the node (`"layers.0.fc1"`), or the empty string."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]",
+                  lambda m: "." + (m.group(1) or m.group(2)), path)  # fmt: skip
+    head, _, rest = path.partition(".")  # "L.self.layers.0": drop the variable Dynamo names
+    return rest.partition(".")[2] if head in ("L", "G") else path
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
+
+def source(node: fx.Node) -> str:
+    """`"model.py:12"`: the innermost user frame that made the node, or the empty string."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    return f"{frames[-1]['file'].rsplit('/', 1)[-1]}:{frames[-1]['line']}"
+
+
+def type_text(value: Any) -> str:
+    """`f16[4, 3]`; tuples in parentheses; symbolic sizes by name."""
+    if isinstance(value, torch.Tensor):
+        return (
+            f"{SHORT.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
+        )
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type_text(v) for v in value)})"
+    return type(value).__name__
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return argument.name
+    if isinstance(argument, (tuple, list)):
+        return f"[{', '.join(_argument_text(a) for a in argument)}]"
+    return (
+        SHORT.get(argument, str(argument)) if isinstance(argument, torch.dtype) else repr(argument)
+    )
+
+
+def line(node: fx.Node) -> str:
+    """One node as text: `linear: f16[4, 3] = linear(x, weight)`."""
+    arguments = [_argument_text(a) for a in node.args]
+    if node.op == "placeholder":
+        return f"{node.name}: {type_text(node.meta.get('val'))} = input"
+    if node.op == "output":
+        results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+        return f"return {', '.join(map(_argument_text, results))}"
+    arguments += [f"{k}={_argument_text(v)}" for k, v in node.kwargs.items()]
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    name = op_name(node).removeprefix("aten::")
+    return f"{node.name}: {type_text(node.meta.get('val'))} = {name}({', '.join(arguments)})"
+
+
+def render(graph: fx.Graph, *, reasons: bool = False) -> str:
+    """The whole graph as text, a line a node; with `reasons`, why each decided line is as it is."""
+    lines = []
+    for node in graph.nodes:
+        text = line(node)
+        if reasons and is_marked(node):
+            decision = mark(node)
+            where = ", ".join(filter(None, (module_path(node), source(node))))
+            text = f"{text:<72}  # {decision.precision.value}: {decision.reason}"
+            text += f" [{decision.rule}]" + (f" ({where})" if where else "")
+        lines.append(text)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,285 @@
+"""The loss scale is a unit: every gradient in a graph carries it to the power 0 or 1, and this is
+proved for each graph that is emitted.
+
+Autograd itself says which way gradients go: the graph is run once on FakeTensors, as it stands, in
+place writes, views and `no_grad` included. That gives the nodes of the backward graph that
+AOTAutograd will derive, and what they need is one fact of mathematics: the backward of a
+differentiable operator is linear in its gradients, so it hands on the unit that it receives.
+
+    leaves the graph's outputs, and inputs it wrote     scale^0
+    scale_grad, backward                                scale^0 -> scale^1
+    unscale_grad, backward                              scale^1 -> scale^0
+    backward code that may not be linear                scale^0 only
+    any other node                                      hands on; all it receives must agree
+    arrives at an input                                 scale^0; at a working copy of O2's scale^1
+
+Where two units would be added, or a wrong one would arrive, `complaints` says so, and the graph is
+not emitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from .. import ir
+from ..operators import library
+from ..rules.recurrent import RNN_OPS
+
+# The two inputs that scaling adds to a graph (passes/scale_gradients.py).
+SCALE, FOUND = "mp_scale", "mp_found"
+
+# A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.
+GradFn = Any
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for a call that is not run: its results, and that autograd tracks them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: list[tuple[torch.Tensor, bool]], *operands: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.mark_non_differentiable(*(value for value, tracked in results if not tracked))
+        return tuple(value for value, _ in results)
+
+
+class History(fx.Interpreter):
+    """What autograd makes of a graph: the graph, run once on FakeTensors.
+
+    Attributes:
+        reads: (node, operand) -> whether autograd tracked the operand as the node read it. A tensor
+            made without a gradient is tracked once something tracked is written into it.
+        made: node -> whether autograd tracked its result when it was made.
+        final: input -> whether autograd tracks what it holds when the graph returns.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.reads: dict[tuple[fx.Node, fx.Node], bool] = {}
+        self.made: dict[fx.Node, bool] = {}
+        self.inputs: dict[fx.Node, GradFn] = {}
+        self.origin: dict[GradFn, fx.Node] = {}
+        self.exact: set[GradFn] = set()  # whose gradients must be true to size
+        self.node: fx.Node
+        fake_mode = ir.fake_mode(gm.graph)
+        shapes = fake_mode.shape_env
+        with (
+            fake_mode,
+            mock.patch.object(fake_mode, "allow_non_fake_inputs", True),  # constants of the graph
+            enable_python_dispatcher(),
+            torch.enable_grad(),  # the graph may end in another mode
+            shapes.ignore_fresh_unbacked_symbols() if shapes else contextlib.nullcontext(),
+            # What it asks of a size, AOTAutograd will ask when it traces the graph: no new guards.
+            shapes.suppress_guards() if shapes else contextlib.nullcontext(),
+        ):
+            self.run(*(None for _ in gm.graph.find_nodes(op="placeholder")))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.final = {node: _tracked(self.env[node]) for node in placeholders}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; note what autograd tracks before and after it."""
+        self.node = n
+        for operand in n.all_input_nodes:
+            self.reads[n, operand] = _tracked(self.env[operand])
+        operands = [self.env[operand] for operand in n.all_input_nodes]
+        self._note(operands)  # a view of what was written gets its history when it is looked at
+        result = super().run_node(n)
+        if n.op != "output":
+            self.made[n] = _tracked(result)
+            new = self._note([result, *operands])  # what it wrote to an operand is new as well
+            if ir.backward_is_unknown(n):
+                self.exact.update(new)
+        return result
+
+    def is_as_it_came(self, node: fx.Node) -> bool:
+        """Whether autograd saw no write to an input that needs a gradient."""
+        return node in self.inputs and self.env[node].grad_fn is self.inputs[node]
+
+    def shares_memory(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether what two nodes give, or parts of it, lies in the same memory."""
+        return not ir.memory(self.env[a]).isdisjoint(ir.memory(self.env[b]))
+
+    def _note(self, values: Any) -> set[GradFn]:
+        """Note where the nodes of autograd's graph behind some values come from; returns the new
+        ones.
+        """
+        new: set[GradFn] = set()
+        queue = list(_grad_fns(values))
+        while queue:
+            grad_fn = queue.pop()
+            if grad_fn not in new and grad_fn not in self.origin:
+                new.add(grad_fn)
+                queue += [parent for parent, _ in grad_fn.next_functions if parent is not None]
+        self.origin.update(dict.fromkeys(new, self.node))
+        return new
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A fresh twin of the input; no leaf, for the graph may write to it."""
+        value = _like(self.node.meta.get("val"))
+        tracked = ir.requires_grad(self.node) and isinstance(value, torch.Tensor)
+        if not tracked:
+            return value
+        leaf = torch.empty_like(value, requires_grad=True)
+        (result,) = _Stand.apply([(value, True)], leaf)  # type: ignore[no-untyped-call]
+        self.inputs[self.node] = result.grad_fn
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Constants are fakes too, for the graph may write to them."""
+        value = self.node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return _like(value)
+        return super().get_attr(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A method is in the graph only as part of what is opaque."""
+        return self._stand_in(args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; what can't be run here has a stand-in."""
+        if ir.is_opaque(self.node) or target in RNN_OPS:
+            return self._stand_in(args, kwargs)
+        value = self.node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value  # what `.item()` gave: the same symbol
+        try:
+            return super().call_function(target, args, kwargs)
+        except (GuardOnDataDependentSymNode, DataDependentOutputException):
+            # Sizes that depend on numbers, which a new fake doesn't know. What stands in for the
+            # results shares no memory with them: so only where nothing is written.
+            if any(map(ir.written, self.node.graph.nodes)):
+                raise
+            return self._stand_in(args, kwargs)
+
+    def _stand_in(self, args: Any, kwargs: Any) -> Any:
+        """Results as captured; a gradient of any of them reaches every operand."""
+        operands = [v for v in pytree.tree_leaves((args, kwargs)) if _tracked(v)]
+        for operand in ir.written(self.node):
+            target = self.env[operand]
+            if isinstance(target, torch.Tensor) and operands and target.is_floating_point():
+                (new,) = _Stand.apply([(_like(target), True)], *operands)  # type: ignore[no-untyped-call]
+                target.copy_(new)
+        single = ir.tensor(self.node) is not None
+        parts = [user for user in self.node.users if ir.is_getitem(user)]
+        tracked = {part.args[1]: ir.requires_grad(part) for part in parts}
+        leaves, structure = pytree.tree_flatten(self.node.meta.get("val"))
+        results = [
+            (_like(leaf), ir.requires_grad(self.node) if single else tracked.get(i, False))
+            for i, leaf in enumerate(leaves)
+        ]
+        tensors = [(value, flag) for value, flag in results if isinstance(value, torch.Tensor)]
+        if operands and tensors:
+            made = iter(_Stand.apply(tensors, *operands))  # type: ignore[no-untyped-call]
+            results = [(next(made) if isinstance(v, torch.Tensor) else v, f) for v, f in results]
+        return pytree.tree_unflatten([value for value, _ in results], structure)
+
+
+def complaints(gm: fx.GraphModule) -> Iterator[str]:
+    """What is wrong with the units of the gradients in a graph whose loss scale is in place."""
+    if all(node.target != SCALE for node in gm.graph.find_nodes(op="placeholder")):
+        return
+    history = History(gm)
+    arriving: dict[GradFn, set[int]] = defaultdict(set)
+    for value in pytree.tree_leaves([history.env[gm.graph.output_node()], *_written(history)]):
+        if _tracked(value):
+            arriving[value.grad_fn].add(0)
+    wanted = {history.inputs[n]: int(ir.copy_of(n) is not None) for n in history.inputs}
+    names = {grad_fn: node.name for node, grad_fn in history.inputs.items()}
+    for grad_fn in _in_order(list(arriving), stop=wanted.keys()):
+        where = names.get(grad_fn) or _name(history.origin.get(grad_fn), grad_fn)
+        units = arriving[grad_fn]
+        if len(units) > 1:
+            yield f"gradients with and without the loss scale are added at {where}"
+            return
+        (unit,) = units
+        if grad_fn in wanted:
+            if unit != wanted[grad_fn]:
+                power = wanted[grad_fn]
+                yield f"the gradient of {where} leaves with scale^{unit}, not scale^{power}"
+            continue
+        step = _STEPS.get(_function(grad_fn), 0)
+        if grad_fn in history.exact and unit != 0:
+            yield f"{where} is not linear in its gradient, and receives it with scale^{unit}"
+        elif unit + step not in (0, 1):
+            yield f"the gradient at {where} would carry scale^{unit + step}"
+            return
+        for parent, _ in grad_fn.next_functions:
+            if parent is not None:
+                arriving[parent].add(unit + step)
+
+
+_STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
+
+
+def _function(grad_fn: GradFn) -> Any:
+    """The autograd.Function that a node of autograd's runs the backward of, if it is one."""
+    return getattr(type(grad_fn), "_forward_cls", None)
+
+
+def _written(history: History) -> list[Any]:
+    """What inputs hold at the end, where the graph wrote to them: the caller sees that, too."""
+    nodes = [node for node, tracked in history.final.items() if tracked]
+    return [history.env[node] for node in nodes if not history.is_as_it_came(node)]
+
+
+def _in_order(roots: list[GradFn], stop: Any) -> Iterator[GradFn]:
+    """The nodes of autograd's graph, each after all that hand gradients to it."""
+    waiting: dict[GradFn, int] = defaultdict(int)
+    found, queue = set(roots), list(roots)
+    while queue:
+        grad_fn = queue.pop()
+        for parent in _parents(grad_fn, stop):
+            waiting[parent] += 1
+            if parent not in found:
+                found.add(parent)
+                queue.append(parent)
+    ready = [root for root in roots if not waiting[root]]
+    while ready:
+        grad_fn = ready.pop()
+        yield grad_fn
+        for parent in _parents(grad_fn, stop):
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                ready.append(parent)
+
+
+def _parents(grad_fn: GradFn, stop: Any) -> list[GradFn]:
+    if grad_fn in stop:
+        return []
+    return [parent for parent, _ in grad_fn.next_functions if parent is not None]
+
+
+def _name(node: fx.Node | None, grad_fn: GradFn) -> str:
+    return node.name if node is not None else str(grad_fn.name())
+
+
+def _tracked(value: Any) -> bool:
+    """Whether autograd tracks a value, or something in it."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return isinstance(value, (tuple, list)) and any(map(_tracked, value))
+
+
+def _grad_fns(values: Any) -> set[GradFn]:
+    leaves = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
+    return {v.grad_fn for v in leaves if v.grad_fn is not None}
+
+
+def _like(value: Any) -> Any:
+    """A new tensor of the same layout, tracked by nobody."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout is not torch.strided:
+        return torch.empty_like(value).detach()
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)

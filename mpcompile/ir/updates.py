@@ -1,0 +1,84 @@
+"""Updates of parameters in place: an optimizer's step that Dynamo traced, or one written by hand.
+
+FP32 master weights are the point of mixed precision, so what is written into them, and the moments
+it is computed from, must never be rounded. Two checks see to that:
+
+* `is_update`: Dynamo's graph is an optimizer's step as a whole. It is compiled as it stands.
+* `nodes_of_updates`: in any other graph, what is written into a parameter or a gradient, and what
+  it is computed from, keeps its dtypes.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+
+
+def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph of Dynamo's is an optimizer's step: autograd is off from end to end, and
+    something is written into a leaf that requires a gradient.
+    """
+    if torch.is_grad_enabled() or gm.graph.find_nodes(
+        op="call_function", target=torch._C._set_grad_enabled
+    ):
+        return False
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    held = [(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    # What Dynamo knows to be an optimizer's own are attributes of the graph, not inputs.
+    held += [(node, ir.attribute(gm, node)) for node in gm.graph.find_nodes(op="get_attr")]
+    leaves = {
+        place
+        for node, value in held
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        for place in _memory(node)
+    }
+    return any(not leaves.isdisjoint(_written_memory(node)) for node in gm.graph.nodes)
+
+
+def _memory(node: fx.Node) -> Iterator[int]:
+    """What lies under the tensors that Dynamo saw the node make; equal for aliases."""
+    for tensor in ir.tensors_of(node.meta.get("example_value")):
+        if tensor.layout is torch.strided:
+            yield int(tensor.untyped_storage()._cdata)
+
+
+def _written_memory(node: fx.Node) -> set[int]:
+    """What the node writes in place, told by the name of what it calls (`mul_`, `isub`)."""
+    name = ir.op_name(node)
+    if not (node.op in ("call_function", "call_method") and node.args):
+        return set()
+    private = name.startswith("__")
+    in_place = name in _ASSIGNMENTS or (name.endswith("_") and not private) or "out" in node.kwargs
+    first = node.args[0]
+    written = list(first) if isinstance(first, (list, tuple)) else [first, node.kwargs.get("out")]
+    nodes = [n for n in written if isinstance(n, fx.Node)]
+    return {place for n in nodes for place in _memory(n)} if in_place else set()
+
+
+_ASSIGNMENTS = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+
+
+def nodes_of_updates(graph: fx.Graph) -> set[fx.Node]:
+    """What a write to a parameter or to a gradient is computed from, as far as autograd doesn't
+    track it: behind that lies a forward, of which a codebook, say, keeps an average.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    trained = [n for n in inputs if ir.is_parameter(n) and ir.requires_grad(n)]
+    memory = {ir.storage(n) for n in (*trained, *filter(ir.is_gradient, inputs))} - {None}
+    found: set[fx.Node] = set()
+    if not memory:
+        return found
+    # Backwards: what is written into memory counts for all that is read from there later.
+    for node in reversed(graph.nodes):
+        if node in found or not memory.isdisjoint(map(ir.storage, ir.written(node))):
+            untracked = [n for n in node.all_input_nodes if not ir.requires_grad(n)]
+            found.update((node, *untracked))
+            memory.update(p for p in map(ir.storage, untracked) if p is not None)
+    return found

@@ -1,0 +1,205 @@
+"""What a node is, and the value it gives: as captured, and now."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+
+from ..rules import table
+from ..rules.policy import op_key
+from .shapes import Size
+
+aten = torch.ops.aten
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node calls an operator that computes: no placeholder, getitem or mode switch."""
+    return node.op == "call_function" and isinstance(
+        node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    )
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """A call kept just as Dynamo wrote it: a higher-order operator, a functorch transform."""
+    return "mp_opaque" in node.meta
+
+
+def in_functorch(node: fx.Node) -> bool:
+    """Whether the node stands between the entry and the exit of a functorch transform."""
+    return node.meta.get("mp_opaque") == "functorch"
+
+
+def backward_is_unknown(node: fx.Node) -> bool:
+    """Whether the node's backward is code that nobody here knows, or known not to be linear."""
+    if not is_op(node):
+        return is_opaque(node) and not in_functorch(node)
+    if op_name(node) in table.NONLINEAR_BACKWARD:
+        return True
+    namespace = op_name(node).split("::")[0]
+    return namespace not in ("aten", "prims", "prim", "mpcompile")
+
+
+def is_constant(node: fx.Node) -> bool:
+    """A tensor that depends on no input: baked into the graph, or made of one number."""
+    if is_op(node) and op_name(node) in table.COPIES_A_CONSTANT:
+        return all(is_constant(n) for n in node.all_input_nodes)
+    return node.op == "get_attr" or (is_op(node) and op_name(node) in table.CREATES)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_float_call(node: fx.Node) -> bool:
+    """Whether the user wrote `.float()` here (Dynamo names the method in the node's provenance)."""
+    stack = node.meta.get("source_fn_stack")
+    return stack is not None and len(stack) > 0 and stack[-1][1] == "float"
+
+
+def grad_enabled(node: fx.Node) -> bool:
+    """Whether autograd records what happens at this place of the program."""
+    return bool(node.meta.get("mp_grad", True))
+
+
+def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
+    """(enabled, dtype) of the innermost autocast region of the user's own, or None outside."""
+    region: tuple[bool, torch.dtype | None] | None = node.meta.get("mp_autocast")
+    return region
+
+
+def op_name(node: fx.Node) -> str:
+    """`"aten::linear"`, or for what is no operator its Python name."""
+    if is_op(node):
+        return op_key(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def tensor(node: fx.Node) -> torch.Tensor | None:
+    """The FakeTensor the node produces now, or None for tuples, ints and nothing."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of the tensor the node produces now."""
+    return value(node).dtype
+
+
+def captured(node: fx.Node) -> torch.Tensor | None:
+    """The FakeTensor it produced in the FP32 program."""
+    value = node.meta.get("mp_captured")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor the node produces now; it must be one."""
+    found = tensor(node)
+    assert found is not None
+    return found
+
+
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    """The sizes, symbols among them, of the tensor the node produces now."""
+    return tuple(value(node).shape)
+
+
+def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
+    """Change the dtype of an input."""
+    old = value(node)
+    with fake_mode(node.graph):
+        like = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device=old.device)
+    set_value(node, like)
+
+
+def set_value(node: fx.Node, value: torch.Tensor) -> None:
+    """Change what an input holds: its dtype, its shape."""
+    node.meta["val"] = value
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that every value in the graph belongs to."""
+    values = (tensor(node) for node in graph.nodes)
+    return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value that may be a tensor, a (nested) sequence of them, or neither."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def was_f32(node: fx.Node) -> bool:
+    """Whether the node produced one FP32 tensor in the captured program."""
+    value = captured(node)
+    return value is not None and value.dtype is torch.float32
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node is an input that holds an nn.Parameter."""
+    return bool(node.meta.get("mp_parameter", False))
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Whether the node is an input that holds the `.grad` of some tensor."""
+    return bool(node.meta.get("mp_gradient", False))
+
+
+def requires_grad(node: fx.Node) -> bool:
+    """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
+    meta = node.meta.get("tensor_meta")
+    return bool(getattr(meta, "requires_grad", False))
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a get_attr node names on its module: a constant tensor or a body."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """(argument position, node) for each captured-FP32 tensor argument, lists included.
+
+    A keyword argument counts at its position in the operator's schema.
+    """
+    found: list[tuple[int, fx.Node]] = []
+    for position, argument in positions(node):
+        nodes: list[fx.Node] = []
+        map_arg(argument, nodes.append)
+        found += [(position, n) for n in nodes if was_f32(n)]
+    return found
+
+
+def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
+    """(schema position, argument) of positional and keyword arguments alike."""
+    yield from enumerate(node.args)
+    if node.kwargs and isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        for name, argument in node.kwargs.items():
+            yield (names.index(name) if name in names else -1), argument
+    else:
+        for argument in node.kwargs.values():
+            yield -1, argument
+
+
+def layout(node: fx.Node) -> tuple[Any, Any]:
+    """Sizes and strides of the captured value."""
+    value = captured(node)
+    return (value.shape, value.stride()) if value is not None else ((), ())
+
+
+def kind(node: fx.Node) -> table.Kind:
+    if is_getitem(node):
+        return table.Kind.VIEW
+    rule = table.rule_for(node.target)
+    return rule.kind if rule else table.Kind.COMPUTE

@@ -1,0 +1,5 @@
+"""Operators of our own, registered with torch.library when this room is imported."""
+
+from . import fused_head, library
+
+__all__ = ["fused_head", "library"]

@@ -1,0 +1,1 @@
+"""Which dimensions Tensor Cores want padded, and how the padding travels."""

@@ -1,0 +1,331 @@
+"""One view of the operators that multiply matrices: their dimensions, labelled as in einsum.
+
+    linear   x[m0, m1, k] weight[n, k] bias[n]                -> [m0, m1, n]
+    bmm      a[b, m, k] b[b, k, n]                            -> [b, m, n]
+    conv2d   x[b, c, -, -] weight[o, c, -, -] bias[o]         -> [b, o, -, -]
+    attention  q[.., -, e] k[.., -, e] v[.., -, v]            -> [.., -, v]
+    lstm     x[-, -, i] weight_ih[-, i] ...
+
+Whoever asks about a product asks here; no pass knows the operators apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import fx
+
+from .. import ir
+from ..ir.shapes import Labels, Path, Product, Size
+
+_GEMM_DIMS = ("batch", "m", "n", "k")
+
+
+def product(node: fx.Node) -> Product | None:
+    """The node as a product, or None: it isn't one that Tensor Cores run.
+
+    Vectors (mv, dot, a 1-d operand of matmul) are no product: they are bound by memory.
+    """
+    if not ir.is_op(node):
+        return None
+    make = _VIEWS.get(ir.op_name(node))
+    return make(node) if make is not None else None
+
+
+# -- matrix products ------------------------------------------------------------------------------
+
+
+def _gemm(
+    operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels, factors: tuple[Path, Path]
+) -> Product | None:
+    """A product of two factors, and what is added to it."""
+    sizes: dict[str, Size] = {}
+    for path in factors:
+        value, labels = operands[path]
+        for label, size in zip(labels, ir.shape(value), strict=True):
+            if label is not None and not ir.known_equal(sizes.setdefault(label, size), size):
+                return None  # a dimension of size 1 that is broadcast
+    left, right = (operands[path][1] for path in factors)
+    roles: dict[str, list[str]] = {name: [] for name in _GEMM_DIMS}
+    for label in sizes:
+        inside = label in left, label in right, label in result
+        role = {(True, True, True): "batch", (True, False, True): "m",
+                (False, True, True): "n", (True, True, False): "k"}.get(inside)  # fmt: skip
+        if role is None:
+            return None  # summed over one operand alone
+        roles[role].append(label)
+    if not (roles["m"] and roles["n"] and roles["k"]):
+        return None
+    added = {path for path in operands if path not in factors}
+    return Product(
+        kind="gemm",
+        operands={
+            path: _aligned(labels, ir.shape(value), sizes) if path in added else labels
+            for path, (value, labels) in operands.items()
+        },
+        result=result,
+        sizes=sizes,
+        dims={name: tuple(labels) for name, labels in roles.items()},
+        terms=(tuple(sizes),),
+        strides=("n", "k"),
+        rows=("m",),
+        added=frozenset(added),
+    )
+
+
+def _aligned(labels: Labels, shape: Sequence[Size], sizes: Mapping[str, Size]) -> Labels:
+    """The labels of something that is added, by broadcasting, to a result with these labels."""
+    last = labels[len(labels) - len(shape) :]
+    return tuple(
+        label if label is not None and ir.known_equal(sizes[label], size) else None
+        for label, size in zip(last, shape, strict=True)
+    )
+
+
+def _linear(node: fx.Node) -> Product | None:
+    rank = len(ir.shape(ir.argument(node, "input")))
+    rows = tuple(f"m{i}" for i in range(rank - 1))
+    labels: dict[str, Labels] = {"input": (*rows, "k"), "weight": ("n", "k")}
+    return _two_factors(node, labels, (*rows, "n"), added="bias")
+
+
+def _matmul(node: fx.Node) -> Product | None:
+    left, right = (len(ir.shape(ir.argument(node, name))) for name in ("self", "other"))
+    if min(left, right) < 2:
+        return None
+    if right == 2:
+        rows = tuple(f"m{i}" for i in range(left - 1))
+        labels: dict[str, Labels] = {"self": (*rows, "k"), "other": ("k", "n")}
+        return _two_factors(node, labels, (*rows, "n"))
+    batch = tuple(f"b{i}" for i in range(max(left, right) - 2))
+    labels = {
+        "self": (*batch[len(batch) - left + 2 :], "m", "k"),
+        "other": (*batch[len(batch) - right + 2 :], "k", "n"),
+    }
+    return _two_factors(node, labels, (*batch, "m", "n"), broadcast=True)
+
+
+def _two_factors(
+    node: fx.Node,
+    names: Mapping[str, Labels],
+    result: Labels,
+    *,
+    added: str | None = None,
+    broadcast: bool = False,
+) -> Product | None:
+    operands: dict[Path, tuple[fx.Node, Labels]] = {
+        (ir.position_of(node, n),): (ir.argument(node, n), x) for n, x in names.items()
+    }
+    left, right = operands
+    if broadcast:
+        return _broadcast_gemm(node, operands, result)
+    if added is not None and isinstance(value := ir.argument(node, added), fx.Node):
+        operands[ir.position_of(node, added),] = (value, result)
+    return _gemm(operands, result, (left, right))
+
+
+def _broadcast_gemm(
+    node: fx.Node, operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels
+) -> Product:
+    """Batches: they are broadcast against each other, and never padded."""
+    (left, left_labels), (right, right_labels) = operands.values()
+    batch = [label for label in result[:-2] if label is not None]
+    sizes: dict[str, Size] = dict(zip(batch, ir.shape(node)[:-2], strict=True))
+    sizes |= {"m": ir.shape(left)[-2], "k": ir.shape(left)[-1], "n": ir.shape(right)[-1]}
+    plain = {"m", "k", "n"}
+    return Product(
+        kind="gemm",
+        operands={
+            path: tuple(label if label in plain else None for label in labels)
+            for path, labels in zip(operands, (left_labels, right_labels), strict=True)
+        },
+        result=tuple(label if label in plain else None for label in result),
+        sizes=sizes,
+        dims={"batch": tuple(batch), "m": ("m",), "n": ("n",), "k": ("k",)},
+        terms=(tuple(sizes),),
+        strides=("n", "k"),
+        rows=("m",),
+    )
+
+
+def _named(
+    names: Mapping[str, Labels], result: Labels, added: str | None = None
+) -> Callable[[fx.Node], Product | None]:
+    return lambda node: _two_factors(node, names, result, added=added)
+
+
+def _einsum(node: fx.Node) -> Product | None:
+    """Only what is one product: two operands, `->` written out, no ellipsis, no diagonal."""
+    equation, tensors = ir.argument(node, "equation"), ir.argument(node, "tensors")
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    inputs, result = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if len(terms) != 2 or any(len(set(term)) < len(term) for term in terms):
+        return None
+    operands: dict[Path, tuple[fx.Node, Labels]] = {
+        (1, i): (tensors[i], tuple(term)) for i, term in enumerate(terms)
+    }
+    return _gemm(operands, tuple(result), ((1, 0), (1, 1)))
+
+
+# -- convolutions, attention, recurrent layers ----------------------------------------------------
+
+
+def _convolution(node: fx.Node) -> Product | None:
+    transposed = "transpose" in ir.op_name(node)
+    if "transposed" in [argument.name for argument in node.target._schema.arguments]:  # type: ignore[union-attr]
+        transposed = bool(ir.argument(node, "transposed"))
+    value, weight, bias = (ir.argument(node, name) for name in ("input", "weight", "bias"))
+    groups = ir.argument(node, "groups")
+    spatial = (None,) * (len(ir.shape(weight)) - 2)
+    batched = len(ir.shape(value)) == len(ir.shape(weight))
+    sides: Labels = ("in", "out") if transposed else ("out", "in")
+    batch: Labels = (None,) * batched
+    operands: dict[Path, Labels] = {(0,): (*batch, "in", *spatial), (1,): (*sides, *spatial)}
+    if isinstance(bias, fx.Node):
+        operands[2,] = ("out",)
+    walked = value if transposed else node  # the positions at which the kernel is applied
+    kernel = ir.shape(weight)
+    sizes = {
+        "batch": ir.shape(value)[0] if batched else 1,
+        "positions": math.prod(ir.shape(walked)[1 + batched :]),
+        "in": kernel[0] // groups if transposed else kernel[1],
+        "out": kernel[1] if transposed else kernel[0] // groups,
+        "kernel": math.prod(kernel[2:]),
+        "groups": groups,
+    }
+    return Product(
+        kind="conv",
+        operands=operands,
+        result=(*batch, "out", *spatial),
+        sizes=sizes,
+        dims={
+            "batch": ("batch",), "positions": ("positions",), "in_channels": ("in",),
+            "out_channels": ("out",), "kernel": ("kernel",), "groups": ("groups",),
+        },
+        terms=(tuple(sizes),),
+        strides=("in_channels", "out_channels"),
+        added=frozenset({(2,)}) & operands.keys(),
+        fixed={} if groups == 1 else dict.fromkeys(("in", "out"), "each group is a product alone"),
+    )  # fmt: skip
+
+
+def _conv_tbc(node: fx.Node) -> Product:
+    kernel, channels, out = ir.shape(ir.argument(node, "weight"))
+    time, batch = ir.shape(node)[:2]
+    sizes = {"batch": batch, "positions": time, "in": channels, "out": out, "kernel": kernel}
+    return Product(
+        kind="conv",
+        operands={(0,): (None, None, "in"), (1,): (None, "in", "out"), (2,): ("out",)},
+        result=(None, None, "out"),
+        sizes={**sizes, "groups": 1},
+        dims={
+            "batch": ("batch",), "positions": ("positions",), "in_channels": ("in",),
+            "out_channels": ("out",), "kernel": ("kernel",), "groups": ("groups",),
+        },
+        terms=(tuple(sizes),),
+        strides=("in_channels", "out_channels"),
+        added=frozenset({(2,)}),
+    )  # fmt: skip
+
+
+def _attention(node: fx.Node) -> Product:
+    query, key, value = (ir.shape(ir.argument(node, name)) for name in ("query", "key", "value"))
+
+    def labels(shape: tuple[Size, ...], last: str) -> Labels:
+        return (*[None] * (len(shape) - 1), last)
+
+    number = isinstance(query[-1], int) or ir.argument(node, "scale") is not None
+    return Product(
+        kind="attention",
+        operands={(0,): labels(query, "e"), (1,): labels(key, "e"), (2,): labels(value, "v")},
+        result=labels(ir.shape(node), "v"),
+        sizes={
+            "batch": math.prod(ir.shape(node)[:-2]), "queries": query[-2], "keys": key[-2],
+            "e": query[-1], "v": value[-1],
+        },
+        dims={
+            "batch": ("batch",), "queries": ("queries",), "keys": ("keys",), "head": ("e",),
+            "value_head": ("v",),
+        },
+        terms=(("batch", "queries", "keys", "e"), ("batch", "queries", "keys", "v")),
+        strides=("head", "value_head"),
+        fixed={} if number else dict.fromkeys("ev", "its size is a symbol, and so is the scale"),
+    )  # fmt: skip
+
+
+_GATES = {"aten::lstm": 4, "aten::gru": 3, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
+
+
+def _recurrent(node: fx.Node) -> Product:
+    """Only the size of the input can be padded: the gates' weights are stacked in one tensor, so
+    another hidden size would part them elsewhere.
+    """
+    params: list[fx.Node] = list(ir.argument(node, "params"))
+    where = ir.position_of(node, "params")
+    both = 2 if ir.argument(node, "bidirectional") else 1
+    layers = ir.argument(node, "num_layers")
+    step = len(params) // (layers * both)  # tensors of one direction of one layer
+    packed = "batch_sizes" in [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    *steps, width = ir.shape(value)
+    gates = _GATES[ir.op_name(node)]
+    hidden = ir.shape(params[0])[0] // gates
+    sizes = {
+        "steps": math.prod(steps), "samples": _samples(node, steps), "input": width,
+        "hidden": hidden, "gates": gates,
+        "both": both, "later": layers - 1, "below": ir.shape(params[1])[1] * both,
+        "recurrent": ir.shape(params[1])[1], "layers": layers,
+    }  # fmt: skip
+    weights: dict[Path, Labels] = {(where, step * i): (None, "input") for i in range(both)}
+    return Product(
+        kind="rnn",
+        operands={(0,): (*[None] * (1 if packed else 2), "input"), **weights},
+        result=None,
+        sizes=sizes,
+        dims={"steps": ("steps",), "input": ("input",), "hidden": ("hidden",), "gates": ("gates",)},
+        terms=(
+            ("both", "steps", "gates", "hidden", "input"),
+            ("later", "both", "steps", "gates", "hidden", "below"),
+            ("layers", "both", "steps", "gates", "hidden", "recurrent"),
+        ),
+        strides=("input", "hidden"),
+        fixed={"hidden": "the weights of its gates are stacked in one tensor"},
+    )
+
+
+def _samples(node: fx.Node, steps: list[Size]) -> Size:
+    """How many sequences run side by side; a packed batch doesn't say."""
+    if len(steps) < 2:
+        return 1
+    return steps[0] if ir.argument(node, "batch_first") else steps[1]
+
+
+# -- the operators ---------------------------------------------------------------------------------
+
+_VIEWS: Mapping[str, Callable[[fx.Node], Product | None]] = {
+    "aten::linear": _linear,
+    "aten::matmul": _matmul,
+    "aten::linalg_matmul": _matmul,
+    "aten::mm": _named({"self": ("m", "k"), "mat2": ("k", "n")}, ("m", "n")),
+    "aten::bmm": _named({"self": ("b", "m", "k"), "mat2": ("b", "k", "n")}, ("b", "m", "n")),
+    "aten::addmm": _named({"mat1": ("m", "k"), "mat2": ("k", "n")}, ("m", "n"), "self"),
+    "aten::baddbmm": _named(
+        {"batch1": ("b", "m", "k"), "batch2": ("b", "k", "n")}, ("b", "m", "n"), "self"
+    ),
+    "aten::addbmm": _named(
+        {"batch1": ("b", "m", "k"), "batch2": ("b", "k", "n")}, ("m", "n"), "self"
+    ),
+    "aten::einsum": _einsum,
+    **dict.fromkeys(
+        (f"aten::conv{way}{rank}d" for way in ("", "_transpose") for rank in (1, 2, 3)),
+        _convolution,
+    ),
+    "aten::convolution": _convolution,
+    "aten::conv_tbc": _conv_tbc,
+    "aten::scaled_dot_product_attention": _attention,
+    **dict.fromkeys(_GATES, _recurrent),
+}

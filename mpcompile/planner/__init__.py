@@ -1,0 +1,1 @@
+"""What either precision costs, and the cut that costs least."""

@@ -1,0 +1,50 @@
+"""When attention is written out as two products around a softmax, instead of the fused kernel.
+
+On CPUs torch's fused kernel does its BF16 backward at a fraction of the speed of its FP32 one, and
+under dropout there is no fused kernel at all, only products in FP32 (torch 2.13). Two batched
+products around one softmax, which the compiler below fuses, run at the speed of the BF16 units.
+The price is a stored (..., T, S) matrix, so long sequences keep the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir import aten
+from ..rules.policy import Config
+
+ATTENTION = aten.scaled_dot_product_attention.default
+LONGEST = 512  # tokens; from here on the kernel catches up, and the matrix gets large
+
+
+def is_written_out(node: fx.Node, config: Config) -> bool:
+    """Whether this attention is written out if it runs low: it can be, and it pays."""
+    return node.target is ATTENTION and _can_expand(node) and _should_expand(node, config)
+
+
+def _can_expand(node: fx.Node) -> bool:
+    """Whether the operators below say the same: one key and value head for each query head, and
+    numbers for the sizes that become the scale and the causal mask.
+    """
+    needed = [] if ir.argument(node, "scale") is not None else [_size(node, "query", -1)]
+    if ir.argument(node, "is_causal"):
+        needed += [_size(node, name, -2) for name in ("query", "key")]
+    gqa = ir.argument(node, "enable_gqa")
+    return not gqa and all(isinstance(size, int) for size in needed)
+
+
+def _should_expand(node: fx.Node, config: Config) -> bool:
+    if config.device.type != "cpu" or ir.mark(node).low is not torch.bfloat16:
+        return False
+    if ir.argument(node, "dropout_p"):
+        return True
+    sizes = [_size(node, name, -2) for name in ("query", "key")]
+    return all(isinstance(size, int) and size <= LONGEST for size in sizes)
+
+
+def _size(node: fx.Node, name: str, dimension: int) -> int | torch.SymInt:
+    value = ir.captured(ir.argument(node, name))
+    assert value is not None
+    return value.shape[dimension]

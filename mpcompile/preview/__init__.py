@@ -1,0 +1,1 @@
+"""Plans for a GPU that this machine does not have."""

@@ -1,0 +1,282 @@
+"""The plan for a GPU that isn't there: `plan_for(model, inputs, device="t4")`.
+
+Dynamo traces a copy of the model without numbers (`stand_ins.py`), the passes run with the facts of
+the GPU's data sheet (`target.py`), AOTAutograd and its partitioner part what they rewrote, and
+there it ends: no code is generated, nothing is trained. Between two graphs the program goes on with
+stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch._dynamo import pgo
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from .. import ir
+from ..api import matched_nothing
+from ..backend import config_for, reason_of, rewrite
+from ..calls.half_inputs import widened, widens_inputs
+from ..devices.gpus import gpu
+from ..emit.emitter import emit
+from ..emit.rnn_tracing import with_rnns
+from ..errors import MPCompileError, MPCompileWarning, did_you_mean
+from ..inspect.gpu_plan import GPUPlan
+from ..inspect.plan import Plan
+from ..inspect.saved_bytes import Saved, counter
+from ..ir.fakes import fake_of_fixed_size
+from ..planner.attention import ATTENTION
+from ..planner.target import Target, target_for
+from ..rules.policy import Config, Level, Policy
+from ..settings import Settings, check_module
+from ..state import copies
+from .failures import described, place
+from .stand_ins import StandIns
+
+__all__ = ["plan_for"]
+
+
+def plan_for(
+    model: nn.Module,
+    *inputs: Any,
+    device: str = "h100",
+    dtype: torch.dtype | str = "auto",
+    level: Level | str = "O1",
+    policy: Policy | None = None,
+    pad: str = "auto",
+    fuse_head: bool = False,
+    recompute: bool = False,
+    mp_optimizer: bool = False,
+    dump: str | Path | None = None,
+    **kwargs: Any,
+) -> GPUPlan:
+    """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
+
+    Nothing is trained, and nothing happens to the model, its gradients and buffers, or the random
+    numbers: what is traced is a copy without numbers. It takes no memory, so the model and its
+    inputs may also lie on "meta".
+
+    Args:
+        model: an nn.Module with FP32 parameters, in the mode (train or eval) to plan for.
+        inputs: what the model is called with: tensors of any shapes; their numbers don't matter.
+        device: the GPU: "h100", "h200", "a100", "rtx4090", "t4", "v100" or "p100".
+        dtype, level, policy, pad, fuse_head, recompute, dump: as for `mpcompile()`; O1 to O3.
+        mp_optimizer: whether an `MPOptimizer` is to hold the parameters; makes a difference at O2.
+        **kwargs: the other arguments of the model's call.
+
+    Returns:
+        The plans of all graphs, and what they save for the backward.
+
+    Raises:
+        MPCompileError: an unknown GPU, a bad argument, a model that mpcompile refuses or that can't
+            be copied, a call of the model that fails, or one that depends on values.
+    """
+    options = {
+        "dtype": dtype, "level": level, "policy": policy, "pad": pad, "fuse_head": fuse_head,
+        "recompute": recompute, "dump": dump,
+    }  # fmt: skip
+    return plan_call(
+        model, inputs, kwargs, device=device, mp_optimizer=mp_optimizer, options=options
+    )
+
+
+def plan_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    device: str,
+    mp_optimizer: bool = False,
+    options: Mapping[str, Any],
+) -> GPUPlan:
+    """`plan_for`, for arguments of the model that may have the names of options."""
+    sheet = gpu(device)
+    settings = Settings.parse(options)
+    if settings.level is Level.O0:
+        raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to plan")
+    if not isinstance(mp_optimizer, bool):
+        raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
+    if not isinstance(model, nn.Module):
+        raise MPCompileError(f"plan_for({type(model).__name__}): give an nn.Module")
+    _check_call(model, args, kwargs)
+    planner = _Planner(settings, target_for(sheet, settings.dtype), mp_optimizer)
+    stand_ins = StandIns()
+    twin = stand_ins.of_module(model)
+    check_module(twin, settings)
+    with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
+        _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
+    if not planner.plans and not planner.left:
+        raise MPCompileError(
+            f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
+            "(an unsupported construct at the top of it, or compilation is disabled); "
+            "TORCH_LOGS=graph_breaks tells why"
+        )
+    for complaint in matched_nothing(settings, planner.plans):
+        warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
+    return GPUPlan(sheet, tuple(planner.plans), tuple(planner.saved), tuple(planner.left))
+
+
+def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Find a misspelt option, which would otherwise be taken for an argument of the model."""
+    try:
+        inspect.signature(model.forward).bind(*inputs, **kwargs)
+    except TypeError as error:
+        own = [
+            name
+            for name, p in inspect.signature(plan_for).parameters.items()
+            if p.kind is p.KEYWORD_ONLY
+        ]
+        hints = (did_you_mean(name, own) for name in kwargs)
+        hint = next(filter(None, hints), "")
+        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
+
+
+_calls = itertools.count()
+
+# A plan shall not use up what Dynamo allows a function of compiles (torch 2.11 has no such option).
+_APART: dict[str, Any] = {"isolate_recompiles": True}
+if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
+    _APART = {}
+
+
+def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the model, so that Dynamo hands each graph to the planner."""
+
+    # As in api.py: Dynamo skips frames of torch's own files, and remembers sizes by a frame's name.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module, name = twin, type(twin).__name__
+    forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
+    run = torch.compile(forward, backend=planner, dynamic=False, **_APART)
+    if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
+        run = with_rnns(run)
+    if widens_inputs(twin):
+        args, kwargs = widened(args, kwargs)
+    try:
+        run(*args, **kwargs)
+    except MPCompileError:
+        raise
+    except Exception as error:
+        inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        if isinstance(inner, MPCompileError):
+            raise inner from inner.__cause__
+        if isinstance(inner, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise MPCompileError(
+                f"{name} goes on with the values of a tensor ({inner.func}){place(inner)}, and a "
+                "plan is made without values: plan for the modules that it is made of"
+            ) from error
+        raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
+
+
+@contextlib.contextmanager
+def _nothing_happened() -> Iterator[None]:
+    """Put back the random numbers, and the sizes by which Dynamo tells what is dynamic."""
+    state, numbers = random.getstate(), np.random.get_state()
+    sizes = pgo.get_code_state()
+    before = copy.deepcopy(sizes)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numbers)
+        sizes.clear()
+        sizes.update(before)
+
+
+class _Planner:
+    """A torch.compile backend that plans each graph, counts what it saves, and runs it on fakes.
+
+    Attributes:
+        plans, saved, left: see `GPUPlan`.
+    """
+
+    def __init__(self, settings: Settings, target: Target, mp_optimizer: bool) -> None:
+        self.settings, self.target = settings, target
+        self.copied = mp_optimizer and settings.level is Level.O2
+        self.plans: list[Plan] = []
+        self.saved: list[Saved] = []
+        self.left: list[str] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        config = self._config(example_inputs)
+        try:
+            graph, plan = rewrite(gm, example_inputs, config, dump=self.settings.dump)
+        except MPCompileError:
+            raise
+        except Exception as error:
+            self.left.append(reason_of(error))
+            return self._emit(gm, example_inputs, untouched=True)
+        self.plans.append(plan)
+        _attend_as_fused(graph)
+        made = self._working_copies(graph, example_inputs)
+        behind = [x for k, x in made.items() if k >= len(example_inputs)]
+        if plan.scaled:
+            beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
+            behind += [torch.zeros((), device=beside.device) for _ in ("scale", "overflows")]
+        fixed = {k: fake_of_fixed_size(x) for k, x in made.items()}
+        given = [fixed.get(k, x) for k, x in enumerate((*example_inputs, *behind))]
+        run = self._emit(graph, given)
+        return lambda *args: run(*(made.get(k, x) for k, x in enumerate((*args, *behind))))
+
+    def _config(self, example_inputs: Sequence[Any]) -> Config:
+        masters = [
+            i
+            for i, x in enumerate(example_inputs)
+            if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
+        ]
+        trained = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+        return config_for(
+            self.target,
+            self.settings,
+            scaled=trained and torch.is_grad_enabled() and self.target.low is torch.float16,
+            copied=dict.fromkeys(masters),
+        )
+
+    def _working_copies(
+        self, graph: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> dict[int, torch.Tensor]:
+        """What an `MPOptimizer` would hand to the inputs that read its low copies."""
+        made = {}
+        for k, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            if (of := ir.copy_of(node)) is not None:
+                master, shape = example_inputs[of], ir.value(node).shape
+                stored = copies.memory_for(master, self.target.low, shape)
+                made[k] = stored.requires_grad_(master.requires_grad)
+        return made
+
+    def _emit(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], *, untouched: bool = False
+    ) -> Callable[..., Any]:
+        return emit(
+            gm, inputs, "inductor", recompute=self.settings.recompute, untouched=untouched,
+            inner=counter(self.saved),
+        )  # fmt: skip
+
+
+def _attend_as_fused(gm: fx.GraphModule) -> None:
+    """Attention without its dropout: on a GPU the fused kernel draws the mask again from a seed,
+    where a CPU has none and stores scores and mask.
+    """
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
+                place = ir.position_of(node, "dropout_p")
+                if place < len(node.args):
+                    node.update_arg(place, 0.0)
+                elif node.kwargs.get("dropout_p"):
+                    node.update_kwarg("dropout_p", 0.0)
+            module.recompile()

@@ -1,0 +1,1 @@
+"""What is known about operators, and what a user may ask for."""

@@ -1,0 +1,117 @@
+"""Does this device have a kernel for this operator in this dtype? Asked of torch, not of a list.
+
+`meta` and fake tensors accept what the device then refuses ("not implemented for 'Half'"), and the
+set of refusals changes with every torch release. So the operator is run once, forward and backward,
+on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8. Only a
+refusal counts; a complaint about the shrunken shapes is not one. A recurrent kernel complains about
+nothing: oneDNN reads past the end of weights that don't fit together. It gets a layer of its own.
+
+Only torch's own operators are asked. A custom one is never run behind its author's back: whoever
+registers it as low promises the kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from . import table
+from .policy import op_key
+
+_CAP = 8
+_REFUSALS = (
+    "not implemented for", "not support", "unsupported dtype", "expected scalar type",
+    "could not create a primitive",  # oneDNN: a BF16 LSTM on a CPU with AVX2
+)  # fmt: skip
+_RECURRENT: dict[str, Callable[[int, int], torch.nn.RNNBase]] = {
+    "aten::lstm": torch.nn.LSTM,
+    "aten::gru": torch.nn.GRU,
+    "aten::rnn_tanh": torch.nn.RNN,
+    "aten::rnn_relu": torch.nn.RNN,
+}
+_answers: dict[Any, bool] = {}
+
+
+def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
+    """Whether the node's operator runs in `low` on `device`, forward and backward. Cached."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return True
+    key = (target, low, device.type, _signature(node))
+    if key not in _answers:
+        _answers[key] = _runs(node, target, low, device)
+    return _answers[key]
+
+
+def _signature(node: fx.Node) -> str:
+    """What may decide which kernel is picked: ranks, dtypes, flags and modes, but no sizes."""
+
+    def part(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["mp_captured"]
+            is_tensor = isinstance(value, torch.Tensor)
+            return f"{value.ndim}d {value.dtype}" if is_tensor else type(value).__name__
+        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+        return type(argument).__name__ if is_number else argument
+
+    return str(map_aggregate((node.args, node.kwargs), part))
+
+
+def _runs(
+    node: fx.Node, target: torch._ops.OpOverload, low: torch.dtype, device: torch.device
+) -> bool:
+    def sample(argument: Any, position: int) -> Any:
+        dtype = low if table.castable(target, position) else torch.float32
+        return map_aggregate(argument, lambda x: _sample(x, dtype, device))
+
+    try:
+        with _aside(device):
+            if (layer := _RECURRENT.get(op_key(target))) is not None:
+                made = layer(_CAP, _CAP).to(device, low)
+                results = [made(torch.rand(1, 1, _CAP, device=device, dtype=low))[0]]
+            else:
+                args = [sample(a, i) for i, a in enumerate(node.args)]
+                kwargs = {name: sample(a, -1) for name, a in node.kwargs.items()}
+                results = pytree.tree_leaves(target(*args, **kwargs))
+            tracked = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+            if tracked:
+                torch.autograd.backward(tracked, [torch.ones_like(r) for r in tracked])
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        return not any(word in str(error) for word in _REFUSALS)
+    return True
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Leave no trace (random numbers, warnings), and take no notice of the modes around us."""
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._DisableAutocast(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _sample(argument: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tiny tensor of an operand's rank, in `dtype` if it is FP32: ones stay ones."""
+    if isinstance(argument, fx.Node):
+        argument = argument.meta["mp_captured"]
+    if isinstance(argument, torch.SymInt):
+        return 2
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    sizes: list[int | torch.SymInt] = list(argument.shape)
+    shape = [min(s, _CAP) if isinstance(s, int) else 2 for s in sizes]
+    if argument.dtype is torch.float32:
+        return torch.rand(shape, device=device, dtype=dtype).requires_grad_()
+    return torch.zeros(shape, device=device, dtype=argument.dtype)

@@ -1,0 +1,260 @@
+"""What the user may ask for: levels, dtypes and overrides, as frozen data checked at the call.
+
+Nothing here looks at a graph. `Policy` is the user's word on precision and beats every built-in
+rule; `Config` is the whole of one compilation's settings, bound once and handed to every pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..devices.facts import TensorCores as TensorCores
+from ..errors import MPCompileError, did_you_mean
+from ..profile.model import Profile
+
+
+class Precision(enum.Enum):
+    """The precision class of an operator (the field's allow / deny / infer lists, and hands off).
+
+    LOW     runs in the low dtype: a Tensor Core op ("allow", "white").
+    FULL    runs in FP32 ("deny", "black").
+    FOLLOW  safe in either; decided by its neighbours ("infer", "gray").
+    KEEP    keeps the dtypes it was captured with; nothing is known about it.
+    """
+
+    LOW = "LOW"
+    FULL = "FULL"
+    FOLLOW = "FOLLOW"
+    KEEP = "KEEP"
+
+
+class Level(enum.Enum):
+    """How far the rewrite goes, named as Apex and Paddle name it.
+
+    O0  FP32, untouched.
+    O1  Tensor Core ops low, the FP32 list in FP32, accumulating paths FP32.
+    O2  everything is stored low; norms, softmax, reductions and losses compute in FP32.
+    O3  all low, no rules: the speed-of-light baseline, not meant to train well.
+    """
+
+    O0 = "O0"
+    O1 = "O1"
+    O2 = "O2"
+    O3 = "O3"
+
+
+LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# What a user may write for a precision in `Policy(modules=..., nodes=...)`.
+_WORDS = {
+    "fp32": Precision.FULL,
+    "float32": Precision.FULL,
+    "full": Precision.FULL,
+    "low": Precision.LOW,
+    "fp16": Precision.LOW,
+    "float16": Precision.LOW,
+    "bf16": Precision.LOW,
+    "bfloat16": Precision.LOW,
+    "keep": Precision.KEEP,
+}
+
+
+def parse_level(level: Level | str) -> Level:
+    """`"O1"` -> `Level.O1`. Raises `MPCompileError` for anything else than O0..O3."""
+    if isinstance(level, Level):
+        return level
+    names = [member.value for member in Level]
+    if str(level).upper() not in names:
+        raise MPCompileError(
+            f"unknown level {level!r}: use one of {', '.join(names)} (the letter O, then a digit)"
+        )
+    return Level(level.upper())
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """`"float16"` or `torch.float16` -> the dtype; `"auto"` -> None (decided by the device)."""
+    if dtype == "auto":
+        return None
+    if isinstance(dtype, str) and dtype in LOW_DTYPES:
+        return LOW_DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES.values():
+        return dtype
+    raise MPCompileError(
+        f"unknown dtype {dtype!r}: use torch.float16, torch.bfloat16 or 'auto'"
+        f"{did_you_mean(str(dtype), [*LOW_DTYPES, 'auto'])}"
+    )
+
+
+# Words that name the dtype too, whatever the rest of the graph runs in.
+_DTYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def _precision(word: Precision | str, where: str) -> Precision:
+    if isinstance(word, Precision) and word is not Precision.FOLLOW:
+        return word
+    if isinstance(word, str) and word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    raise MPCompileError(
+        f"{where}: unknown precision {word!r}; use 'low', 'fp32' or 'keep'"
+        f"{did_you_mean(str(word), _WORDS)}"
+    )
+
+
+def _is_table(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(isinstance(k, str) for k in value))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The user's precision overrides; they beat every built-in rule.
+
+    Precedence: `nodes`, then `modules` (the last matching regex wins), then the op sets.
+
+    Args:
+        low, full, keep: operators, as `"softmax"`, `"aten.softmax"`, `"mylib::op"` or the
+            `torch.ops` object itself.
+        modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
+            (`"layers.0.mlp.fc1"`). From `mpcompile(module)`, one that matches none is an error.
+            `"bf16"` and `"fp16"` are low in that dtype, whatever the rest runs in.
+        nodes: node name as the dump shows it -> precision.
+
+    Raises:
+        MPCompileError: an unknown precision word, a malformed regex, an op in two sets.
+    """
+
+    low: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
+    keep: frozenset[str] = frozenset()
+    modules: Mapping[str, Precision] = field(default_factory=dict)
+    nodes: Mapping[str, Precision] = field(default_factory=dict)
+    # ("modules" or "nodes", key) -> the low dtype asked for by name
+    low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        low: Any = (),
+        full: Any = (),
+        keep: Any = (),
+        modules: Mapping[str, Precision | str] | None = None,
+        nodes: Mapping[str, Precision | str] | None = None,
+    ) -> None:
+        sets = {"low": low, "full": full, "keep": keep}
+        for name, ops in sets.items():
+            if isinstance(ops, str):
+                raise MPCompileError(f"Policy({name}={ops!r}): give a collection, [{ops!r}]")
+            object.__setattr__(self, name, frozenset(op_key(op) for op in ops))
+        for a, b in (("low", "full"), ("low", "keep"), ("full", "keep")):
+            if both := getattr(self, a) & getattr(self, b):
+                raise MPCompileError(f"Policy: {sorted(both)} in both {a}= and {b}=")
+        for name, table in (("modules", modules), ("nodes", nodes)):
+            if not _is_table(table):
+                raise MPCompileError(f"Policy({name}={table!r}): give a dict, name -> precision")
+        for pattern in modules or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise MPCompileError(
+                    f"Policy(modules=...): bad regex {pattern!r}: {error}"
+                ) from None
+        for name, table in (("modules", modules), ("nodes", nodes)):
+            parsed = {
+                key: _precision(word, f"Policy({name}={{{key!r}: ...}})")
+                for key, word in (table or {}).items()
+            }
+            object.__setattr__(self, name, parsed)
+        dtypes = {
+            (name, key): _DTYPES[str(word).lower()]
+            for name, table in (("modules", modules), ("nodes", nodes))
+            for key, word in (table or {}).items()
+            if str(word).lower() in _DTYPES
+        }
+        object.__setattr__(self, "low_dtypes", dtypes)
+
+    def __hash__(self) -> int:
+        tables = (self.modules, self.nodes, self.low_dtypes)
+        return hash((self.low, self.full, self.keep, *(i for t in tables for i in t.items())))
+
+    def for_op(self, op: str) -> Precision | None:
+        """The user's word on an operator key such as `"aten::softmax"`, if any."""
+        for precision in (Precision.LOW, Precision.FULL, Precision.KEEP):
+            if op in getattr(self, precision.name.lower()):
+                return precision
+        return None
+
+    def for_module(self, path: str) -> tuple[str, Precision] | None:
+        """The last regex that matches the module path, and its precision."""
+        hits = [(p, word) for p, word in self.modules.items() if re.search(p, path)]
+        return hits[-1] if hits else None
+
+
+def op_key(op: Any) -> str:
+    """`"softmax"`, `"aten.softmax.int"`, `torch.ops.aten.softmax` -> `"aten::softmax"`.
+
+    Overloads share a rule, so the overload name is dropped.
+    """
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return f"higher_order::{op.name()}"
+    if not isinstance(op, str):
+        raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")
+    if "::" in op:
+        namespace, name = op.split("::", 1)
+    elif "." in op:
+        namespace, name = op.split(".", 1)
+    else:
+        namespace, name = "aten", op
+    return f"{namespace}::{name.split('.', 1)[0]}"
+
+
+def op_exists(key: str) -> bool:
+    """Whether `"aten::softmax"` names an operator that torch knows in this process."""
+    namespace, name = key.split("::", 1)
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compilation's settings, as every pass sees them.
+
+    Attributes:
+        level: O1, O2 or O3 (O0 never reaches the passes).
+        low: torch.float16 or torch.bfloat16.
+        device: where the graph's parameters live.
+        policy: the user's overrides.
+        scaled: whether gradients are scaled inside the graph.
+        pad: "never", "auto" (where it pays) or "always".
+        cores: what the device's matrix units ask of dimensions.
+        profile: how long products take on this device, in the low dtype and in FP32; or None.
+        promised: whether a product that the profile knows nothing of may be taken to be faster low.
+        copied: which inputs (by number) have a working copy in `low` that may be read instead; the
+            shape it is stored in, or None: not stored yet.
+        fuse_head: whether a head and its cross entropy become one operator.
+        has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
+    """
+
+    level: Level
+    low: torch.dtype
+    device: torch.device
+    policy: Policy = Policy()
+    scaled: bool = False
+    pad: str = "never"
+    cores: TensorCores = TensorCores()
+    profile: Profile | None = None
+    promised: bool = True
+    copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
+    fuse_head: bool = False
+    has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

@@ -1,0 +1,1 @@
+"""What is true of parameters between calls: loss scales, working copies, stored gradients."""

@@ -1,0 +1,347 @@
+"""O2's working copies: who owns them, and that a forward never reads a stale one.
+
+A parameter that an `MPOptimizer` holds is an FP32 master weight; a model at O2 reads a copy of it
+in the low dtype, which the optimizer's step writes. There is one copy for each parameter and dtype,
+however many graphs read it.
+
+    forward:  params, FP32  --ReadCopies-->  copies, low  -->  the compiled graph
+    backward: p.grad, low   <--ReadCopies--  gradients, low (in FP16 times the loss scale)
+
+Freshness. Before each forward every copy is compared with its master: same memory, same version
+counter (torch bumps it at every write in place: load_state_dict, an initialiser, another optimizer,
+an EMA that copies under no_grad). A write through `p.data` bumps nothing. So a master's class is
+`MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`: its copy is then
+cast anew before the next forward, changed or not, and before each one while that tensor is kept.
+(A view of it that outlives it, and memory written through NumPy, nobody can see.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._prims_common import suggest_memory_format
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import MPCompileError
+from ..ir.step import CopyLayout
+from . import low_gradients, onlookers
+from .guard import skipping_itself
+from .loss_scale import LossScale
+from .low_gradients import LowGradient, Multiplied
+from .traced_gradients import hide_low_gradients
+
+
+class MasterWeight(nn.Parameter):
+    """An nn.Parameter that knows when its memory was handed out by `.data`.
+
+    An existing parameter becomes one by taking this class: it stays the same object, in the module
+    and in the optimizer. A pickle or a deepcopy of it is a plain nn.Parameter again.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        data: torch.Tensor = _DATA.__get__(self)
+        self._mp_handles = [*self._living_handles(), weakref.ref(data)]
+        self._mp_written = True
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._mp_written = True
+        _DATA.__set__(self, value)
+
+    def _living_handles(self) -> list[weakref.ref[torch.Tensor]]:
+        return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
+
+    def may_be_written(self) -> bool:
+        """Whether somebody took `.data` since `settled`, or still holds what it returned."""
+        return getattr(self, "_mp_written", False) or bool(self._living_handles())
+
+    def settled(self) -> None:
+        self._mp_written = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(_DATA.__get__(self), self.requires_grad)
+        of_users = {k: v for k, v in self.__dict__.items() if not k.startswith("_mp_")}
+        plain.__dict__.update(of_users)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = nn.Parameter(self.clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+hide_low_gradients(of=MasterWeight)
+
+
+def memory_for(
+    master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Memory for a copy of `master` in `dtype`, padded with zeros where `shape` is larger."""
+    if shape is None or tuple(shape) == tuple(master.shape):
+        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+    stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
+    return stored.contiguous(memory_format=suggest_memory_format(master))
+
+
+class WorkingCopy:
+    """The low-precision copy of one master weight.
+
+    Attributes:
+        stored: what graphs read: the copy, behind it zeros where it is stored padded.
+        tensor: the copy: all of `stored`, or the part of it that has the master's shape.
+        gradient: how its gradients are stored.
+        awaited: how many forwards have read it whose backward is still to come, as far as known.
+    """
+
+    def __init__(
+        self, master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> None:
+        self.stored = memory_for(master, dtype, shape)
+        self.tensor = self.real_part(self.stored, master)
+        self.gradient = LowGradient(master, dtype)
+        self.awaited = 0
+        self._seen: tuple[int, int] | None = None
+
+    def refresh(self, master: torch.Tensor) -> None:
+        """Cast the copy anew if the master may have changed since it was written."""
+        exposed = isinstance(master, MasterWeight) and master.may_be_written()
+        if exposed and self.awaited and self._holds(master):
+            # Somebody only looked. Autograd saved the copy in a forward whose backward is to come,
+            # and would take a write of the same numbers for a change.
+            self.written(master)
+        elif exposed or self._seen != _state(master):
+            with torch.no_grad():
+                self.tensor.copy_(master)
+            self.written(master)
+
+    def _holds(self, master: torch.Tensor) -> bool:
+        """Whether the copy holds what the master does; waits for the device."""
+        with torch.no_grad():
+            return torch.equal(self.tensor, master.to(self.tensor.dtype))
+
+    @property
+    def is_padded(self) -> bool:
+        return self.stored.shape != self.tensor.shape
+
+    @property
+    def layout(self) -> CopyLayout:
+        return CopyLayout(self.tensor.dtype, self.tensor.stride())
+
+    @staticmethod
+    def real_part(padded: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """What is no padding of the copy, or of its gradient: a view."""
+        for dim, size in enumerate(master.shape):
+            if padded.shape[dim] != size:
+                padded = padded.narrow(dim, 0, size)
+        return padded
+
+    def written(self, master: torch.Tensor) -> None:
+        """Note that the copy holds what the master holds now."""
+        if isinstance(master, MasterWeight):
+            master.settled()
+        self._seen = _state(master)
+
+
+def _state(master: torch.Tensor) -> tuple[int, int]:
+    return master.data_ptr(), master._version
+
+
+_owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
+_given = WeakIdKeyDictionary()  # parameter -> the LossScale that its optimizer was given
+_copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
+_in_full = WeakIdKeyDictionary()  # parameters whose gradients must be FP32: see `read_in_full`
+_generation = 0
+_changes = 0
+
+
+def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
+    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters; with
+    `scale`, models of theirs that have no loss scale from the user take this one.
+    """
+    global _generation
+    _generation += 1
+    for parameter in parameters:
+        _owners[parameter] = weakref.ref(owner)
+        _given[parameter] = scale
+
+
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The living MPOptimizer that holds this parameter, or None."""
+    reference = _owners.get(parameter)
+    return reference() if reference is not None else None
+
+
+def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
+    """The loss scale that the living optimizer of these parameters was given, if any."""
+    scales = (_given.get(p) for p in parameters if owner_of(p) is not None)
+    return next((scale for scale in scales if scale is not None), None)
+
+
+def generation() -> int:
+    """Grows whenever an optimizer takes ownership: what was compiled before may be outdated."""
+    return _generation
+
+
+def changes() -> int:
+    """Grows whenever a copy was made, or gradients are stored under another scale."""
+    return _changes + low_gradients.changes()
+
+
+def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
+    """All copies of a parameter, by dtype."""
+    found: dict[torch.dtype, WorkingCopy] = _copies.get(parameter, {})
+    return found
+
+
+def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """The shape in which the copy of a parameter is stored, or None: there is none yet."""
+    copy = copies_of(parameter).get(dtype)
+    return tuple(copy.stored.shape) if copy is not None else None
+
+
+def copy_of(
+    parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> WorkingCopy:
+    """The copy of a parameter in `dtype`; made, and its class changed, at the first call. It is
+    stored in `shape`, the parameter's own by default, which later calls don't change.
+    """
+    global _changes
+    known = _copies.setdefault(parameter, {})
+    if dtype not in known:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = MasterWeight
+        known[dtype] = WorkingCopy(parameter, dtype, shape)
+        _changes += 1
+    copy: WorkingCopy = known[dtype]
+    return copy
+
+
+def read_in_full(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the gradients of these must be FP32 and true to size from now on: a graph reads
+    the parameters in FP32, too, or their gradients are averaged over processes.
+    """
+    for parameter in parameters:
+        _in_full[parameter] = True
+        for copy in copies_of(parameter).values():
+            copy.gradient.expect(parameter, None, low=False)
+
+
+class Reader:
+    """Hands the copies of some parameters to a compiled graph, and takes their gradients back.
+
+    Args:
+        dtype: of the copies.
+        scale: the loss scale inside the graph, or None.
+        low_gradients: store gradients in the low dtype (in FP16 times the scale) for the one
+            optimizer that owns the parameters; otherwise in FP32 and true to size.
+    """
+
+    def __init__(self, dtype: torch.dtype, scale: LossScale | None, *, low_gradients: bool) -> None:
+        self.dtype, self.scale, self.low_gradients = dtype, scale, low_gradients
+
+    def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The copies, fresh; tracked by autograd where it is on."""
+        copies = [copy_of(p, self.dtype) for p in masters]
+        for copy, master in zip(copies, masters, strict=True):
+            copy.refresh(master)
+        tensors = [copy.stored for copy in copies]
+        if not torch.is_grad_enabled():
+            return tensors
+        read_in_full(p for p in onlookers.reduced_parameters() if p not in _in_full)
+        for copy, master in zip(copies, masters, strict=True):
+            copy.awaited += 1
+            if master.requires_grad:
+                copy.gradient.expect(master, self.scale, low=self.stores_low(master))
+        return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
+
+    def stores_low(self, master: torch.Tensor) -> bool:
+        """Whether nobody but the one optimizer looks at this parameter's gradients."""
+        return (
+            self.low_gradients
+            and master not in _in_full
+            and owner_of(master) is not None
+            and len(copies_of(master)) == 1
+            and not onlookers.has_hooks(master)
+        )
+
+
+class _ReadCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, reader: Reader, copies: Sequence[WorkingCopy], *masters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reader, ctx.copies, ctx.masters = reader, copies, masters
+        ctx.multiplied = Multiplied.now(reader.scale)
+        ctx.set_materialize_grads(False)
+        return tuple(copy.stored.detach() for copy in copies)
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        results: list[torch.Tensor | None] = []
+        nodes = [node for node, _ in ctx.next_functions]  # one for each tensor given
+        for grad, copy, master, node in zip(grads, ctx.copies, ctx.masters, nodes, strict=True):
+            copy.awaited = max(0, copy.awaited - 1)
+            if grad is None or node is None:
+                results.append(None)
+                continue
+            if copy.is_padded:
+                # Laid out as the parameter is: autograd keeps such a gradient as it is.
+                format_ = suggest_memory_format(master)
+                grad = copy.real_part(grad, master).contiguous(memory_format=format_)
+            low, keeper = ctx.reader.stores_low(master), owner_of(master)
+            results.append(
+                copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
+            )
+        # What is stored low its optimizer's step looks at; nobody can change it before.
+        true = [g for g in results if g is not None and g.dtype is torch.float32]
+        if ctx.multiplied is not None and true:
+            ctx.reader.scale.saw(true)
+        return (None, None, *results)
+
+
+def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str) -> None:
+    """Refuse two loss scales for gradients that are stored scaled.
+
+    Raises:
+        MPCompileError: another model reads this parameter under another scale.
+    """
+    for copy in copies_of(parameter).values() if parameter.requires_grad else ():
+        if copy.gradient.scale not in (None, scale):
+            raise MPCompileError(
+                f"{name} is shared by two O2 models with loss scales of their own, and its "
+                "gradient can be stored under one only: hand both models the same "
+                "LossScale, mpcompile(..., loss_scale=scale)"
+            )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A plain optimizer must not take a scaled gradient for a true one."""
+    if len(_copies) == 0 or skipping_itself(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for copy in copies_of(parameter).values():
+                if copy.gradient.is_scaled(parameter.grad):
+                    raise MPCompileError(
+                        f"{type(optimizer).__name__} is about to use a gradient that is stored in "
+                        "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
+                        "too. Step each parameter with one of them"
+                    )
+
+
+register_optimizer_step_pre_hook(_refuse_scaled)

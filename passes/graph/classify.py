@@ -1,0 +1,118 @@
+"""Give every computing node its precision class and the reason for it. A deciding pass.
+
+The first rule that applies wins:
+
+1. hands off: opaque calls, dtypes other than FP32, memory that is written in place,
+   what parameters are updated from                                                    -> KEEP
+2. the user's word: policy by node, by module, by operator                            -> as asked
+3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
+4. the table in table.py; an operator in no row                                         -> KEEP
+5. no low-precision kernel on this device                                             -> FULL
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import Mark, opaque
+from mpcompile.ir.updates import nodes_of_updates
+from mpcompile.rules import table
+from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
+
+
+def classify(gm: fx.GraphModule, config: Config) -> bool:
+    _find_mutable(gm.graph)
+    updates = nodes_of_updates(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            ir.set_mark(node, _update(config) if node in updates else _decide(node, config))
+    return False
+
+
+def _update(config: Config) -> Mark:
+    reason = "a parameter or its gradient is written from it"
+    return Mark(Precision.KEEP, "update", reason, config.low)
+
+
+def _decide(node: fx.Node, config: Config) -> Mark:
+    if (reason := _hands_off(node)) is not None:
+        return Mark(Precision.KEEP, "captured", reason, config.low)
+    if (asked := _policy(node, config)) is not None:
+        return asked
+    low = config.low
+    if (region := ir.autocast_region(node)) is not None:
+        enabled, dtype = region
+        if not enabled:
+            return Mark(Precision.KEEP, "region", "autocast is disabled here", low)
+        if dtype is not None and dtype not in LOW_DTYPES.values():
+            return Mark(Precision.KEEP, "region", f"inside autocast({dtype})", low)
+        low = dtype or low
+    if ir.is_getitem(node):
+        return Mark(Precision.FOLLOW, "table", "part of a result", low)
+    rule = table.rule_for(node.target)
+    if rule is None:
+        reason = "no rule for this operator: it keeps its dtypes"
+        return Mark(Precision.KEEP, "table", reason, low)
+    runs_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
+    if runs_low and rule.kind is not table.Kind.VIEW and not config.has_kernel(node):
+        reason = f"no {ir.SHORT[low]} kernel on {config.device.type}"
+        return Mark(Precision.FULL, "kernel", reason, low)
+    return Mark(rule.precision, "table", rule.reason, low)
+
+
+def _hands_off(node: fx.Node) -> str | None:
+    """Why the node must keep its dtypes whatever anybody asks, or None."""
+    if ir.is_opaque(node):
+        return f"opaque: its body was captured in these dtypes{opaque.described(node)}"
+    if not (ir.is_op(node) or ir.is_getitem(node)):
+        return "no tensor operator"
+    if ir.is_mutable(node):
+        return "its memory is written in place"
+    touched = list(ir.tensors_of(node.meta["mp_captured"]))
+    touched += [t for n in node.all_input_nodes for t in ir.tensors_of(n.meta["mp_captured"])]
+    dtypes = {t.dtype for t in touched if ir.is_floating(t.dtype)}
+    if not dtypes:
+        return "no floating-point value"
+    if dtypes != {torch.float32}:
+        others = sorted(ir.SHORT.get(d, str(d)) for d in dtypes - {torch.float32})
+        return f"touches {', '.join(others)}"
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return "writes in place"
+    if ir.is_getitem(node) and ir.is_marked(node.args[0]):  # type: ignore[arg-type]
+        parent = ir.mark(node.args[0])  # type: ignore[arg-type]
+        if parent.precision is Precision.KEEP:
+            return parent.reason
+    return None
+
+
+def _policy(node: fx.Node, config: Config) -> Mark | None:
+    policy = config.policy
+    if node.name in policy.nodes:
+        low = policy.low_dtypes.get(("nodes", node.name), config.low)
+        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", low)
+    if (hit := policy.for_module(ir.module_path(node))) is not None:
+        pattern, word = hit
+        low = policy.low_dtypes.get(("modules", pattern), config.low)
+        return Mark(word, "policy", f"policy: module {pattern!r}", low)
+    if (word_for_op := policy.for_op(ir.op_name(node))) is not None:
+        return Mark(word_for_op, "policy", f"policy: operator {ir.op_name(node)!r}", config.low)
+    return None
+
+
+def _find_mutable(graph: fx.Graph) -> None:
+    """Note each value whose memory some node writes; all its aliases share the fate."""
+    targets = [target for node in graph.nodes for target in ir.written(node)]
+    memory = {place for target in targets if (place := ir.storage(target)) is not None}
+    for node in reversed(graph.nodes):
+        if ir.is_opaque(node):  # what it returns may be what it was given
+            results = (node, *filter(ir.is_getitem, node.users))
+            if any(ir.storage(result) in memory for result in results):
+                places = map(ir.storage, node.all_input_nodes)
+                memory.update(place for place in places if place is not None)
+    for node in graph.nodes:
+        if ir.storage(node) in memory:
+            ir.set_mutable(node)
+    for target in targets:
+        ir.set_mutable(target)

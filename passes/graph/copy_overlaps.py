@@ -1,0 +1,65 @@
+"""A result whose elements share memory is returned as a copy of its own. A rewriting pass.
+
+    unfold = unfold(x, 1, 2, 1)             unfold = unfold(x, 1, 2, 1)
+    return unfold                     ->    unfold_copy = contiguous(unfold)
+                                            return unfold_copy
+
+AOTAutograd lays the gradient of a result out as the result is, and of what was written to the same
+place only the last survives (torch 2.11 to 2.13; `torch.compile` gives wrong gradients for such a
+result). One that is a view of an input, or shares memory with another result, it makes anew outside
+of the graph, where autograd adds up rightly, and no loss scale stands in between. Stride 0, as
+`expand` makes it, it treats well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import Mark, aten
+from mpcompile.rules.policy import Config, Precision
+
+
+def copy_overlaps(gm: fx.GraphModule, config: Config) -> bool:
+    output = gm.graph.output_node()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not any(map(ir.requires_grad, inputs)):
+        return False
+    results = list(output.args[0])  # type: ignore[arg-type]
+    captured = gm.meta["mp_output_memory"]
+    shared = {ir.storage(node) for node in inputs}
+    shared |= {at for at, count in Counter(captured).items() if count > 1}
+    for i, (result, at) in enumerate(zip(results, captured, strict=True)):
+        value = ir.tensor(result) if isinstance(result, fx.Node) else None
+        if value is None or not value.is_floating_point() or value.layout is not torch.strided:
+            continue
+        if at not in shared and _overlaps(value):
+            results[i] = _copy(gm.graph, result)
+    changed = results != list(output.args[0])  # type: ignore[arg-type]
+    output.args = (tuple(results),)
+    return changed
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether two elements have one place, other than by a stride of 0."""
+    sizes = zip(map(ir.hint, value.shape), map(ir.hint, value.stride()), strict=True)
+    reach = 0  # from the first to the last element of the dimensions of smaller stride
+    for stride, size in sorted((stride, size) for size, stride in sizes if size > 1 and stride > 0):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    why = "its elements share memory, and their gradients would"
+    decision = Mark(Precision.KEEP, "copy", why, ir.dtype(node))
+    with graph.inserting_before(graph.output_node()):
+        name = f"{node.name}_copy"
+        target = aten.contiguous.default
+        dense = ir.insert(graph, target, (node,), name=name, like=node, decision=decision)
+    dense.meta["mp_captured"] = ir.value(dense)
+    return dense

@@ -1,0 +1,92 @@
+"""In-place ops on private values become out-of-place. A rewriting pass; needs no marks.
+
+    h = linear(x, w)                 h = linear(x, w)
+    relu_ = relu_(h)        ->       relu = relu(h)
+    return mul(h, 2)                 return mul(relu, 2)
+
+An in-place op writes through its memory: cast a value that is written, and the write is lost. So an
+op is rewritten only where nobody can tell the difference:
+
+* the written value's memory was made in this graph (no input, no constant), and
+* no other live value shares it (a base, a view), and
+* the functional form has the same dtype and shape, and
+* the op doesn't run under no_grad: out of place, its result would have no history.
+
+What stays in place is left for classify, which keeps the captured dtypes of everything that shares
+the memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config
+
+
+def functionalize(gm: fx.GraphModule, config: Config) -> bool:
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if (memory := ir.storage(node)) is not None:
+            sharing.setdefault(memory, []).append(node)
+    changed = False
+    for node in list(gm.graph.nodes):
+        functional = _functional_form(node)
+        if functional is None or not _is_private(node, sharing, order):
+            continue
+        target = node.args[0]
+        node.target = functional
+        target.replace_all_uses_with(node, lambda user, at=order[node]: order[user] > at)
+        changed = True
+    return changed
+
+
+def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
+    """`relu` for `relu_`, where the functional call gives the same dtype and shape."""
+    if not ir.is_op(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    namespace, name = ir.op_name(node).split("::")
+    if not name.endswith("_") or table.written_args(node.target) != {0}:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    overload = getattr(packet, node.target._overloadname, None)
+    if overload is None or table.rule_for(overload) is None:
+        return None
+    if _argument_names(overload) != _argument_names(node.target):
+        return None  # polygamma(n, self), but polygamma_(self, n)
+    written, *others = (t for n in node.all_input_nodes if (t := ir.captured(n)) is not None)
+    after = ir.captured(node)
+    if after is None or written.shape != after.shape:
+        return None
+    # In place the result keeps the written dtype; out of place it would be promoted.
+    if any(torch.promote_types(written.dtype, t.dtype) is not written.dtype for t in others):
+        return None
+    return overload  # type: ignore[no-any-return]
+
+
+def _argument_names(op: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def _is_private(
+    node: fx.Node, sharing: dict[int, list[fx.Node]], order: dict[fx.Node, int]
+) -> bool:
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    memory = ir.storage(target)
+    maker = target.args[0] if ir.is_getitem(target) else target
+    if memory is None or target.op != "call_function" or ir.is_opaque(maker):  # type: ignore[arg-type]
+        return False
+    if not ir.grad_enabled(node):  # the value may be one that autograd tracks: it must stay itself
+        return False
+    at = order[node]
+    for other in sharing[memory]:
+        if other.op in ("placeholder", "get_attr"):
+            return False
+        used_later = any(order[user] > at for user in other.users)
+        if other not in (target, node) and order[other] < at and used_later:
+            return False
+    return True

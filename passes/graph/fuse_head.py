@@ -1,0 +1,159 @@
+"""Never store the logits of a large vocabulary: a head and its loss as one. A rewriting pass.
+
+    linear: f32[B, T, V] = linear(x, w)             rows: f32[N, d] = reshape(x, [-1, d])
+    view: f32[N, V] = view(linear, [-1, V])    ->   loss: f32[] = linear_cross_entropy(rows, w, ...)
+    loss: f32[] = cross_entropy_loss(view, target)
+
+The operator (fused_head.py) reads x and the weight low, makes the logits for some rows at a time,
+computes in FP32, and makes the logits again in the backward: it stores N numbers where the two
+operators store N*V and more, for one more matrix product. That pays where memory is short, so the
+user asks for it.
+
+Only where the result is the same: class indices for targets, classes last, logits that nothing
+else reads, all of it under one grad mode and in one checkpoint. Runs once the marks are final: the
+linear is LOW, the loss computed in FP32. A loss that is left alone says why in its reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import Mark, aten
+from mpcompile.rules.policy import Config, Precision
+
+LOSS = aten.cross_entropy_loss.default
+LINEAR = aten.linear.default
+# What may stand between the two, as long as the classes stay last.
+BETWEEN = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default,
+    aten.flatten.using_ints, aten.unflatten.int, aten.to.dtype,
+)  # fmt: skip
+
+
+class _Apart(Exception):
+    """The two must stay two; the argument is the reason."""
+
+
+def fuse_head(gm: fx.GraphModule, config: Config) -> bool:
+    if not config.fuse_head:
+        return False
+    changed = False
+    for loss in gm.graph.find_nodes(op="call_function", target=LOSS):
+        try:
+            linear, between = _head(loss)
+            _check_alone([linear, *between, loss])
+            _check_precision(linear, loss)
+            _check_arguments(linear, loss)
+        except _Apart as why:
+            _say(loss, f"not fused with its head: {why}")
+            continue
+        _fuse(gm.graph, loss, linear, between)
+        changed = True
+    return changed
+
+
+def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The linear that makes the logits, and what stands between it and the loss, last first."""
+    if len(_shape(loss.args[0])) != 2:
+        raise _Apart("its logits are not rows of classes, (N, V)")
+    node, between = _node(loss.args[0]), []
+    while node.target in BETWEEN:
+        between.append(node)
+        node = _node(node.args[0])
+    if node.target is not LINEAR:
+        raise _Apart(f"its logits come from {ir.op_name(node).removeprefix('aten::')}")
+    classes = _shape(node.args[1])[0]
+    for step in between:
+        last = _shape(step)[-1:]
+        if not (isinstance(classes, int) and last == (classes,) and ir.was_f32(step)):
+            raise _Apart(f"{step.name} moves the classes")
+    return node, between
+
+
+def _check_alone(nodes: list[fx.Node]) -> None:
+    """Nobody else sees the logits, and what makes them may as well be read where the loss is."""
+    linear, loss = nodes[0], nodes[-1]
+    for node in nodes[:-1]:
+        if len(node.users) > 1:
+            raise _Apart(f"something else reads {node.name}")
+    if any(ir.regions(node) != ir.regions(loss) for node in nodes):
+        raise _Apart("an activation checkpoint ends between them")
+    if any(ir.grad_enabled(node) != ir.grad_enabled(loss) for node in nodes):
+        raise _Apart("the grad mode changes between them")
+    for operand in linear.all_input_nodes:
+        if ir.is_mutable(operand):
+            raise _Apart(f"{operand.name} is written in place")
+
+
+def _check_precision(linear: fx.Node, loss: fx.Node) -> None:
+    head, own = ir.mark(linear), ir.mark(loss)
+    if head.precision is not Precision.LOW:
+        raise _Apart(f"{linear.name} is {head.precision.value}, {head.reason}")
+    by_user = own.rule == "policy" and own.precision is not Precision.FULL
+    if by_user or own.precision is Precision.KEEP:
+        raise _Apart(f"it is {own.precision.value}, {own.reason}")
+
+
+def _check_arguments(linear: fx.Node, loss: fx.Node) -> None:
+    _, target, class_weight, _, _, smoothing = _arguments(loss)
+    indices = ir.captured(target)
+    if indices is None or indices.dtype is not torch.int64 or indices.ndim != 1:
+        raise _Apart("its targets are not int64 indices of classes")
+    if class_weight is not None and ir.requires_grad(class_weight):
+        raise _Apart("its class weights learn")
+    if not isinstance(smoothing, (int, float)):
+        raise _Apart("its label_smoothing is no constant")
+    if len(_shape(linear.args[1])) != 2:
+        raise _Apart(f"the weight of {linear.name} is no matrix")
+
+
+def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node]) -> None:
+    x, weight, bias = (*linear.args, None)[:3]
+    _, target, class_weight, reduction, ignore_index, smoothing = _arguments(loss)
+    reason = f"{linear.name} and its loss in one: logits in FP32, some rows at a time, never stored"
+    decision = Mark(Precision.LOW, "fuse_head", reason, ir.mark(linear).low)
+
+    def call(name: str, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        new = ir.insert(graph, target, args, name=name, like=loss, decision=decision)
+        new.meta["mp_captured"] = new.meta["val"]
+        return new
+
+    with graph.inserting_before(loss):
+        if len(_shape(x)) != 2:
+            x = call(f"{linear.name}_rows", aten.reshape.default, x, [-1, _shape(weight)[1]])
+        settings = (reduction, ignore_index, smoothing)
+        operator = torch.ops.mpcompile.linear_cross_entropy.default
+        fused = call(
+            f"{linear.name}_loss", operator, x, weight, bias, target, class_weight, *settings
+        )
+    for entry in ("mp_captured", "tensor_meta"):
+        fused.meta[entry] = loss.meta.get(entry)
+    loss.replace_all_uses_with(fused)
+    for node in (loss, *between, linear):
+        graph.erase_node(node)
+
+
+def _arguments(loss: fx.Node) -> list[Any]:
+    """Every argument in the schema's order, defaults filled in."""
+    given = dict(ir.positions(loss))
+    return [given.get(i, a.default_value) for i, a in enumerate(LOSS._schema.arguments)]
+
+
+def _node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _shape(argument: Any) -> Any:
+    value = ir.captured(_node(argument))
+    assert value is not None
+    return value.shape
+
+
+def _say(loss: fx.Node, why: str) -> None:
+    if why not in ir.mark(loss).reason:
+        ir.remark(loss, reason=f"{ir.mark(loss).reason}; {why}")

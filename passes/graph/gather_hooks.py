@@ -1,0 +1,45 @@
+"""Let a hook on a value see the gradient of all its uses. A rewriting pass; needs no marks.
+
+    sin(h); k = register_hook(h, body); cos(k)     ->     k = register_hook(h, body); sin(k); cos(k)
+
+That is what `h.register_hook(f)` means in eager mode, wherever in the program it stands. In a graph
+the hook is an operator, and sees the gradients of what reads its result: Dynamo lets all that comes
+after it read that, but not what came before.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.rules.policy import Config
+
+
+def gather_hooks(gm: fx.GraphModule, config: Config) -> bool:
+    nodes = list(gm.graph.nodes)
+    moved = [_gather(n) for n in nodes if ir.op_name(n) == "higher_order::register_hook"]
+    return any(moved)
+
+
+def _gather(hook: fx.Node) -> bool:
+    """Put the hook behind the value it is on, before all other readers."""
+    value, body, *free = hook.all_input_nodes
+    before = set(itertools.takewhile(lambda n: n is not hook, hook.graph.nodes))
+    readers = [user for user in value.users if user is not hook]
+    if before.isdisjoint(readers):
+        return False
+    memory = ir.storage(value)
+    written = any(ir.storage(t) == memory for n in hook.graph.nodes for t in ir.written(n))
+    if free or written:
+        raise CannotRewrite(
+            f"a hook is put on {value.name}, which was read before, and either is written in "
+            "place or the hook reads other values"
+        )
+    ir.after(value).prepend(body)
+    body.append(hook)
+    for user in readers:
+        user.replace_input_with(value, hook)
+    return True

@@ -1,0 +1,60 @@
+"""Results that share memory go on sharing it: the caller may write to one and read the other. A
+deciding pass; LOW and FOLLOW become FULL.
+
+    linear: LOW = linear(x, w)                 linear: LOW = linear(x, w)
+    view: FOLLOW = view(linear, -1)      ->    view: FULL = view(linear, -1)
+    return linear, view                        return linear, view
+
+Cast each to FP32 for the caller, they would lie in two places. So the cast stands where the memory
+is made, before all views that lead from there to such a result. A view of an input is one of them:
+its memory is the caller's.
+
+So it does for a view made under no_grad: of something that autograd tracks it is tracked itself, a
+cast is not.
+
+The user's word (rule "policy") is never overruled; what then no longer shares memory is found by
+the specification (spec.py), and the graph is left in FP32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules.policy import Config, Precision
+
+
+def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
+    sharing: dict[int, set[fx.Node]] = defaultdict(set)
+    results = [n for n in gm.graph.output_node().all_input_nodes if ir.was_f32(n)]
+    for node in (*results, *gm.graph.find_nodes(op="placeholder")):
+        if (memory := ir.storage(node)) is not None:
+            sharing[memory].add(node)
+    for result in results:
+        memory = ir.storage(result)
+        if memory is not None and len(sharing[memory]) > 1:
+            _pin(result, f"{result.name} is returned, and so is something else in its memory")
+        elif _is_tracked_view(result):
+            _pin(result, f"{result.name} is a view made under no_grad of what autograd tracks")
+    return False
+
+
+def _is_tracked_view(node: fx.Node) -> bool:
+    """Whether it was made under no_grad, and is tracked all the same: only a view is."""
+    return not ir.grad_enabled(node) and ir.requires_grad(node)
+
+
+def _pin(result: fx.Node, reason: str) -> None:
+    """Pin the views through which the result shows its memory."""
+    pending = [result]
+    while pending:
+        node = pending.pop()
+        shown = [n for n in node.all_input_nodes if ir.shares_memory(n, node)]
+        if not shown:
+            continue
+        pending += shown
+        decided = ir.precision(node)
+        if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).rule != "policy":
+            ir.remark(node, precision=Precision.FULL, rule="alias", reason=reason)

@@ -1,0 +1,159 @@
+"""Keep out of the low dtype what it can't hold. A deciding pass; it turns LOW and FOLLOW into FULL.
+
+Capture bakes constants that FP32 holds and FP16 does not. Lowered blindly, eager raises, or a fully
+masked row becomes NaN, or a division by zero appears:
+
+    masked_fill(scores, mask, -3.4e38)     below -65504: -inf, and NaN for a fully masked row
+    add(norm, 1e-8)                        below 2**-24: zero
+    arange(4096)                           above 2048 FP16 has no odd numbers (BF16: above 256)
+
+A value is *wide* when it may not survive the cast. Wideness starts at such constants, at integers
+turned into floats, at results that leave the range by nature (`exp`, `sum`), and at O2 at data that
+enters the graph without a gradient (a mask, a table; its range is unknown). It passes through
+FOLLOW nodes, which are pinned FULL, and ends at a bounded result or an operator with FP32
+arithmetic of its own.
+A LOW node takes a wide operand as autocast would, except *exact* ones (positions, integers): there
+the spacing matters, not the range, and the node is pinned.
+
+The user's word (rule "policy") is never overruled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Level, Precision
+
+_FILLS = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
+_RANGES = ("aten::arange", "aten::linspace", "aten::logspace")
+_CONVERTS = ("aten::to", "aten::_to_copy", "aten::type_as")
+_PASSES_ON = ("aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach_", "aten::clone")
+_AVERAGES = ("aten::mean", "aten::nanmean")
+_WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
+
+@dataclass(frozen=True)
+class Wide:
+    why: str
+    exact: bool = False
+
+
+def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
+    wide: dict[fx.Node, Wide] = {}
+    for node in gm.graph.nodes:
+        found = _origin(node, gm, config)
+        if found is None and ir.is_marked(node):
+            found = _through(node, wide, config)
+        if found is not None and any(True for _ in ir.tensors_of(node.meta.get("mp_captured"))):
+            wide[node] = found
+    return False
+
+
+def _fits(number: float, dtype: torch.dtype) -> bool:
+    """Whether a constant keeps its meaning in `dtype`: zero, inf, nan, or a normal number."""
+    info = torch.finfo(dtype)
+    magnitude = abs(number)
+    if magnitude == 0 or magnitude == float("inf") or number != number:
+        return True
+    return bool(info.smallest_normal <= magnitude <= info.max)
+
+
+def _whole_numbers_up_to(dtype: torch.dtype) -> int:
+    """Integers up to here are exact: 2048 in FP16, 256 in BF16."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
+    """Wideness that starts at this node."""
+    value = ir.captured(node)
+    if node.op == "placeholder":
+        if config.level is not Level.O2:
+            return None  # O1 widens beside an FP32 input anyway, O3 has no rules
+        trained = ir.requires_grad(node) or ir.is_parameter(node)
+        if value is not None and value.dtype is torch.float32 and not trained:
+            return Wide("data of unknown range")
+        return None
+    if node.op == "get_attr":
+        constant = ir.attribute(gm, node)
+        if isinstance(constant, torch.Tensor) and constant.is_floating_point():
+            return _constant(constant, config.low)
+        return None
+    if not ir.is_op(node):
+        return None
+    name = ir.op_name(node)
+    if name in _FILLS:
+        arguments = dict(ir.positions(node))
+        number = arguments.get(_FILLS[name])
+        if isinstance(number, (int, float)) and not _fits(number, config.low):
+            return Wide(f"constant {number:g}")
+    if name in _RANGES and value is not None and value.is_floating_point():
+        limit = _whole_numbers_up_to(config.low)
+        bounds = [a for a in node.args if not isinstance(a, (int, float)) or abs(a) > limit]
+        if bounds:
+            return Wide("positions past the low dtype's last whole number", exact=True)
+    if name in _CONVERTS and value is not None and value.is_floating_point():
+        source = ir.captured(node.args[0])  # type: ignore[arg-type]
+        if source is not None and source.dtype in _WIDE_INTEGERS:
+            return Wide("integers that the low dtype can't tell apart", exact=True)
+    rule = table.rule_for(node.target)
+    if rule is not None and rule.grows:
+        return Wide(f"{name.removeprefix('aten::')} can leave the low dtype's range")
+    return None
+
+
+def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
+    if value.numel() >= 1 << 20:
+        return Wide("a constant too large to look through")
+    numbers = value.detach().flatten().tolist()
+    bad = next((x for x in numbers if not _fits(x, low)), None)
+    return None if bad is None else Wide(f"constant {bad:g}")
+
+
+def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide | None:
+    """Pin the node where a constant or a wide operand asks for it; what it hands on."""
+    decision = ir.mark(node)
+    operands = [
+        wide[n] for i, n in ir.float_args(node) if n in wide and table.castable(node.target, i)
+    ]
+    if decision.precision is Precision.KEEP:
+        return operands[0] if operands and ir.op_name(node) in _PASSES_ON else None
+    if decision.precision is Precision.FULL and ir.op_name(node) in _AVERAGES:
+        return operands[0] if operands else None  # as large as what it averages
+    if decision.rule == "policy" or decision.precision is Precision.FULL:
+        return None
+    if (number := _bad_scalar(node, decision.low)) is not None:
+        why = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
+        ir.remark(node, precision=Precision.FULL, rule="guard", reason=why)
+        return Wide(f"constant {number:g}")
+    if not operands:
+        return None
+    if decision.precision is Precision.LOW and not any(w.exact for w in operands):
+        return None
+    first = next((w for w in operands if w.exact), operands[0])
+    ir.remark(node, precision=Precision.FULL, rule="guard", reason=f"an input is wide: {first.why}")
+    rule = table.rule_for(node.target)
+    return None if rule is not None and rule.bounded else first
+
+
+def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
+    """The first number among the node's scalar operands that `low` can't hold."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if not all(table.castable(node.target, i) for i in range(len(node.args))):
+        return None  # batch_norm: its eps lives in FP32 inside the kernel
+    schema = node.target._schema.arguments
+    for i, argument in ir.positions(node):
+        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+        is_scalar = is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS
+        if is_scalar and not _fits(float(argument), low):
+            return float(argument)
+    return None
+
+
+# add(x, 1e-8) passes its number for a tensor
+_SCALARS = ("number", "Optional[number]", "Optional[float]", "Tensor")

@@ -1,0 +1,44 @@
+"""Compute in FP32 what a matrix factorisation reads. A deciding pass; LOW and FOLLOW become FULL.
+
+    k: LOW = mm(x, xT)                           k: FULL = mm(x, xT)
+    cholesky: FULL = linalg_cholesky(k)    ->    cholesky: FULL = linalg_cholesky(k)
+
+Rounded to FP16, a positive definite matrix may have a negative eigenvalue, and a singular one full
+rank: `cholesky` then raises, `pinv` returns 1e5 where it should return 1. FP32 inside the operator
+comes too late. So its producers are pinned, up through FOLLOW nodes, to the first LOW operator on
+each path; what that one reads may well be low (the product of rounded factors is a true product).
+
+The user's word (rule "policy") is never overruled.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Level, Precision
+
+
+def guard_factorisations(gm: fx.GraphModule, config: Config) -> bool:
+    if config.level is Level.O3:
+        return False
+    for node in gm.graph.nodes:
+        rule = table.rule_for(node.target)
+        if rule is not None and rule.sensitive and ir.precision(node) is Precision.FULL:
+            _pin_producers(node)
+    return False
+
+
+def _pin_producers(reader: fx.Node) -> None:
+    name = ir.op_name(reader).removeprefix("aten::")
+    pending = [node for _, node in ir.float_args(reader)]
+    while pending:
+        node = pending.pop()
+        decided = ir.precision(node)
+        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).rule == "policy":
+            continue
+        reason = f"{name} reads it, and would multiply its rounding"
+        ir.remark(node, precision=Precision.FULL, rule="guard", reason=reason)
+        if decided is Precision.FOLLOW:
+            pending += node.all_input_nodes

@@ -1,0 +1,32 @@
+"""Leave products in FP32 of which neither a profile nor a data sheet says that low is faster.
+
+A deciding pass. Where a device has no matrix units for the low dtype, and its profile predicts
+nothing for a product, the product is FULL: on a CPU without BF16 instructions the low one runs ten
+to forty times longer. What the user asked for, by policy or by naming the dtype, is left alone.
+
+    linear: LOW, CPU with AVX2, dtype="auto", no profile       FULL
+    linear: LOW, the same, with a profile                      for plan to decide
+    linear: LOW, FP16 on a GPU with Tensor Cores               LOW
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.planner import costs
+from mpcompile.rules.policy import Config, Level, Precision
+
+
+def leave_unpromised(gm: fx.GraphModule, config: Config) -> bool:
+    if config.promised or config.level is Level.O3:
+        return False
+    for node in gm.graph.nodes:
+        by_rule = ir.precision(node) is Precision.LOW and ir.mark(node).rule == "table"
+        if by_rule and costs.seconds(node, config) is None:
+            reason = (
+                f"{ir.mark(node).reason}; but {config.device.type} has no matrix units for "
+                f"{ir.SHORT[config.low]} here, and no profile knows this product"
+            )
+            ir.remark(node, precision=Precision.FULL, rule="plan", reason=reason)
+    return False

@@ -1,0 +1,66 @@
+"""Let a softmax keep its low result for the backward, instead of its FP32 one. A rewriting pass.
+
+    softmax: f32 = softmax(x, -1)
+    softmax_f16: f16 = to(softmax, f16)      ->      softmax_f16: f16 = softmax_low(x, -1, f16)
+    out: f16 = matmul(softmax_f16, v)                out: f16 = matmul(softmax_f16, v)
+
+The gradient of a softmax is made of its result, and torch takes the FP32 one for it: the compiler
+below then keeps the scores too, to make that result again. Attention's scores are the largest
+values of a transformer block. `softmax_low` (library.py) computes in FP32, rounds its result, and
+has a backward that computes in FP32 from the rounded one, which the product behind it keeps in any
+case. That is what a half-precision model does, with the exponentials and their sums still in FP32.
+
+At O2, where everything is stored low; only where nothing reads the FP32 result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.rules.policy import Config, Level, Precision
+
+SOFTMAX = {aten.softmax.int: False, aten._safe_softmax.default: True}
+
+
+def narrow_softmax(gm: fx.GraphModule, config: Config) -> bool:
+    changed = False
+    for node in gm.graph.nodes if config.level is Level.O2 else ():
+        if node.target in SOFTMAX and _is_rounded(node):
+            _narrow(gm.graph, node)
+            changed = True
+    return changed
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    """Whether a softmax in FP32 is read by nothing but its cast to the low dtype."""
+    in_full = ir.precision(node) is Precision.FULL and ir.argument(node, "dtype") is None
+    users = list(node.users)
+    return (
+        in_full
+        and len(users) == 1
+        and ir.is_cast(users[0])
+        and ir.dtype(users[0]) is ir.mark(node).low
+        and ir.regions(users[0]) == ir.regions(node)
+    )
+
+
+def _narrow(graph: fx.Graph, node: fx.Node) -> None:
+    (cast,) = node.users
+    operand, dim = node.args[0], ir.argument(node, "dim")
+    safe = SOFTMAX[node.target]  # type: ignore[index]
+    reason = f"{ir.mark(node).reason}; its backward reads the low result"
+    with graph.inserting_before(cast):
+        new = ir.insert(
+            graph,
+            torch.ops.mpcompile.softmax_low.default,
+            (operand, dim, ir.dtype(cast), safe),
+            name=f"{node.name}_low",
+            like=node,
+            decision=ir.Mark(Precision.FULL, "softmax", reason, ir.mark(node).low),
+        )
+    cast.replace_all_uses_with(new)
+    graph.erase_node(cast)
+    graph.erase_node(node)

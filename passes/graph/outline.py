@@ -1,0 +1,87 @@
+"""Fold the bodies of activation checkpoints back. A rewriting pass, the last one.
+
+Capture inlined each checkpoint's body and tagged its nodes, so that the other passes saw one flat
+graph. AOTAutograd wants the higher-order operator, whose body it recomputes in the backward:
+
+    h = linear(x, w)         # in region 0            checkpoint = tag_activation_checkpoint(
+    y = relu(h)              # in region 0     ->         body_0, x, w)
+    return y                                          y = checkpoint[0]
+
+Innermost regions are folded first. Whatever a body reads from outside is passed in, constants too:
+AOTAutograd wants to know each tensor that a graph owns, and does not look for them in bodies.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.rules.policy import Config
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def outline(gm: fx.GraphModule, config: Config) -> bool:
+    constants = [n for n in gm.graph.find_nodes(op="get_attr") if not _is_body(gm, n)]
+    ir.set_regions(constants, ())
+    paths = dict.fromkeys(path for n in gm.graph.nodes if (path := ir.regions(n)))
+    prefixes = dict.fromkeys(path[: i + 1] for path in paths for i in range(len(path)))
+    for i, path in enumerate(sorted(prefixes, key=len, reverse=True)):
+        # A number of the graph's own: names are part of the key of the compilers' caches.
+        _fold(gm, path, f"checkpoint_body_{i}")
+    named = {n.target for n in gm.graph.find_nodes(op="get_attr")}
+    for i in range(len(prefixes)):
+        if (name := f"checkpoint_body_{i}") not in named:  # it stands in another body
+            gm.delete_submodule(name)
+    return bool(prefixes)
+
+
+def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...], name: str) -> None:
+    nodes = [n for n in gm.graph.nodes if ir.regions(n) == path]
+    members = set(nodes)
+    body = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    outside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in members)
+    operands = [n for n in outside if not _is_body(gm, n)]
+    for operand in operands:
+        env[operand] = body.placeholder(operand.name)
+        env[operand].meta = dict(operand.meta)
+    for other in outside:
+        if other not in env:  # the body of a call: named inside, never passed in
+            env[other] = body.node_copy(other)
+    for node in nodes:
+        env[node] = body.node_copy(node, env.__getitem__)
+    results = [n for n in nodes if any(u not in members for u in n.users)]
+    body.output(tuple(env[n] for n in results))
+
+    last = nodes[-1]
+    inside = list(gm.graph.nodes)
+    first, final = inside.index(nodes[0]), inside.index(last)
+    strangers = [n for n in inside[first : final + 1] if n not in members]
+    if any(m in n.all_input_nodes for n in strangers for m in members):
+        raise CannotRewrite("a checkpointed region is interleaved with code outside it")
+
+    module = fx.GraphModule(gm, body)
+    module.meta.update(path[-1].body_meta)
+    gm.add_submodule(name, module)
+    with gm.graph.inserting_before(last.next):
+        attribute = gm.graph.get_attr(name)
+        call = gm.graph.call_function(CHECKPOINT, (attribute, *operands), dict(path[-1].kwargs))
+        ir.set_regions((attribute, call), path[:-1])
+        call.meta["val"] = tuple(n.meta["val"] for n in results)
+        call.meta["mp_captured"] = tuple(n.meta.get("mp_captured") for n in results)
+        for i, result in enumerate(results):
+            part = gm.graph.call_function(operator.getitem, (call, i))
+            part.meta = {**result.meta}
+            ir.set_regions((part,), path[:-1])
+            result.replace_all_uses_with(part, lambda user: user not in members)
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+
+
+def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(ir.attribute(gm, node), fx.GraphModule)

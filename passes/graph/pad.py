@@ -1,0 +1,277 @@
+"""Decide which dimensions are padded for Tensor Cores, and where the padding stays. Decides only.
+
+    linear: f16[4, 1001] = linear(x, w)            reads x[4, 264], w[1008, 264]: gives [4, 1008]
+    gelu: f16[4, 1001] = gelu(linear)         ->   stays padded: gives [4, 1008]
+    linear_1: f16[4, 257] = linear(gelu, w_1)      reads gelu as it is and w_1[264, 1008]
+    sum: f32[4] = sum(linear_1, 1)                 reads linear_1[4, 257]
+
+Tensor Cores load rows in pieces of 16 bytes: the dims that are row strides (n and k of a matrix
+product, the channels of a convolution, the head size of attention) ought to be multiples of 8 in
+FP16 (NVIDIA's mixed-precision guide; the number of rows too, on Volta and Turing).
+
+Algorithm.
+1. In program order, each product that runs low: the labels of its unaligned dims are padded if they
+   can be (`_can_pad`) and, under "auto", if it pays (`_should_pad`). Its result has lanes then;
+   what follows may keep them (lanes.py).
+2. Against program order: lanes are wanted by a product that pads the same dimension anyway, and by
+   a node whose own lanes are wanted. What is not wanted is cut off right behind the product.
+3. Each product and each node that keeps lanes is told its shapes. Every other node reads, and
+   the graph returns, the size it was captured with.
+
+Zeros are added, so a product's result is exact. Weights are padded behind their cast to the low
+dtype, in one kernel with it; the working copies of O2 are stored padded (read_copies).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir.shapes import Alignment, Lanes, Padding, Path, Product, Size
+from mpcompile.padding.lanes import Held, Kept, kept
+from mpcompile.padding.products import product
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Precision
+
+
+def pad(gm: fx.GraphModule, config: Config) -> bool:
+    aligner = _Aligner(gm.graph, config)
+    aligner.decide()
+    aligner.want()
+    aligner.settle()
+    return False
+
+
+class _Aligner:
+    def __init__(self, graph: fx.Graph, config: Config) -> None:
+        self.graph = graph
+        self.config = config
+        self.lanes: dict[fx.Node, Held] = {}  # what each value may hold
+        self.keeps: dict[fx.Node, dict[int, Kept]] = {}
+        self.wanted: dict[fx.Node, set[int]] = {}
+
+    def decide(self) -> None:
+        for node in self.graph.nodes:
+            found = product(node)
+            if found is not None:
+                decided = self._align(node, found)
+                ir.set_alignment(node, decided)
+                self.lanes[node] = _result_lanes(decided)
+            elif keeps := kept(node, lambda n: self.lanes.get(n, {})):
+                self.keeps[node] = keeps
+                self.lanes[node] = {dim: one.lanes for dim, one in keeps.items()}
+
+    def _align(self, node: fx.Node, found: Product) -> Alignment:
+        low = ir.precision(node) is Precision.LOW
+        multiple = self.config.cores.alignment // ir.mark(node).low.itemsize
+        rows = self.config.cores.rows or self.config.pad == "always"
+        wanted = (*found.strides, *(found.rows if rows else ()))
+        before = _unaligned(found, {}, wanted, multiple)
+        padded: dict[str, Size] = {}
+        reason = "aligned as it is"
+        if not low:
+            reason = f"runs in FP32: {ir.mark(node).reason}"
+        elif before:
+            padded, reason = self._padded(node, found, before, multiple)
+        after = _unaligned(found, padded, wanted, multiple)
+        return Alignment(found, padded, wanted, before, after, multiple, reason)
+
+    def _padded(
+        self, node: fx.Node, found: Product, dims: tuple[str, ...], multiple: int
+    ) -> tuple[dict[str, Size], str]:
+        """Label -> new size; and the reason for what is done or left."""
+        if self.config.pad == "never":
+            return {}, "pad='never'"
+        padded: dict[str, Size] = {}
+        obstacles = []
+        for name in dims:
+            if (obstacle := _can_pad(node, found, name)) is not None:
+                obstacles.append(f"{name}: {obstacle}")
+                continue
+            label, size = _cheapest(found, name, multiple)
+            padded[label] = size
+        if obstacles and not padded:
+            return {}, "; ".join(obstacles)
+        if self.config.pad == "auto" and (loss := self._should_not_pad(node, found, padded)):
+            return {}, loss
+        return padded, "; ".join(["padded", *obstacles])
+
+    def _should_not_pad(
+        self, node: fx.Node, found: Product, padded: Mapping[str, Size]
+    ) -> str | None:
+        """Why padding does not pay on this device, or None: it does.
+
+        It saves `slowdown - 1` times the product's own time and costs a copy (read and written) of
+        each operand that is not padded already; weights are padded where they are cast anyway.
+        """
+        cores = self.config.cores
+        saved = (cores.slowdown - 1) * ir.hint(found.flops())
+        if saved <= 0:
+            return f"unaligned dims cost nothing on {self.config.device.type}"
+        if found.kind == "attention":
+            return "the fused kernels pad heads themselves"
+        copied = 0
+        for path, operand in self._padded_operands(node, found, padded).items():
+            dims = [d for d, x in enumerate(found.operands[path]) if x in padded]
+            if not _is_stored(operand) and not self.lanes.get(operand, {}).keys() >= set(dims):
+                copied += 2 * math.prod(map(ir.hint, ir.shape(operand)))
+        spent = copied * ir.mark(node).low.itemsize * cores.balance
+        if spent > saved:
+            return f"a copy of its operands takes {spent / saved:.1f} times what alignment saves"
+        return None
+
+    def _padded_operands(
+        self, node: fx.Node, found: Product, padded: Mapping[str, Size]
+    ) -> dict[Path, fx.Node]:
+        operands = ir.operands(node)
+        return {
+            path: operands[path]
+            for path, labels in found.operands.items()
+            if any(label in padded for label in labels)
+        }
+
+    # -- which lanes are wanted -------------------------------------------------------------------
+
+    def want(self) -> None:
+        for node in reversed(self.graph.nodes):
+            decided = ir.alignment(node)
+            if decided is not None and decided.padded:
+                self._want_by_product(node, decided)
+            for dim in self.wanted.get(node, ()):
+                if node in self.keeps:
+                    for path, own in self.keeps[node][dim].operands.items():
+                        operand = ir.operands(node)[path]
+                        if own in self.lanes.get(operand, {}):
+                            self.wanted.setdefault(operand, set()).add(own)
+
+    def _want_by_product(self, node: fx.Node, decided: Alignment) -> None:
+        product = decided.product
+        operands = self._padded_operands(node, product, decided.padded)
+        for label, size in decided.padded.items():
+            ready = {
+                path: self.lanes.get(operand, {})[dim]
+                for path, operand in operands.items()
+                for dim, own in enumerate(product.operands[path])
+                if own == label and dim in self.lanes.get(operand, {})
+            }
+            ready = {
+                path: lanes
+                for path, lanes in ready.items()
+                if lanes.content is not None and ir.known_equal(lanes.padded, size)
+            }
+            if not all(lanes.content == 0 for lanes in ready.values()):
+                # A number in the lanes needs zeros to meet it, and zeros that are cut off again:
+                # the gradient of the lanes that meet it is not zero.
+                contracted = product.result is not None and label not in product.result
+                if not (contracted and len(ready) == 1):
+                    ready = {path: lanes for path, lanes in ready.items() if lanes.content == 0}
+            for path in ready:
+                dim = product.operands[path].index(label)
+                self.wanted.setdefault(operands[path], set()).add(dim)
+
+    # -- shapes -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        for node in self.graph.nodes:
+            decided = ir.alignment(node)
+            if decided is not None and decided.padded:
+                ir.set_padding(node, _product_shapes(node, decided))
+            elif node in self.keeps and (dims := self.wanted.get(node)):
+                ir.set_padding(node, self._kept_shapes(node, dims))
+
+    def _kept_shapes(self, node: fx.Node, dims: set[int]) -> Padding:
+        real = ir.shape(node)
+        result: list[Size] = list(real)
+        operands: dict[Path, list[Size]] = {}
+        for dim in dims:
+            one = self.keeps[node][dim]
+            result[dim] = one.lanes.padded
+            for path, own in one.operands.items():
+                shape = operands.setdefault(path, list(ir.shape(ir.operands(node)[path])))
+                shape[own] = one.lanes.padded
+        shapes = {path: tuple(shape) for path, shape in operands.items()}
+        return Padding(shapes, real, tuple(result))
+
+
+def _unaligned(
+    product: Product, padded: Mapping[str, Size], wanted: tuple[str, ...], multiple: int
+) -> tuple[str, ...]:
+    """The dims among `wanted` that are not multiples: of a row stride, its innermost label."""
+    sizes = {**product.sizes, **padded}
+    found = []
+    for name in wanted:
+        labels = product.dims[name]
+        counts = labels if name in product.rows else labels[-1:]
+        if not ir.known_multiple(math.prod(sizes[label] for label in counts), multiple):
+            found.append(name)
+    return tuple(found)
+
+
+def _can_pad(node: fx.Node, product: Product, name: str) -> str | None:
+    """Why a dim can't be padded, or None."""
+    labels = product.dims[name]
+    for label in labels:
+        if label in product.fixed:
+            return product.fixed[label]
+    return None
+
+
+def _cheapest(product: Product, name: str, multiple: int) -> tuple[str, Size]:
+    """The label to pad so that the dim becomes a multiple, and its new size.
+
+    Of several rows (batch, tokens) the one that grows least is padded.
+    """
+    labels = product.dims[name]
+    candidates = labels if name in product.rows else labels[-1:]
+    choices = []
+    for label in candidates:
+        others = math.prod(product.sizes[x] for x in labels if x != label)
+        step = multiple
+        if name in product.rows:
+            while step > 1 and ir.known_multiple(others * (step // 2), multiple):
+                step //= 2
+        size = product.sizes[label]
+        new = (size + step - 1) // step * step
+        choices.append((ir.hint(new) / max(1, ir.hint(size)), label, new))
+    _, label, new = min(choices, key=lambda choice: choice[0])
+    return label, new
+
+
+def _result_lanes(decided: Alignment) -> Held:
+    """The lanes of a product's result."""
+    product = decided.product
+    if product.result is None:
+        return {}
+    return {
+        dim: Lanes(product.sizes[label], decided.padded[label], _content(product, label))
+        for dim, label in enumerate(product.result)
+        if label is not None and label in decided.padded
+    }
+
+
+def _content(product: Product, label: str) -> float | None:
+    """Zeros make zeros, unless something that lacks the label (a bias) is added to them."""
+    return 0.0 if all(label in product.operands[path] for path in product.added) else None
+
+
+def _product_shapes(node: fx.Node, decided: Alignment) -> Padding:
+    def shape(labels: tuple[str | None, ...], real: tuple[Size, ...]) -> tuple[Size, ...]:
+        pairs = zip(labels, real, strict=True)
+        return tuple(decided.padded.get(x, size) if x is not None else size for x, size in pairs)
+
+    product, operands = decided.product, ir.operands(node)
+    shapes = {p: shape(x, ir.shape(operands[p])) for p, x in product.operands.items()}
+    if product.result is None:
+        return Padding(shapes, None, None)
+    real = ir.shape(node)
+    return Padding(shapes, real, shape(product.result, real))
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether it is a parameter, or made of one by casts and views: padded in the cast's kernel."""
+    while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is table.Kind.VIEW):
+        node = node.all_input_nodes[0]
+    return ir.is_parameter(node)

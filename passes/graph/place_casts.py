@@ -1,0 +1,155 @@
+"""Put the casts where the plan asks for them. A rewriting pass; it decides nothing.
+
+    linear: f32 = linear(x, w)                to: f16 = to(x, f16)
+    softmax: f32 = softmax(linear)     ->     to_1: f16 = to(w, f16)
+                                              linear: f16 = linear(to, to_1)
+                                              to_2: f32 = to(linear, f32)
+                                              softmax: f32 = softmax(to_2)
+
+A LOW node reads low operands; every other node, and the graph's output, reads what it was captured
+with. One cast per value and dtype, right behind its producer: there it runs under the grad mode the
+value was made in (a cast inside a later no_grad region would cut the gradient), and the compiler
+below fuses it wherever it likes. A value whose memory is written in place is cast anew at each use.
+
+What the plan stores low is cast down once, and up again for each reader in FP32: they read two
+bytes an element, and so does the backward.
+
+An additive attention mask is clamped into the low range by its cast (`-3.4e38` would become `-inf`
+and a fully masked row NaN); a true `-inf` stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from mpcompile import ir
+from mpcompile.ir import Mark, aten
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Precision
+
+
+def place_casts(gm: fx.GraphModule, config: Config) -> bool:
+    return _Placer(gm, config).run()
+
+
+class _Placer:
+    def __init__(self, gm: fx.GraphModule, config: Config) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.config = config
+        self.casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
+        self.changed: set[fx.Node] = set()
+
+    def run(self) -> bool:
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self._restore_outputs(node)
+            elif ir.is_marked(node) and ir.mark(node).rule not in ("cast", "scale", "pad"):
+                self._rewrite(node)
+        return bool(self.casts)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        before = node.args, node.kwargs
+        self._take_operands(node, low=ir.precision(node) is Precision.LOW)
+        fresh = any(n in self.changed for n in node.all_input_nodes)
+        if (node.args, node.kwargs) == before and not fresh:
+            return
+        try:
+            self._refresh(node)
+        except (RuntimeError, TypeError, ValueError) as error:
+            # The operator refuses these dtypes together: leave it as it was captured.
+            node.args, node.kwargs = before
+            reason = f"refuses low operands: {str(error).splitlines()[0][:120]}"
+            ir.remark(node, precision=Precision.FULL, rule="kernel", reason=reason)
+            self._take_operands(node, low=False)
+            ir.restore(node)  # not a refresh: a shape that depends on data can't be computed twice
+
+    def _refresh(self, node: fx.Node) -> None:
+        if ir.is_opaque(node):
+            return  # reads what it was captured with, so gives what it gave
+        ir.refresh(node)
+        now, then = ir.tensor(node), ir.captured(node)
+        if now is None or then is None or now.dtype != then.dtype:
+            self.changed.add(node)
+
+    def _take_operands(self, node: fx.Node, *, low: bool) -> None:
+        """Point the node's operands at values of the dtype it wants."""
+        keep_numbers = low and ir.op_name(node) in table.PROMOTES
+        for position, operand in ir.float_args(node):
+            dtype = torch.float32
+            if low and table.castable(node.target, position):
+                number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
+                dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
+            masked = position in table.MASK_ARGS.get(ir.op_name(node), ())
+            masked = masked and not ir.is_parameter(operand)  # a bias is no mask
+            cast = self._cast(operand, dtype, node, masked=masked and low)
+            if cast is not operand:
+                _replace_operand(node, position, operand, cast)
+
+    def _restore_outputs(self, output: fx.Node) -> None:
+        wanted = self.gm.meta.get("mp_output_dtypes", [])
+        results = list(output.args[0])  # type: ignore[arg-type]
+        for i, result in enumerate(results):
+            if isinstance(result, fx.Node) and ir.was_f32(result):
+                dtype = wanted[i] if i < len(wanted) and wanted[i] else torch.float32
+                results[i] = self._cast(result, dtype, output, masked=False)
+        output.args = (tuple(results),)
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, masked: bool) -> fx.Node:
+        if ir.is_stored_low(value) and dtype is torch.float32:
+            value = self._cast(value, ir.mark(value).low, user, masked=False)
+        if ir.dtype(value) == dtype:
+            return value
+        if ir.is_mutable(value):
+            return self._insert(value, dtype, user, before=user, masked=masked)
+        key = (value, dtype, masked)
+        if key not in self.casts:
+            before = ir.after(value)
+            self.casts[key] = self._insert(value, dtype, user, before=before, masked=masked)
+        return self.casts[key]
+
+    def _insert(
+        self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, before: fx.Node, masked: bool
+    ) -> fx.Node:
+        like = user if before is user else value
+        reader = "the caller" if user.op == "output" else user.name
+        reason = f"{reader} reads {ir.SHORT[dtype]}"
+        decision = Mark(Precision.KEEP, "cast", reason, self.config.low)
+        with self.graph.inserting_before(before):
+            if masked:
+                value = self._clamp(value, dtype, like, decision)
+            return ir.insert(
+                self.graph,
+                aten.to.dtype,
+                (value, dtype),
+                name=f"{value.name}_{ir.SHORT[dtype]}",
+                like=like,
+                decision=decision,
+            )
+
+    def _clamp(self, mask: fx.Node, dtype: torch.dtype, like: fx.Node, decision: Mark) -> fx.Node:
+        """`mask`, finite values inside the low range; half of it leaves room for a score."""
+        floor = torch.finfo(dtype).min / 2
+
+        def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+            name = f"{mask.name}_clamped"
+            return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
+
+        minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
+        clamped = call(aten.clamp_min.default, mask, floor)
+        return call(aten.masked_fill.Scalar, clamped, minus_inf, float("-inf"))
+
+
+def _replace_operand(node: fx.Node, position: int, old: fx.Node, new: fx.Node) -> None:
+    """Swap one operand at one schema position; the same value elsewhere in the call stays."""
+
+    def swap(argument: fx.node.Argument) -> fx.node.Argument:
+        return map_aggregate(argument, lambda a: new if a is old else a)
+
+    if 0 <= position < len(node.args):
+        node.update_arg(position, swap(node.args[position]))
+        return
+    for name, argument in node.kwargs.items():
+        node.update_kwarg(name, swap(argument))

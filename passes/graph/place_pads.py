@@ -1,0 +1,234 @@
+"""Pad and cut where `pad` asks for it. A rewriting pass; it decides nothing.
+
+    linear: f16[4, 1001] = linear(x, w)        x_padded: f16[4, 264] = constant_pad_nd(x, [0, 7])
+    sum: f16[4] = sum(linear, 1)          ->   w_padded: f16[1008, 264] = constant_pad_nd(w, ...)
+                                               linear: f16[4, 1008] = linear(x_padded, w_padded)
+                                               linear_cut: f16[4, 1001] = slice(linear, 1, 0, 1001)
+                                               sum: f16[4] = sum(linear_cut, 1)
+
+One pad or cut per value and shape, right behind its producer, as casts are placed. What is cut gets
+the memory layout it was captured with, so whatever reads it (a view, the caller) finds what it was
+written for; elementwise readers, which make a dense result of anything, read the slice.
+
+A symbolic size is padded by a symbolic amount, computed in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.ir import Mark, aten
+from mpcompile.ir.shapes import Padding, Path, Size
+from mpcompile.padding.lanes import RESHAPES, densifies
+from mpcompile.rules.policy import Config, Precision
+
+# What sizes are computed with (torch 2.13: sympy's sums and products, and torch's own division).
+_ARITHMETIC = {
+    sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
+    CleanDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod,
+}  # fmt: skip
+
+
+def place_pads(gm: fx.GraphModule, config: Config) -> bool:
+    return _Placer(gm.graph, config).run()
+
+
+class _Placer:
+    def __init__(self, graph: fx.Graph, config: Config) -> None:
+        self.graph = graph
+        self.config = config
+        self.captured: dict[fx.Node, torch.Tensor] = {}  # what a value with lanes was without them
+        self.fitted: dict[tuple[fx.Node, str, bool], fx.Node] = {}
+        self.numbers = _Numbers(graph, config.low)
+
+    def run(self) -> bool:
+        placed = [node for node in self.graph.nodes if ir.padding(node) is not None]
+        for node in list(self.graph.nodes) if placed else ():
+            padding = ir.padding(node)
+            if padding is not None and not self._is_done(node, padding):
+                self._resize(node, padding)
+            elif padding is None:
+                for operand in [n for n in node.all_input_nodes if n in self.captured]:
+                    cut = self._fit(operand, self.captured[operand].shape, node)
+                    node.replace_input_with(operand, cut)
+        return bool(self.fitted)
+
+    def _is_done(self, node: fx.Node, padding: Padding) -> bool:
+        """Whether an earlier run did it."""
+        operands = ir.operands(node)
+        shapes = [(ir.shape(operands[path]), shape) for path, shape in padding.operands.items()]
+        if padding.result is not None:
+            shapes.append((ir.shape(node), padding.result))
+        return all(itertools.starmap(ir.same_shape, shapes))
+
+    def _resize(self, node: fx.Node, padding: Padding) -> None:
+        """Give a node the operands that it wants, and its new shape."""
+        wanted: dict[Path, Sequence[Size]] = dict(padding.operands)
+        for path, operand in ir.operands(node).items():
+            if operand in self.captured:
+                wanted.setdefault(path, self.captured[operand].shape)
+        if ir.op_name(node) == "aten::scaled_dot_product_attention":
+            self._keep_scale(node)
+        for path, shape in wanted.items():
+            ir.set_operand(node, path, self._fit(ir.operands(node)[path], shape, node))
+        before = ir.tensor(node)
+        if before is not None and padding.result is not None:
+            self.captured[node] = before
+            if ir.op_name(node) in RESHAPES:
+                _resize_reshape(node, before.shape, padding.result)
+        ir.refresh(node)
+        if padding.result is not None:
+            assert ir.same_shape(ir.shape(node), padding.result), f"{node.name} went astray"
+
+    def _keep_scale(self, node: fx.Node) -> None:
+        """Attention's scale comes from the real head size."""
+        if ir.argument(node, "scale") is None:
+            query = ir.argument(node, "query")
+            head = self.captured.get(query, ir.value(query)).shape[-1]
+            node.update_kwarg("scale", head**-0.5)
+
+    # -- pads and cuts ----------------------------------------------------------------------------
+
+    def _fit(self, value: fx.Node, shape: Sequence[Size], user: fx.Node) -> fx.Node:
+        """The value in another shape: what it has too much is cut off, what it lacks is zeros."""
+        now = ir.shape(value)
+        if ir.same_shape(now, shape):
+            return value
+        as_captured = user.op == "output" or not densifies(user)
+        key = (value, str(tuple(shape)), as_captured)
+        if key not in self.fitted or ir.is_mutable(value):
+            real = self.captured[value].shape if value in self.captured else now
+            kept = [
+                a if ir.known_equal(a, b) else c for a, b, c in zip(now, shape, real, strict=True)
+            ]
+            before = user if ir.is_mutable(value) else ir.after(value)
+            with self.graph.inserting_before(before):
+                fitted = self._cut(value, kept, user)
+                if as_captured and value in self.captured and ir.same_shape(kept, real):
+                    fitted = self._laid_out(fitted, self.captured[value], value)
+                self.fitted[key] = self._pad(fitted, shape, value, user)
+        return self.fitted[key]
+
+    def _cut(self, value: fx.Node, shape: Sequence[Size], user: fx.Node) -> fx.Node:
+        cut = value
+        for dim, (now, new) in enumerate(zip(ir.shape(value), shape, strict=True)):
+            if not ir.known_equal(now, new):
+                why = f"{now} -> {new}: {_reader(user)} reads the real size"
+                args = (cut, dim, 0, self.numbers.number(new))
+                cut = self._insert(aten.slice.Tensor, args, f"{value.name}_cut", value, why)
+        return cut
+
+    def _laid_out(self, cut: fx.Node, captured: torch.Tensor, like: fx.Node) -> fx.Node:
+        """The value in the memory layout that it had when captured."""
+        if ir.same_shape(ir.value(cut).stride(), captured.stride()):
+            return cut
+        # Contiguous, once its dimensions stand in the order of their strides.
+        order = sorted(range(captured.dim()), key=lambda dim: -ir.hint(captured.stride()[dim]))
+        back = [order.index(dim) for dim in range(len(order))]
+        steps: list[tuple[Any, tuple[Any, ...]]] = [
+            (aten.permute.default, (order,)),
+            (aten.contiguous.default, ()),
+            (aten.permute.default, (back,)),
+        ]
+        if order == back == sorted(order):
+            steps = steps[1:2]
+        for target, args in steps:
+            why = "in the layout that it was captured in"
+            cut = self._insert(target, (cut, *args), f"{like.name}_dense", like, why)
+        return cut
+
+    def _pad(self, value: fx.Node, shape: Sequence[Size], like: fx.Node, user: fx.Node) -> fx.Node:
+        now = ir.shape(value)
+        if ir.same_shape(now, shape):
+            return value
+        amounts: list[Any] = []
+        changes = []
+        for old, new in reversed(list(zip(now, shape, strict=True))):
+            amounts += [0, 0 if ir.known_equal(old, new) else self.numbers.number(new - old)]
+            if not ir.known_equal(old, new):
+                changes.append(f"{old} -> {new}")
+        while amounts[-1] == 0:
+            amounts = amounts[:-2]
+        why = f"{', '.join(reversed(changes))} for {_reader(user)}"
+        args = (value, amounts)
+        return self._insert(aten.constant_pad_nd.default, args, f"{like.name}_padded", like, why)
+
+    def _insert(
+        self, target: Any, args: tuple[Any, ...], name: str, like: fx.Node, why: str
+    ) -> fx.Node:
+        decision = Mark(Precision.KEEP, "pad", why, self.config.low)
+        return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
+
+
+class _Numbers:
+    """Symbolic sizes as arguments of calls: computed behind the graph's inputs, once each."""
+
+    def __init__(self, graph: fx.Graph, low: torch.dtype) -> None:
+        self.graph = graph
+        self.decision = Mark(Precision.KEEP, "pad", "a size that is known at run time", low)
+        self.nodes: dict[sympy.Expr, fx.Node] = {}
+        self.first = ir.first_call(graph)
+        self.inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
+
+    def number(self, size: Size) -> fx.Node | int:
+        """The size itself, or a node that computes it."""
+        return size if isinstance(size, int) else self._of(size.node.expr)
+
+    def _of(self, expr: sympy.Expr) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self.nodes:
+            self.nodes[expr] = self._read(expr) if expr.is_Symbol else self._compute(expr)
+        return self.nodes[expr]
+
+    def _read(self, symbol: sympy.Expr) -> fx.Node:
+        for node in self.inputs:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+                return node
+            for dim, size in enumerate(ir.shape(node) if ir.tensor(node) is not None else ()):
+                if not isinstance(size, int) and size.node.expr == symbol:
+                    return self._insert(aten.sym_size.int, (node, dim), node)
+        raise CannotRewrite(f"the size {symbol} of a padded value can't be read off an input")
+
+    def _compute(self, expr: sympy.Expr) -> Any:
+        if expr.func not in _ARITHMETIC:
+            raise CannotRewrite(f"a padded size is computed by {expr.func.__name__}")
+        operation = _ARITHMETIC[expr.func]
+        first, *rest = map(self._of, expr.args)
+        return functools.reduce(
+            lambda so_far, other: self._insert(operation, (so_far, other), self.inputs[0]),
+            rest,
+            first,
+        )
+
+    def _insert(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(self.first):
+            return ir.insert(
+                self.graph, target, args, name="size", like=like, decision=self.decision
+            )
+
+
+def _resize_reshape(node: fx.Node, before: Sequence[Size], after: Sequence[Size]) -> None:
+    """The new sizes that a view asks for; a reshape, because its operand may be strided now."""
+    sizes = list(node.args[1])  # type: ignore[arg-type]
+    for dim, (old, new) in enumerate(zip(before, after, strict=True)):
+        if not ir.known_equal(old, new):
+            sizes[dim] = new
+    node.target = aten.reshape.default
+    node.update_arg(1, sizes)
+
+
+def _reader(user: fx.Node) -> str:
+    return "the caller" if user.op == "output" else user.name

@@ -1,0 +1,157 @@
+"""Decide the FOLLOW nodes: LOW or FULL. A deciding pass; afterwards no node is FOLLOW.
+
+One minimum cut over the whole graph. Its objective, term by term and with units, stands in
+costs.py: bytes that values occupy where they are stored or kept for the backward, casts that no
+fusion absorbs, measured time of products where a device profile knows them. Terminals are the nodes
+that a rule, the user, a guard or the level has pinned. At O2 a product that comes out FULL is
+settled, and the cut made anew: what is low for its sake has lost its reason.
+
+    linear: LOW -> gelu -> linear: LOW         gelu is LOW: FULL would take two casts
+    linear: LOW -> gelu -> mean: FULL          gelu is FULL: wider arithmetic is free in a kernel
+    x: FP32 -> add(linear: LOW) -> ...         at O1 FULL: an accumulating path stays FP32;
+                                               at O2 LOW: it is stored, for the next block and for
+                                               the backward, in half the bytes
+    linear 64x32x32                            FULL on a CPU: its profile says that BF16 is slower
+
+Views and moves do no arithmetic; a view takes part in the cut, so that a cast stands on the side of
+it where it is cheaper, and a move reads its table in the dtype it has.
+
+O3: everything LOW that is not pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.planner.costs import UNIT, Costs, Item, Objective, Stored
+from mpcompile.planner.cut import NEVER, minimum_cut
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Level, Precision
+
+LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
+
+
+def plan(gm: fx.GraphModule, config: Config) -> bool:
+    if config.level is Level.O3:
+        _lower_everything(gm.graph, config)
+        return False
+    objective = Objective(gm.graph, config)
+    best = _best(objective)
+    while config.level is Level.O2 and (slower := _products_in_full(best)):
+        # At O2 values are low for the sake of low products near them: these are settled first.
+        for node in slower:
+            _settle(objective, node, low=False)
+        objective = Objective(gm.graph, config)
+        best = _best(objective)
+    for item, low in best.items():
+        if not isinstance(item, Stored):
+            _settle(objective, item, low=low)
+        elif low:
+            _store_low(objective, item.node)
+    return False
+
+
+def _products_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
+    """The products that a rule made LOW and that are better off in FP32."""
+    nodes = (item for item, low in best.items() if isinstance(item, fx.Node) and not low)
+    return [node for node in nodes if ir.precision(node) is LOW]
+
+
+def _settle(objective: Objective, node: fx.Node, *, low: bool) -> None:
+    ir.set_costs(node, _shown(objective.terms[node]))
+    if ir.precision(node) is FOLLOW or not low:
+        reason = _reason(objective, node, low)
+        ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+
+
+def _best(objective: Objective) -> dict[Item, bool]:
+    """Which of the open items are LOW at the least total cost."""
+    number = {item: i for i, item in enumerate(objective.open)}
+    low = [sum(objective.terms[item].low.values()) for item in objective.open]
+    full = [sum(objective.terms[item].full.values()) for item in objective.open]
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
+        a, b = number.get(operand), number.get(reader)
+        if a is not None and b is not None:
+            pairs[a, b] = operand_low, reader_low
+        elif a is not None:  # the reader's precision is known
+            (full if objective.is_low(reader) else low)[a] += (
+                reader_low if objective.is_low(reader) else operand_low
+            )
+        elif b is not None:
+            (full if objective.is_low(operand) else low)[b] += (
+                operand_low if objective.is_low(operand) else reader_low
+            )
+    return dict(zip(objective.open, minimum_cut(low, full, pairs), strict=True))
+
+
+def _store_low(objective: Objective, node: fx.Node) -> None:
+    saved = _bytes_text(objective.terms[Stored(node)].full.get("stored", 0))
+    reason = f"{ir.mark(node).reason}; its result is stored low, {saved} less traffic"
+    ir.set_stored_low(node)
+    ir.remark(node, reason=reason)
+
+
+def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
+    """Why the node is what it is now: the first term that decides it by itself."""
+    costs, rule = objective.terms[node], ir.mark(node).reason
+    if "time" in costs.low and not low:
+        faster = (
+            objective.milliseconds(costs.low["time"]),
+            objective.milliseconds(costs.full["time"]),
+        )
+        slower = costs.low["time"] >= costs.full["time"]
+        but = "slower so" if slower else "the casts it needs would cost more than it saves"
+        return f"{rule}; but {but}: {faster[0]} ms low, {faster[1]} ms FP32 (device profile)"
+    if "one number" in costs.low:
+        return f"{rule}; one number: FP32 costs nothing"
+    if "no operand" in costs.low:
+        return f"{rule}; FP32 in"
+    wide = [n.name for n in objective.forced_by(node) if ir.precision(n) is not LOW]
+    if wide and not low:
+        return f"{rule}; the widest operand wins: {wide[0]} is FP32"
+    if ir.kind(node) is table.Kind.VIEW:
+        return f"{rule}; a cast costs less {'before' if low else 'behind'} it"
+    stored = costs.full.get("stored", 0)
+    if low and stored:
+        return f"{rule}; stored: FP32 would take {_bytes_text(stored)} more traffic"
+    if low:
+        return f"{rule}; beside low values: no cast"
+    return f"{rule}; nothing stores it: FP32 is free in its kernel"
+
+
+def _shown(costs: Costs) -> dict[str, dict[str, int]]:
+    """The terms in bytes, for the plan."""
+    return {
+        name: {term: cost // UNIT for term, cost in terms.items() if cost < NEVER}
+        for name, terms in (("low", costs.low), ("full", costs.full))
+    }
+
+
+def _bytes_text(cost: int) -> str:
+    count = cost / UNIT
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _lower_everything(graph: fx.Graph, config: Config) -> None:
+    for node in graph.nodes:
+        pinned = ir.precision(node) is FULL and ir.mark(node).rule == "table"
+        if pinned and config.has_kernel(node):
+            ir.remark(node, precision=LOW, rule="plan", reason="O3: everything low")
+    for node in graph.nodes:
+        if ir.precision(node) is FOLLOW:
+            low = ir.kind(node) is table.Kind.COMPUTE or _reads_low(node)
+            reason = f"{ir.mark(node).reason}; O3: everything low"
+            ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+
+
+def _reads_low(node: fx.Node) -> bool:
+    """Whether all that a view or a move reads is low."""
+    narrow = [n for n in node.all_input_nodes if ir.was_f32(n) or ir.is_getitem(n)]
+    return bool(narrow) and all(ir.precision(n) is LOW for n in narrow)

@@ -1,0 +1,101 @@
+"""Read working copies in place of FP32 parameters. A rewriting pass, for O2 under an MPOptimizer.
+
+    weight: f32 = input                              weight: f16 = input
+    weight_f16: f16 = to(weight, f16)         ->     linear: f16 = linear(x, weight)
+    linear: f16 = linear(x, weight_f16)
+
+Only for parameters that the optimizer's step keeps a copy of (`config.copied`), and only in place
+of their casts to the low dtype: the copy holds just what the cast gives. A norm's weight has no
+such cast and stays as it is. A weight that something reads in FP32 as well stays too, and the copy
+is one more input.
+
+A copy is stored in the shape that its cast is padded to, so the pad goes with the cast:
+
+    weight: f32[1001, 257] = input                      weight: f16[1008, 264] = input
+    weight_f16: f16[1001, 257] = to(weight, f16)
+    weight_padded: f16[1008, 264] = constant_pad_nd ->
+
+Whoever reads another shape of it (an embedding tied to a padded head, a graph that came later) cuts
+and pads it as the cast was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._prims_common import suggest_memory_format
+
+from mpcompile import ir
+from mpcompile.ir import Mark, aten
+from mpcompile.rules.policy import Config, Precision
+
+
+def read_copies(gm: fx.GraphModule, config: Config) -> bool:
+    graph = gm.graph
+    changed = False
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        casts = [user for user in node.users if _is_low_cast(user, config)]
+        if i in config.copied and casts and ir.copy_of(node) is None:
+            _read(graph, node, i, casts, config)
+            changed = True
+    return changed
+
+
+def _is_low_cast(node: fx.Node, config: Config) -> bool:
+    return ir.is_cast(node) and ir.dtype(node) is config.low and not ir.regions(node)
+
+
+def _read(
+    graph: fx.Graph, node: fx.Node, number: int, casts: list[fx.Node], config: Config
+) -> None:
+    pads = [user for cast in casts for user in cast.users if _is_pad(user)]
+    like = pads[0] if pads else casts[0]
+    stored = config.copied[number]
+    with ir.fake_mode(graph):
+        value = torch.empty_like(ir.value(like))
+        if stored is not None and stored != tuple(value.shape):
+            value = torch.empty(
+                stored,
+                dtype=value.dtype,
+                device=value.device,
+                memory_format=suggest_memory_format(ir.value(node)),
+            )
+    real = ir.value(node)
+    if len(casts) == len(node.users):
+        copy = node
+        ir.set_value(copy, value)
+    else:
+        copy = ir.add_input(graph, f"{node.name}_copy", value, like=node)
+    ir.set_copy(copy, of=number)
+    for pad in pads:
+        if ir.same_shape(ir.value(pad).shape, value.shape):
+            pad.replace_all_uses_with(copy)
+            graph.erase_node(pad)
+    if any(cast.users for cast in casts):
+        part = _real_part(graph, copy, real, config)
+        for cast in casts:
+            cast.replace_all_uses_with(part)
+    for cast in casts:
+        graph.erase_node(cast)
+
+
+def _is_pad(node: fx.Node) -> bool:
+    return node.target is aten.constant_pad_nd.default and ir.mark(node).rule == "pad"
+
+
+def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Config) -> fx.Node:
+    """What is no padding of the copy."""
+    part = copy
+    for dim, (now, size) in enumerate(zip(ir.value(copy).shape, real.shape, strict=True)):
+        if not ir.known_equal(now, size):
+            why = f"{now} -> {size}: the copy is stored padded"
+            with graph.inserting_before(ir.after(part)):
+                part = ir.insert(
+                    graph,
+                    aten.slice.Tensor,
+                    (part, dim, 0, size),
+                    name=f"{copy.name}_cut",
+                    like=copy,
+                    decision=Mark(Precision.KEEP, "pad", why, config.low),
+                )
+    return part

@@ -1,0 +1,293 @@
+"""Put loss scaling inside the graph. A rewriting pass.
+
+    out                          scale_grad(out, scale)              identity; gradient times scale
+    x (needs a gradient)   ->    unscale_grad(x, scale, found)       identity; gradient over scale
+
+The multiplication stands on the FP32 side of every edge of the graph, so a gradient is scaled only
+while it travels through low-precision nodes; `p.grad` arrives in FP32 and true to size, and the
+training loop has no scaler. The scale is an input (a 0-d FP32 tensor): no new value recompiles.
+`found` is a second 0-d input that takes part in autograd: the "gradient" it receives is the
+number of inputs whose gradient was not finite, so the overflow flag rides in the backward graph
+itself, adds up over graphs and backward calls, and needs no host synchronisation.
+
+An autograd.Function or a custom operator may treat a gradient in ways that are not linear (clip it,
+ignore it); so do a few of torch's own, in floating point. Around such a node the scaling is undone
+and redone, so that its backward sees the size it was written for.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mpcompile import ir
+from mpcompile.errors import CannotRewrite
+from mpcompile.ir import Mark
+from mpcompile.ir.units import FOUND, SCALE, History
+from mpcompile.rules import table
+from mpcompile.rules.policy import Config, Precision
+
+
+def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
+    graph = gm.graph
+    inputs = graph.find_nodes(op="placeholder")
+    if not config.scaled or any(node.target == SCALE for node in inputs):
+        return False
+    if not any(ir.requires_grad(n) for n in inputs):
+        return False
+    # The gradient of a working copy leaves scaled: the optimizer's step unscales it.
+    trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
+    history = History(gm)
+    # Beside the parameters, wherever they lie while the graph is planned.
+    beside = next(filter(ir.is_parameter, inputs), None)
+    beside = beside or next(filter(ir.requires_grad, inputs))
+    scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
+    scaler = _Scaler(graph, scale, found, history)
+    for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
+        scaler.isolate(node)
+    for node in reversed(trained):  # each goes before the one placed last
+        if scaler.is_written(node):
+            scaler.own(node)
+        else:
+            scaler.unscale(node)
+    for node in inputs:
+        if history.final[node] and not ir.requires_grad(node):  # a cache that was filled
+            scaler.own(node)
+    scaler.scale_outputs()
+    return True
+
+
+def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    with ir.fake_mode(graph):
+        node.meta["val"] = torch.zeros((), device=device)
+    node._dynamo_source = None
+    return node
+
+
+class _Scaler:
+    def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
+        self.graph, self.scale, self.found, self.history = graph, scale, found, history
+        self.owned: dict[fx.Node, fx.Node] = {}  # a copy that is written -> the input it stands for
+
+    def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether autograd tracks `node` when `reader` reads it."""
+        return _is_unscale(node) or self.history.reads[reader, node]
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the graph writes to the memory of an input, with or without a history."""
+        targets = (target for n in self.graph.nodes for target in ir.written(n))
+        held = any(ir.storage(target) == ir.storage(node) for target in targets)
+        return held or not self.history.is_as_it_came(node)
+
+    def isolate(self, node: fx.Node) -> None:
+        """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
+        if ir.in_functorch(node):
+            raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
+        for operand in node.all_input_nodes:
+            if self.tracked(operand, node):
+                if operand in ir.written(node):
+                    self._check_unread(operand, node)
+                if (
+                    _is_unscale(operand)
+                    and (source := operand.all_input_nodes[0]).op != "placeholder"
+                ):
+                    # Straight from one such node to the next: two hooks on a value stay on one.
+                    node.replace_input_with(operand, source)
+                    continue
+                with self.graph.inserting_before(node):
+                    node.replace_input_with(operand, self._scale(operand, node))
+        results = [u for u in node.users if ir.is_getitem(u)] or [node]
+        for result in results:
+            if self.history.made[result]:
+                self.unscale(result)
+
+    def _check_unread(self, written: fx.Node, node: fx.Node) -> None:
+        """What `node` writes will have no history of it but through its results."""
+        memory = ir.storage(written)
+        aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
+        following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
+        if any(n.op == "placeholder" or following & n.users.keys() for n in aliases):
+            raise CannotRewrite(
+                f"{ir.op_name(node)} writes into {written.name}, which is read again after it, or "
+                "by the caller"
+            )
+
+    def own(self, node: fx.Node) -> None:
+        """An input that is written in place: write to a copy, and at the end the copy back.
+
+            mul_(x, 2)      ->      own = clone(unscale_grad(x, ...)); mul_(own, 2)
+                                    copy_(x, scale_grad(own, scale))
+
+        So the caller's tensor gets a history whose gradient is true to size at both ends.
+        """
+        output = self.graph.output_node()
+        memory = ir.storage(node)
+        aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
+        itself = {node}
+        for other in self.graph.nodes:  # `add_(x, 1)` is x
+            if _given_back(other) in itself:
+                if ir.layout(other) != ir.layout(node):
+                    raise CannotRewrite(f"input {node.name} changes its shape in place")
+                itself.add(other)
+                output.replace_input_with(other, node)
+        if any(n.op == "placeholder" for n in aliases - {node}):
+            raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
+        unseen = self.history.is_as_it_came(node)  # through detach(), for one
+        for writer in self.graph.nodes:
+            without = unseen or not ir.grad_enabled(writer)
+            if without and aliases.intersection(ir.written(writer)):
+                raise CannotRewrite(
+                    f"input {node.name} needs a gradient and is written without one"
+                )
+        # A tensor without a gradient has none to unscale, until something is written to it.
+        source = self.unscale(node) if ir.requires_grad(node) else node
+        users = list(source.users)
+        aten = torch.ops.aten
+        decision = Mark(
+            Precision.KEEP, "scale", "the caller's tensor is written last", torch.float32
+        )
+        with self.graph.inserting_before(ir.after(source)):
+            target, name = aten.clone.default, f"{node.name}_own"
+            own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
+        own.meta["mp_captured"] = node.meta["mp_captured"]
+        # The backward must not copy again: by then the input holds what was written to it.
+        own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        self.owned[own] = node
+        for user in users:
+            user.replace_input_with(source, node if user is output else own)
+        with self.graph.inserting_before(output):
+            args = (node, self._scale(own, output))
+            target, name = aten.copy_.default, f"{node.name}_back"
+            ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+
+    def unscale(self, node: fx.Node) -> fx.Node:
+        # An input that is returned as it is has a gradient that never enters the graph.
+        users = [user for user in node.users if user.op != "output" or node.op != "placeholder"]
+        decision = Mark(Precision.KEEP, "scale", "the gradient leaves true to size", torch.float32)
+        with self.graph.inserting_before(ir.after(node)):
+            target = torch.ops.mpcompile.unscale_grad.default
+            args = (node, self.scale, self.found)
+            name = f"{node.name}_unscale"
+            new = ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+        new.meta["mp_captured"] = node.meta["mp_captured"]
+        for user in users:
+            user.replace_input_with(node, new)
+        return new
+
+    def scale_outputs(self) -> None:
+        """Scale each result; those that share memory by the memory they share.
+
+            view = view(h, -1)                     own = clone(scale_grad(h, scale))
+            return h, view                 ->      view = view(own, -1)
+                                                   return own, view
+
+        What the caller writes to one of them is then in the history of the other. A view of an
+        input never leaves the caller's hands: its gradient needs neither scale.
+        """
+        output = self.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        roots = {r: self._root(r) for r in results if isinstance(r, fx.Node)}
+        shown: dict[fx.Node, fx.Node] = {}
+        for result, root in roots.items():
+            if root.op == "placeholder":
+                shown[root] = root
+            elif self.tracked(result, output) and root not in shown:
+                several = sum(other is root for other in roots.values()) > 1
+                at = root if several else result
+                shown[at] = self._shown(at, several)
+        reached = [r for r, root in roots.items() if root in shown or r in shown]
+        again = {r: self._again(r, shown) for r in reached}
+        output.args = (tuple(again.get(r, r) for r in results),)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """What a result is a view of: an input, or what was made here."""
+        below = self._source(node) or self._stood_for(node)
+        made_here = _is_unscale(node) and below.op != "placeholder"  # a call's, true to size
+        return node if below is node or made_here else self._root(below)
+
+    def _stood_for(self, node: fx.Node) -> fx.Node:
+        """The captured value that a node added here has taken the place of, or that a write gives
+        back; any other node itself.
+        """
+        if node in self.owned:
+            return self.owned[node]
+        if (target := _given_back(node)) is not None and ir.layout(target) == ir.layout(node):
+            return self.owned.get(target, target)
+        return node.all_input_nodes[0] if _is_unscale(node) else node
+
+    def _source(self, node: fx.Node) -> fx.Node | None:
+        """The one value that a view of torch's own shows, made where autograd sees it; or None.
+
+        A part of several results is a view if these are (those of `split`, not those of `sort`).
+        """
+        if ir.is_getitem(node):
+            several = node.all_input_nodes[0]
+            return several if self._source(several) is not None else None
+        view = ir.is_op(node) and ir.kind(node) is table.Kind.VIEW
+        if node in self.owned or not view or not ir.grad_enabled(node) or ir.regions(node):
+            return None
+        operands = node.all_input_nodes
+        shown = [n for n in operands if self.history.shares_memory(node, self._stood_for(n))]
+        return shown[0] if len(shown) == 1 else None
+
+    def _shown(self, node: fx.Node, several: bool) -> fx.Node:
+        output = self.graph.output_node()
+        with self.graph.inserting_before(output):
+            scaled = self._scale(node, output)
+            if not several:
+                return scaled
+            # A tensor of its own, or autograd would take the views for some of what is inside.
+            target, name = torch.ops.aten.clone.default, f"{node.name}_own"
+            decision = ir.mark(scaled)
+            own = ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
+        if ir.value(own).stride() != ir.value(node).stride():
+            raise CannotRewrite(f"results show {node.name}, whose elements don't lie side by side")
+        return own
+
+    def _again(self, node: fx.Node, shown: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The views that lead to a result, of what is shown in place of its root."""
+        if node not in shown:
+            if (stood_for := self._stood_for(node)) is not node:
+                return self._again(stood_for, shown)
+            source = self._source(node)
+            assert source is not None
+            new = self._again(source, shown)
+            with self.graph.inserting_before(self.graph.output_node()):
+                again = self.graph.node_copy(node, lambda n: new if n is source else n)
+            ir.refresh(again)
+            shown[node] = again
+        return shown[node]
+
+    def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        decision = Mark(Precision.KEEP, "scale", "the gradient enters scaled", torch.float32)
+        target = torch.ops.mpcompile.scale_grad.default
+        new = ir.insert(
+            self.graph,
+            target,
+            (node, self.scale),
+            name=f"{node.name}_scale",
+            like=node,
+            decision=decision,
+        )
+        new.meta["mp_captured"] = node.meta.get("mp_captured")
+        ir.set_regions((new,), ir.regions(reader))
+        return new
+
+
+def _given_back(node: fx.Node) -> fx.Node | None:
+    """The operand that an in-place operator writes and returns. By its schema, not by its name:
+    `__and__` ends in an underscore, too.
+    """
+    target = node.args[0] if ir.is_op(node) and node.args else None
+    writes = isinstance(target, fx.Node) and target in ir.written(node)
+    return target if writes and ir.shares_memory(node, target) else None  # type: ignore[arg-type, return-value]
+
+
+def _is_unscale(node: fx.Node) -> bool:
+    return node.target is torch.ops.mpcompile.unscale_grad.default

@@ -1,0 +1,37 @@
+"""Let a step that must be skipped change nothing at all. A rewriting pass.
+
+    copy_(param0, new)      ->      kept = where(skip, param0, new); copy_(param0, kept)
+
+Every write of a parameter and of the optimizer's state, moments and step counters alike. The
+predicate is a value on the device, so nobody waits for it; inside the fused update it costs
+nothing, for the old value was read anyhow.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.ir.step import StepConfig
+
+_PREDICATED = ("param", "state")
+
+
+def predicate_writes(gm: fx.GraphModule, config: StepConfig) -> bool:
+    skip: fx.Node | None = ir.noted(gm, "skip")
+    if skip is None:
+        return False
+    changed = False
+    for write, target, value in ir.writes(gm.graph):
+        if ir.slot_of(target).kind not in _PREDICATED:
+            continue
+        changed = True
+        with gm.graph.inserting_before(write):
+            if ir.dtype(value) is not ir.dtype(target):
+                dtype, why = ir.dtype(target), "as it is stored"
+                value = ir.call(gm.graph, aten._to_copy.default, value, why=why, dtype=dtype)
+            why = "unchanged where the step is skipped"
+            kept = ir.call(gm.graph, aten.where.self, skip, target, value, why=why)
+        write.args = (target, kept)
+    return changed

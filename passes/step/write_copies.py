@@ -1,0 +1,43 @@
+"""Write the low-precision working copy beside its FP32 master. A rewriting pass.
+
+    copy_(param0, kept)      ->      copy_(param0, kept)
+                                     to = to(kept, f16); copy_(copy0, to)
+
+O2's models read these copies ("FP32 master weights", Micikevicius et al., ICLR 2018, section 3.1).
+The new weight is in registers here, so its copy costs two bytes written, and the next forward reads
+two bytes for each weight instead of casting four. A skipped step writes what the copy holds. Where
+a copy is stored padded, the graph sees the part that is no padding: the zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.ir.step import Slot, StepConfig
+
+
+def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:
+    graph = gm.graph
+    changed = False
+    for write, target, value in ir.writes(graph):
+        slot = ir.slot_of(target)
+        layout = config.copies[slot.index] if slot.kind == "param" else None
+        if layout is None:
+            continue
+        changed = True
+        with ir.fake_mode(graph):
+            known = ir.value(target)
+            like = torch.empty_strided(
+                known.shape, layout.strides, dtype=layout.dtype, device=known.device
+            )
+        copy = ir.add_slot(graph, Slot("copy", slot.index), like)
+        with graph.inserting_after(write):
+            last = ir.call(
+                graph, aten._to_copy.default, value, why="what O2 reads", dtype=layout.dtype
+            )
+        with graph.inserting_after(last):
+            ir.call(graph, aten.copy_.default, copy, last, why="the working copy")
+    return changed
