@@ -13,6 +13,7 @@ from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
 from mpcompile.optim.regions import MEASURE, UPDATE, Region, Split, _stages, signature, split
 from mpcompile.passes.step.lift_numbers import lift_numbers
+from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.move_scale import move_scale
 
 
@@ -36,7 +37,8 @@ def passed(*sizes: tuple[int, ...], **options: Any) -> StepStage:
 def passed_through(tensors: list[torch.Tensor], gradients: Any = None) -> Split:
     """The pieces of plain SGD over such parameters."""
     gm = traced(sgd, tensors, gradients=gradients)
-    lift_numbers(gm, StepConfig((), ()))
+    for pass_ in (lift_numbers, measure_gradients):
+        pass_(gm, StepConfig((), (), checked=False))
     gm.graph.eliminate_dead_code()
     return split(gm, whole=False)
 

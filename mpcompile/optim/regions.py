@@ -80,7 +80,7 @@ def split(gm: fx.GraphModule, *, whole: bool) -> Split:
 
 
 def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    measures = set(ir.noted(gm, "norms") or ())
+    measures = set(ir.step_notes(gm).norms)
     stages: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):

@@ -19,9 +19,9 @@ _PREDICATED = ("param", "state")
 
 
 def predicate_writes(gm: fx.GraphModule, config: StepConfig) -> bool:
-    skip: fx.Node | None = ir.noted(gm, "skip")
-    if skip is None:
+    if not config.checked:
         return False
+    skip = ir.step_notes(gm).skip
     changed = False
     for write, target, value in ir.writes(gm.graph):
         if ir.slot_of(target).kind not in _PREDICATED:

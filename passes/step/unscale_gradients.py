@@ -19,33 +19,31 @@ from mpcompile.ir.step import Slot, StepConfig
 
 def unscale_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     graph = gm.graph
-    start = ir.first_call(graph)
-    ir.note(gm, "start", start)  # what prepares the gradients goes before it
-    inverses: dict[int, fx.Node] = {}
-    trues: list[fx.Node] = []
+    notes = ir.step_notes(gm)
+    notes.start = ir.first_call(graph)
+    notes.inverses = {}
+    notes.gradients = []
     changed = False
     for i, gradient in enumerate(config.gradients):
         stored = ir.slots(graph)[Slot("grad", i)]
         readers = list(stored.users)
         wanted = ir.dtype(stored)
         true = stored
-        with graph.inserting_before(start):
+        with graph.inserting_before(notes.start):
             if gradient.dtype is not wanted:
                 ir.set_dtype(stored, gradient.dtype)
                 true = ir.call(graph, aten._to_copy.default, true, why="stored low", dtype=wanted)
             if gradient.scaled_by is not None:
                 k = gradient.scaled_by
-                if k not in inverses:
+                if k not in notes.inverses:
                     scale = ir.scale_slot(graph, k, "used")
                     why = "one over the scale of the gradients"
-                    inverses[k] = ir.call(graph, aten.reciprocal.default, scale, why=why)
+                    notes.inverses[k] = ir.call(graph, aten.reciprocal.default, scale, why=why)
                 why = "the gradient true to size"
-                true = ir.call(graph, aten.mul.Tensor, true, inverses[k], why=why)
+                true = ir.call(graph, aten.mul.Tensor, true, notes.inverses[k], why=why)
         if true is not stored:
             changed = True
             for reader in readers:
                 reader.replace_input_with(stored, true)
-        trues.append(true)
-    ir.note(gm, "inverses", inverses)
-    ir.note(gm, "gradients", trues)
+        notes.gradients.append(true)
     return changed
