@@ -1,4 +1,4 @@
-"""Names of dtypes."""
+"""Dtypes: their names in text, and which are which."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ SHORT = {
     torch.complex64: "c64", torch.complex128: "c128", torch.int64: "i64", torch.int32: "i32",
     torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def is_floating(dtype: torch.dtype) -> bool:

@@ -30,6 +30,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 
 UPCAST = torch.ops.prims.convert_element_type.default
 GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
@@ -86,11 +87,7 @@ def _is_upcast(node: fx.Node) -> bool:
 
 def _is_low(node: fx.Node) -> bool:
     value = ir.tensor(node)
-    return (
-        value is not None
-        and value.dtype in (torch.float16, torch.bfloat16)
-        and value.device.type == "cuda"
-    )
+    return value is not None and value.dtype in HALF and value.device.type == "cuda"
 
 
 def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
