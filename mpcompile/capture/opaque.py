@@ -27,10 +27,10 @@ def opaque_call(
     kwargs: dict[str, Any],
     what: str = "call",
 ) -> Any:
-    """Record one node that calls what `node` of Dynamo's graph calls, with these arguments; the
-    result's shape is Dynamo's word.
+    """Record one node that calls what `node` of Dynamo's graph calls, with these arguments. The
+    shape and dtype of its result are those that Dynamo noted.
 
-    In an autocast region that means dtypes too: what comes out low goes on in FP32.
+    In an autocast region such a dtype may be low; what follows then gets the result in FP32.
 
     Args:
         what: as `ir.is_opaque` and `ir.in_functorch` read it: "call" or "functorch".

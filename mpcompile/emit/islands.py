@@ -332,7 +332,7 @@ def _runner(
     for section in sections:
         for node in section.outputs:
             slot[node] = len(slot)
-            last[node] = section  # what nobody takes goes at once
+            last[node] = section  # dropped at once, unless a later section takes it
         last.update((node, section) for node in section.inputs if node in last)
     (returned,) = graph.output_node().args
     assert isinstance(returned, (tuple, list))

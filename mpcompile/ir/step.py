@@ -56,7 +56,7 @@ class Gradient:
     Attributes:
         dtype: as stored in `p.grad`.
         scales: the loss scales (by index) of the graphs that make it.
-        scaled_by: the one it is stored multiplied by, or None: it is true to size.
+        scaled_by: the one (by index) it is stored multiplied by, or None: it is stored unscaled.
     """
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class StepConfig:
         copies: for each parameter the layout of its working copy, or None.
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
-        max_grad_norm: clip the global 2-norm of the true gradients to this, or None.
+        max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.
         foreach: write lists of tensors as one multi-tensor operator (CUDA), not one by one.
     """
 

@@ -30,7 +30,7 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
             for name in asked:
                 group[name] = name == "capturable"
             try:
-                with _gradients_in_full(group["params"]):
+                with _full_precision_gradients(group["params"]):
                     init(group, *lists)
             finally:
                 group.update(asked)
@@ -45,9 +45,9 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
 
 
 @contextlib.contextmanager
-def _gradients_in_full(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Low gradients of O2 stand for the FP32 ones that the step sees: some classes give state the
-    dtype of a gradient. The stand-ins are zeros that take no memory.
+def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Replace O2's low-precision gradients by FP32 zeros that take no memory: some classes give
+    their state the dtype of a gradient, and the step gets gradients in FP32.
     """
     low = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
     stored = [(p.grad, p.grad_dtype) for p in low]

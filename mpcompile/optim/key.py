@@ -90,7 +90,7 @@ def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
 
 
 def scale_rule(scale: LossScale) -> ScaleRule:
-    """How the passes over a step are told of this scale."""
+    """What the passes over a step have to know of this scale."""
     return ScaleRule(
         dynamic=scale.kind == "dynamic",
         growth_factor=scale.growth_factor,

@@ -273,8 +273,8 @@ class MPOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """0-d FP32 on the device: the global norm before clipping. Without `max_grad_norm` nobody
-        computes it: NaN.
+        """0-d FP32 on the device: the global norm before clipping. NaN without `max_grad_norm`,
+        for it is not computed then.
         """
         if self._max_grad_norm is None:
             return torch.tensor(math.nan)

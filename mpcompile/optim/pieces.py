@@ -107,8 +107,8 @@ def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _is_commit(node: fx.Node) -> bool:
-    """A 0-d write, of a counter or a result: stored at the very end, when all who read the old
-    number have done so.
+    """A 0-d write, of a counter or a result: stored at the very end, after every read of the old
+    value.
     """
     target = node.args[0] if node.target is aten.copy_.default else None
     return (

@@ -3,7 +3,7 @@
 The step runs once on FakeTensors, on a shadow of the optimizer: an object of the same class, with
 the same attributes, whose parameters, gradients and state are the graph's inputs. make_fx records
 what it does, `functionalize` turns every in-place operator into its value and one `copy_` at the
-end. What comes out is exactly the optimizer's arithmetic, whoever wrote it:
+end. What comes out is exactly the optimizer's arithmetic, for a class of the user's own too:
 
     p.mul_(1 - lr * decay)    ->    mul = mul(param0, sub)
     m.lerp_(g, 0.1); ...            copy_(param0, mul); copy_(state0_m, lerp); ...

@@ -3,8 +3,9 @@
     norm_0, norm_1      ->      overflow = logical_not(all(isfinite(stack([norm_0, norm_1]))))
                                 copy_(result_skipped, overflow)
 
-Each loss scale answers for the gradients of its own graphs, and for what the graphs themselves saw
-(`flag`: a gradient that another optimizer holds); an overflow of any of them skips the whole step.
+A loss scale overflows if a gradient of a graph that uses it is not finite, or if such a graph has
+set `flag`, because it saw one in a gradient that another optimizer holds. An overflow of any scale
+skips the whole step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clip the global norm of the true gradients. A rewriting pass.
+"""Clip the global norm of the unscaled gradients. A rewriting pass.
 
     update(param0, grad0)      ->      norm = sqrt(sum(square(norms)))
                                        factor = clamp(max_norm / (norm + 1e-6), max=1)
@@ -26,13 +26,13 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     notes = ir.step_notes(gm)
     result = ir.scalar_slot(graph, Slot("result", key="norm"), torch.float32)
     why = f"the global norm is clipped to {config.max_grad_norm:g}"
-    true: list[fx.Node] = []
+    unscaled: list[fx.Node] = []
     with graph.inserting_before(notes.start):
         for norm, arrived in zip(notes.norms, config.gradients, strict=True):
             if (k := arrived.scaled_by) is not None:
                 norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
-            true.append(norm)
-        stacked = ir.call(graph, aten.stack.default, true, why=why)
+            unscaled.append(norm)
+        stacked = ir.call(graph, aten.stack.default, unscaled, why=why)
         total = ir.call(graph, aten.linalg_vector_norm.default, stacked, why=why)
         padded = ir.call(graph, aten.add.Tensor, total, 1e-6, why=why)
         inverse = ir.call(graph, aten.reciprocal.default, padded, why=why)

@@ -29,7 +29,7 @@ def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     gradients = [known[Slot("grad", i)] for i in range(len(config.gradients))]
     order = float("inf") if config.max_grad_norm is None else 2.0
     why = "inf or nan exactly if an element is"
-    # FP32, for gradients stored low too; FP64 where a gradient is, for it has that range.
+    # FP32, for low-precision gradients too; FP64 where a gradient is, for it has that range.
     wide = any(g.dtype is torch.float64 for g in config.gradients)
     dtype = torch.float64 if wide else torch.float32
     with graph.inserting_before(notes.start):

@@ -3,8 +3,8 @@
     copy_(param0, new)      ->      kept = where(skip, param0, new); copy_(param0, kept)
 
 Every write of a parameter and of the optimizer's state, moments and step counters alike. The
-predicate is a value on the device, so nobody waits for it; inside the fused update it costs
-nothing, for the old value was read anyhow.
+predicate is a value on the device, so the host does not wait for it. In the fused update it costs
+no memory traffic: the old value is read in any case.
 """
 
 from __future__ import annotations
