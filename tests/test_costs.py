@@ -17,6 +17,7 @@ from torch import fx, nn
 import mpcompile
 from mpcompile import ir
 from mpcompile.passes.graph.plan import plan
+from mpcompile.planner import target
 from mpcompile.planner.costs import UNIT, Item, Objective, Stored
 from mpcompile.profile import Profile, Sample
 from mpcompile.rules.policy import Config, Level, Policy, Precision
@@ -434,7 +435,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
         asked.append(device)
         return CROSSING
 
-    monkeypatch.setattr(mpcompile.target.profile, "load", load)
+    monkeypatch.setattr(target.profile, "load", load)
     for dtype, expected in ((FP16, "LOW"), (BF16, "FULL")):
         torch._dynamo.reset()
         model = mpcompile.mpcompile(nn.Linear(16, 16), dtype=dtype, emit="eager")
@@ -446,7 +447,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
 
 def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; nothing where there was nothing to decide."""
-    monkeypatch.setattr(mpcompile.target.profile, "load", lambda device: TWO)
+    monkeypatch.setattr(target.profile, "load", lambda device: TWO)
     model = mpcompile.mpcompile(Two(), dtype=BF16, emit="eager")
     model(leaf(8, 16))
     (found,) = mpcompile.compiled_plans(model)

@@ -239,7 +239,7 @@ import json, torch
 from benchmarks.models import Tagger, resnet18
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.products import _VIEWS
+from mpcompile.padding.products import _VIEWS
 
 tokens = torch.randint(0, 256, (2, 32))
 cases = [
