@@ -24,8 +24,8 @@ from mpcompile.passes.graph.pad import pad
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.read_copies import read_copies
 from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.rules import Kind
 from mpcompile.rules.policy import Policy, TensorCores
-from mpcompile.rules.table import Kind
 
 PAD, SLICE = "constant_pad_nd", "slice"
 

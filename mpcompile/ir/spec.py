@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import ir
-from ..rules import table
+from .. import ir, rules
 from ..rules.policy import Precision
 from . import units
 
@@ -51,10 +50,10 @@ def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
-    if not table.castable(node.target, position):
+    if not rules.castable(node.target, position):
         return True
     value = ir.captured(operand)
-    return ir.op_name(node) in table.PROMOTES and value is not None and value.ndim == 0
+    return ir.rule(node).promotes and value is not None and value.ndim == 0
 
 
 def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:

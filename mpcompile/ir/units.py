@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..operators import library
-from ..rules.recurrent import RNN_OPS
+from ..rules import RNN_OPS
 
 # The two inputs that scaling adds to a graph (passes/scale_gradients.py).
 SCALE, FOUND = "mp_scale", "mp_found"

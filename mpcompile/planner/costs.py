@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from .. import ir
+from .. import ir, rules
 from ..ir.shapes import Product
 from ..padding.products import product
 from ..profile.model import Profile
-from ..rules import table
+from ..rules import Keeps
 from ..rules.policy import Config, Level, Precision
 from . import attention
 from .cut import NEVER
@@ -49,19 +49,6 @@ from .cut import NEVER
 UNIT = 16  # of a byte
 DOUBT = 10  # a tenth of a predicted time: about how far predictions are off
 LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP
-
-# What an operator keeps for its backward, of what it reads and gives (torch's derivatives.yaml).
-_KEEPS_NOTHING = table.keys("""
-    add sub rsub neg clone where masked_fill cat stack constant_pad_nd pad max_pool2d dropout
-    index_put slice_scatter sum mean repeat flip roll triu tril""")
-_KEEPS_RESULT = table.keys("""
-    relu sigmoid tanh exp sqrt rsqrt reciprocal softmax log_softmax _softmax _log_softmax
-    _safe_softmax leaky_relu elu""")
-# Kernels of their own: what they read and give lies in memory, and no cast rides in them.
-_APART = table.keys("""
-    index_put scatter scatter_add scatter_reduce index_add index_copy masked_scatter sort topk
-    kthvalue median mode msort unfold_copy im2col col2im embedding_bag ctc_loss grid_sampler
-    lstm_cell gru_cell prelu bilinear addmv mv dot vdot""")
 
 
 @dataclass
@@ -127,9 +114,9 @@ class Objective:
     def _may_be_stored_low(self, node: fx.Node) -> bool:
         """FP32 inside, low in and out: O2's norms, softmax, and rows looked up in a parameter."""
         wide = ir.precision(node) is FULL and ir.mark(node).rule == "table"
-        moves = ir.precision(node) is FOLLOW and ir.kind(node) is table.Kind.MOVE
+        moves = ir.precision(node) is FOLLOW and ir.kind(node) is rules.Kind.MOVE
         looked_up = moves and all(_is_trained(_root(n)) for n in _read_by(node))
-        storable = looked_up or (wide and ir.op_name(node) in table.STORED_LOW)
+        storable = looked_up or (wide and ir.rule(node).rounds_result)
         return self.config.level is Level.O2 and storable and ir.was_f32(node)
 
     def _find_wide(self, graph: fx.Graph) -> set[fx.Node]:
@@ -161,10 +148,10 @@ class Objective:
         """Probabilities, and FOLLOW nodes that hand them on: by a gate, as a mixture, as a view."""
         tiny: set[fx.Node] = set()
         for node in graph.nodes:
-            if ir.precision(node) is FULL and ir.op_name(node) in table.MAY_BE_TINY:
+            if ir.precision(node) is FULL and ir.rule(node).tiny:
                 tiny.add(node)
             elif node in self._follow and (operands := counted_operands(node)):
-                enough = any if ir.op_name(node) in table.MULTIPLIES else all
+                enough = any if ir.rule(node).hands_on_tiny else all
                 if enough(operand in tiny for operand in operands):
                     tiny.add(node)
         return tiny
@@ -188,7 +175,7 @@ class Objective:
         readers = dict.fromkeys(node.users)
         for reader in (work := list(readers)):  # it grows
             if reader not in self._follow:
-                if ir.precision(reader) is not LOW and ir.op_name(reader) not in table.STORED_LOW:
+                if ir.precision(reader) is not LOW and not ir.rule(reader).rounds_result:
                     return True
             elif through(reader):
                 work += [user for user in reader.users if user not in readers]
@@ -230,7 +217,7 @@ class Objective:
     def _own(self, item: Item) -> Costs:
         costs = Costs()
         node = item.node if isinstance(item, Stored) else item
-        if ir.kind(node) is table.Kind.VIEW:
+        if ir.kind(node) is rules.Kind.VIEW:
             # Where a cast may stand before or behind a view, it stands before: once for all views.
             costs.full["view"] = _numel(node) // 2 if self._views_full(node) else 1
             return costs
@@ -273,7 +260,7 @@ class Objective:
                 reads += 1
             if keeps and _keeps_operand(reader):
                 reads += 1
-        if keeps and ir.op_name(node) in _KEEPS_RESULT:
+        if keeps and ir.rule(node).keeps is Keeps.RESULT:
             reads += 1
         return reads + 1 if reads else 0
 
@@ -305,9 +292,9 @@ class Objective:
         """The operands that force an open node to FP32 if they are FP32."""
         if node not in self._follow:
             return []
-        if ir.kind(node) is table.Kind.MOVE:  # it would cast all of a table to look up some rows
+        if ir.kind(node) is rules.Kind.MOVE:  # it would cast all of a table to look up some rows
             return _read_by(node)
-        if ir.kind(node) is table.Kind.VIEW:
+        if ir.kind(node) is rules.Kind.VIEW:
             return []
         if self.config.level is Level.O1:
             return counted_operands(node)
@@ -354,10 +341,10 @@ class Objective:
 
 def counted_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose dtype counts: castable ones, no constant, no number that would promote."""
-    found = [n for i, n in ir.float_args(node) if table.castable(node.target, i)]
+    found = [n for i, n in ir.float_args(node) if rules.castable(node.target, i)]
     # A constant takes the dtype of its company; guard_constants has seen that it survives that.
     found = [n for n in found if not ir.is_constant(n)] or found
-    if ir.op_name(node) in table.PROMOTES:
+    if ir.rule(node).promotes:
         return [n for n in found if ir.captured(n).ndim] or found  # type: ignore[union-attr]
     return found
 
@@ -368,7 +355,7 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if ir.was_f32(n)]
     if ir.is_getitem(node):
         return list(node.all_input_nodes) if ir.was_f32(node) else []
-    found = [n for i, n in ir.float_args(node) if table.castable(node.target, i)]
+    found = [n for i, n in ir.float_args(node) if rules.castable(node.target, i)]
     return list(dict.fromkeys(found))
 
 
@@ -381,15 +368,14 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is table.Kind.VIEW
+    return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is rules.Kind.VIEW
 
 
 def _is_wide(node: fx.Node) -> bool:
     """Whether an FP32 node's result may leave the low dtype's range, for all that is known."""
     if ir.mark(node).rule not in ("table", "kernel", "alias"):
         return True
-    rule = table.rule_for(node.target)
-    return rule is not None and (rule.grows or rule.sensitive)
+    return ir.rule(node).grows or ir.rule(node).sensitive
 
 
 def _is_trained(node: fx.Node) -> bool:
@@ -410,17 +396,14 @@ def _is_apart(node: fx.Node) -> bool:
         return True
     if ir.is_opaque(node) or not (ir.is_op(node) or ir.is_getitem(node)):
         return True
-    rule = table.rule_for(node.target)
     if ir.is_getitem(node):
         return False
-    unknown = rule is None or rule.sensitive
-    return unknown or product(node) is not None or ir.op_name(node) in _APART
+    return not ir.rule(node).fuses or product(node) is not None
 
 
 def _keeps_operand(node: fx.Node) -> bool:
     """Whether its backward reads what the node read."""
-    name = ir.op_name(node)
-    return name not in _KEEPS_NOTHING and name not in _KEEPS_RESULT and product(node) is None
+    return ir.rule(node).keeps is Keeps.OPERANDS and product(node) is None
 
 
 def _weights(node: fx.Node, config: Config) -> list[fx.Node]:

@@ -6,7 +6,7 @@ The first rule that applies wins:
    what parameters are updated from                                                    -> KEEP
 2. the user's word: policy by node, by module, by operator                            -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
-4. the table in table.py; an operator in no row                                         -> KEEP
+4. the table (rules/table.py); an operator in no row                                  -> KEEP
 5. no low-precision kernel on this device                                             -> FULL
 """
 
@@ -15,10 +15,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.ir import Mark, opaque
 from mpcompile.ir.updates import nodes_of_updates
-from mpcompile.rules import table
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 
 
@@ -51,12 +50,9 @@ def _decide(node: fx.Node, config: Config) -> Mark:
         low = dtype or low
     if ir.is_getitem(node):
         return Mark(Precision.FOLLOW, "table", "part of a result", low)
-    rule = table.rule_for(node.target)
-    if rule is None:
-        reason = "no rule for this operator: it keeps its dtypes"
-        return Mark(Precision.KEEP, "table", reason, low)
+    rule = ir.rule(node)
     runs_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
-    if runs_low and rule.kind is not table.Kind.VIEW and not config.has_kernel(node):
+    if runs_low and rule.kind is not rules.Kind.VIEW and not config.has_kernel(node):
         reason = f"no {ir.SHORT[low]} kernel on {config.device.type}"
         return Mark(Precision.FULL, "kernel", reason, low)
     return Mark(rule.precision, "table", rule.reason, low)

@@ -27,11 +27,6 @@ from mpcompile.rules.policy import Config, Precision
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default
-# What may stand between the two, as long as the classes stay last.
-BETWEEN = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default,
-    aten.flatten.using_ints, aten.unflatten.int, aten.to.dtype,
-)  # fmt: skip
 
 
 class _Apart(Exception):
@@ -61,7 +56,7 @@ def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     if len(_shape(loss.args[0])) != 2:
         raise _Apart("its logits are not rows of classes, (N, V)")
     node, between = _node(loss.args[0]), []
-    while node.target in BETWEEN:
+    while ir.rule(node).in_order or node.target is aten.to.dtype:
         between.append(node)
         node = _node(node.args[0])
     if node.target is not LINEAR:

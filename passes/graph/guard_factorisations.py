@@ -16,7 +16,6 @@ from __future__ import annotations
 from torch import fx
 
 from mpcompile import ir
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Level, Precision
 
 
@@ -24,8 +23,7 @@ def guard_factorisations(gm: fx.GraphModule, config: Config) -> bool:
     if config.level is Level.O3:
         return False
     for node in gm.graph.nodes:
-        rule = table.rule_for(node.target)
-        if rule is not None and rule.sensitive and ir.precision(node) is Precision.FULL:
+        if ir.rule(node).sensitive and ir.precision(node) is Precision.FULL:
             _pin_producers(node)
     return False
 

@@ -24,9 +24,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.ir import Mark, aten
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Precision
 
 
@@ -76,13 +75,13 @@ class _Placer:
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
         """Point the node's operands at values of the dtype it wants."""
-        keep_numbers = low and ir.op_name(node) in table.PROMOTES
+        keep_numbers = low and ir.rule(node).promotes
         for position, operand in ir.float_args(node):
             dtype = torch.float32
-            if low and table.castable(node.target, position):
+            if low and rules.castable(node.target, position):
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
-            masked = position in table.MASK_ARGS.get(ir.op_name(node), ())
+            masked = position in rules.masked_args(node.target)
             masked = masked and not ir.is_parameter(operand)  # a bias is no mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
             if cast is not operand:

@@ -30,7 +30,7 @@ from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark, aten
 from mpcompile.ir.shapes import Padding, Path, Size
-from mpcompile.padding.lanes import RESHAPES, densifies
+from mpcompile.padding.lanes import densifies
 from mpcompile.rules.policy import Config, Precision
 
 # What sizes are computed with (torch 2.13: sympy's sums and products, and torch's own division).
@@ -85,7 +85,7 @@ class _Placer:
         before = ir.tensor(node)
         if before is not None and padding.result is not None:
             self.captured[node] = before
-            if ir.op_name(node) in RESHAPES:
+            if ir.rule(node).dims == "reshape":
                 _resize_reshape(node, before.shape, padding.result)
         ir.refresh(node)
         if padding.result is not None:

@@ -25,10 +25,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.planner.costs import UNIT, Costs, Item, Objective, Stored
 from mpcompile.planner.cut import NEVER, minimum_cut
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Level, Precision
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
@@ -113,7 +112,7 @@ def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
     wide = [n.name for n in objective.forced_by(node) if ir.precision(n) is not LOW]
     if wide and not low:
         return f"{rule}; the widest operand wins: {wide[0]} is FP32"
-    if ir.kind(node) is table.Kind.VIEW:
+    if ir.kind(node) is rules.Kind.VIEW:
         return f"{rule}; a cast costs less {'before' if low else 'behind'} it"
     stored = costs.full.get("stored", 0)
     if low and stored:
@@ -146,7 +145,7 @@ def _lower_everything(graph: fx.Graph, config: Config) -> None:
             ir.remark(node, precision=LOW, rule="plan", reason="O3: everything low")
     for node in graph.nodes:
         if ir.precision(node) is FOLLOW:
-            low = ir.kind(node) is table.Kind.COMPUTE or _reads_low(node)
+            low = ir.kind(node) is rules.Kind.COMPUTE or _reads_low(node)
             reason = f"{ir.mark(node).reason}; O3: everything low"
             ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
 

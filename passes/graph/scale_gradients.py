@@ -23,11 +23,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark
 from mpcompile.ir.units import FOUND, SCALE, History
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Precision
 
 
@@ -229,7 +228,7 @@ class _Scaler:
         if ir.is_getitem(node):
             several = node.all_input_nodes[0]
             return several if self._source(several) is not None else None
-        view = ir.is_op(node) and ir.kind(node) is table.Kind.VIEW
+        view = ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW
         if node in self.owned or not view or not ir.grad_enabled(node) or ir.regions(node):
             return None
         operands = node.all_input_nodes
