@@ -55,7 +55,9 @@ def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> 
         "loss": f"{loss.dtype} on {loss.device}", "gradients": sorted(gradients),
         "graphs": 1 + len(more), "scaled": plan.scaled, "dtype": plan.dtype, "device": plan.device,
         "products": [
-            f"{n.name}: {n.planned} {n.precision}" for n in plan.nodes if n.op in TABLE and TABLE[n.op].product
+            f"{n.name}: {n.planned} {n.precision}"
+            for n in plan.nodes
+            if n.op in TABLE and TABLE[n.op].product
         ],
         "plan": str(plan),
     }  # fmt: skip

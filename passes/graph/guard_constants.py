@@ -116,18 +116,20 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide |
         return operands[0] if operands and ir.rule(node).copies_constant else None
     if decision.precision is Precision.FULL and ir.rule(node).averages:
         return operands[0] if operands else None  # as large as what it averages
-    if decision.rule == "policy" or decision.precision is Precision.FULL:
+    if decision.by is ir.By.POLICY or decision.precision is Precision.FULL:
         return None
     if (number := _bad_scalar(node, decision.low)) is not None:
         why = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
-        ir.remark(node, precision=Precision.FULL, rule="guard", reason=why)
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=why)
         return Wide(f"constant {number:g}")
     if not operands:
         return None
     if decision.precision is Precision.LOW and not any(w.exact for w in operands):
         return None
     first = next((w for w in operands if w.exact), operands[0])
-    ir.remark(node, precision=Precision.FULL, rule="guard", reason=f"an input is wide: {first.why}")
+    ir.remark(
+        node, precision=Precision.FULL, by=ir.By.GUARD, reason=f"an input is wide: {first.why}"
+    )
     return None if ir.rule(node).bounded else first
 
 

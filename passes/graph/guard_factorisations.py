@@ -34,9 +34,9 @@ def _pin_producers(reader: fx.Node) -> None:
     while pending:
         node = pending.pop()
         decided = ir.precision(node)
-        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).rule == "policy":
+        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).by is ir.By.POLICY:
             continue
         reason = f"{name} reads it, and would multiply its rounding"
-        ir.remark(node, precision=Precision.FULL, rule="guard", reason=reason)
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
         if decided is Precision.FOLLOW:
             pending += node.all_input_nodes

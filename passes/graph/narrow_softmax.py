@@ -59,7 +59,7 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
             (operand, dim, ir.dtype(cast), safe),
             name=f"{node.name}_low",
             like=node,
-            decision=ir.Mark(Precision.FULL, "softmax", reason, ir.mark(node).low),
+            decision=ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).format),
         )
     cast.replace_all_uses_with(new)
     graph.erase_node(cast)
