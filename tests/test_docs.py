@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from torch import nn
 
 import mpcompile
 from mpcompile import compiled_plans
+from mpcompile.cli import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 README, USAGE, PLANS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "plans.md"
@@ -34,9 +41,17 @@ every_document = pytest.mark.parametrize(
 )
 
 
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+
+
 def prose(document: Path) -> str:
     """The text without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
+    return FENCED.sub("", document.read_text())
+
+
+def fenced(document: Path) -> str:
+    """The fenced blocks alone."""
+    return "\n".join(FENCED.findall(document.read_text()))
 
 
 def blocks(document: Path) -> list[str]:
@@ -97,6 +112,33 @@ def test_make_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, re.M), f"{document.name}: make {target}"
     readme = set(re.findall(r"^make (\w+)", README.read_text(), re.M))
     assert {"demo", "test", "check", "bench"} <= readme
+
+
+def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of fenced blocks, with their flags, and names in text."""
+    shown: set[tuple[str, str]] = set()
+    for document in DOCUMENTS:
+        shown.update(re.findall(r"^mpcompile ([a-z]+)\b([^#\n]*)", fenced(document), re.M))
+        shown.update((name, "") for name in re.findall(r"`mpcompile ([a-z]+)`", prose(document)))
+    assert {command for command, _ in shown} == {"info", "demo", "profile", "plan"}
+    for command, arguments in sorted(shown):
+        with pytest.raises(SystemExit) as done:
+            main([command, "--help"])
+        assert done.value.code == 0
+        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known
+
+
+def test_markers_and_variables_exist() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        markers = tomllib.load(file)["tool"]["pytest"]["ini_options"]["markers"]
+    ours = [path.read_text() for path in (ROOT / "mpcompile").rglob("*.py")]
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for marker in re.findall(r"(?:pytest|\") ?-m (\w+)", text):
+            assert any(line.startswith(f"{marker}:") for line in markers), marker
+        for variable in re.findall(r"\bMPCOMPILE_\w+", text):
+            assert any(f'"{variable}"' in source for source in ours), variable
 
 
 # -- code ------------------------------------------------------------------------------------------
