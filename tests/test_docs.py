@@ -33,7 +33,7 @@ DOCUMENTS = (
     ROOT / "CONTRIBUTING.md",
     *(ROOT / "docs").rglob("*.md"),
 )
-CODE_FOLDERS = ("mpcompile/", "passes/", "benchmarks/", "tests/", "docs/")
+CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "tests", "docs")
 EXAMPLES = {"nets.py"}  # files of the reader's
 
 every_document = pytest.mark.parametrize(
@@ -93,11 +93,13 @@ def test_links_resolve(document: Path) -> None:
 
 
 @every_document
-def test_paths_in_backticks_exist(document: Path) -> None:
-    """Those that start with a folder of ours, and whatever ends in .py."""
-    for span in re.findall(r"`([\w./-]+)`", prose(document)):
-        if span not in EXAMPLES and (span.startswith(CODE_FOLDERS) or span.endswith(".py")):
-            assert (ROOT / span).exists(), span
+def test_paths_exist(document: Path) -> None:
+    """Those that start with a folder of ours, also in diagrams, and files in backticks."""
+    text = document.read_text()
+    for path in re.findall(rf"(?<![\w./-])((?:{'|'.join(CODE_FOLDERS)})/[\w./-]*)", text):
+        assert (ROOT / path.rstrip(".")).exists(), path
+    for file in re.findall(r"`([\w./-]+\.py)`", prose(document)):
+        assert file in EXAMPLES or (ROOT / file).exists(), file
 
 
 def test_anchors_are_github_s() -> None:
