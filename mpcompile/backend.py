@@ -39,6 +39,7 @@ from .ir.fakes import fake_of_fixed_size
 from .ir.updates import is_update
 from .padding.products import product
 from .planner.target import Target, target_of
+from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
 from .state import copies, fit, guard
@@ -159,7 +160,7 @@ def config_for(
     """The settings and the facts of the device, as the passes see them."""
     return Config(
         level=settings.level,
-        low=target.low,
+        format=Format(target.low),
         device=target.device,
         policy=settings.policy,
         scaled=scaled,

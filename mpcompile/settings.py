@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from . import rules
 from .devices.facts import SUPPORTED
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF
-from .rules import table
 from .rules.policy import Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
 
@@ -177,7 +177,7 @@ def _inductor_options(mode: str | None, options: Any) -> Mapping[str, Any] | Non
 def _check_policy(policy: Policy) -> None:
     for key in policy.low | policy.full | policy.keep:
         if not op_exists(key):
-            known = [name.removeprefix("aten::") for name in table.known_ops()]
+            known = [name.removeprefix("aten::") for name in rules.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
             raise MPCompileError(f"Policy: no operator {key!r}{hint}")
 

@@ -12,6 +12,7 @@ from torch import fx
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
 from mpcompile.ir.spec import verify
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
 
@@ -40,6 +41,7 @@ class Stage:
         wanted.update(pad="never", cores=TensorCores(), copied={})
         wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
         wanted["level"] = Level(wanted["level"])
+        wanted["format"] = Format(wanted.pop("low"))
         self.config = Config(device=torch.device("cpu"), **wanted)
         self.gm = captured(program, *inputs, **options)
         self.pass_ = pass_

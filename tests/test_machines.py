@@ -239,7 +239,7 @@ import json, torch
 from benchmarks.models import Tagger, resnet18
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.products import _VIEWS
+from mpcompile.rules.table import TABLE
 
 tokens = torch.randint(0, 256, (2, 32))
 cases = [
@@ -252,7 +252,8 @@ for model, *inputs in cases:
         loss = mpcompile(model, emit="eager", strict=True, level=level)(*inputs)
         (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
     found = [n for plan in compiled_plans(model) for n in plan.nodes]
-    print(json.dumps([[n.precision for n in found if n.op in _VIEWS], len(found)]))
+    products = [n for n in found if n.op in TABLE and TABLE[n.op].product]
+    print(json.dumps([[n.precision for n in products], len(found)]))
 """
 
 

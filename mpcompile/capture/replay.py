@@ -32,7 +32,7 @@ from ..ir import Region
 from ..ir.dtypes import HALF
 from ..ir.targets import AUTOCAST, CHECKPOINT, ENTER_AUTOCAST, EXIT_AUTOCAST, INVOKE_SUBGRAPH
 from ..ir.units import grad_fns
-from ..rules.recurrent import PACKETS
+from ..rules import PACKETS
 from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque import opaque_call
 from .place import Place

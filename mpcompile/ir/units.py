@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..operators import library
-from ..rules.recurrent import RNN_OPS
+from ..rules import RNN_OPS
 from .fakes import like
 
 # The two inputs that scaling adds to a graph (passes/scale_gradients.py).

@@ -24,17 +24,16 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.ir import Mark, aten
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Precision
 
 
 def place_casts(gm: fx.GraphModule, config: Config) -> bool:
-    return _Placer(gm, config).run()
+    return _CastPlacer(gm, config).run()
 
 
-class _Placer:
+class _CastPlacer:
     def __init__(self, gm: fx.GraphModule, config: Config) -> None:
         self.gm = gm
         self.graph = gm.graph
@@ -46,7 +45,7 @@ class _Placer:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._restore_outputs(node)
-            elif ir.is_marked(node) and ir.mark(node).rule not in ("cast", "scale", "pad"):
+            elif ir.is_marked(node) and ir.role(node) not in ir.ADDED:
                 self._rewrite(node)
         return bool(self.casts)
 
@@ -62,7 +61,7 @@ class _Placer:
             # The operator refuses these dtypes together: leave it as it was captured.
             node.args, node.kwargs = before
             reason = f"refuses low operands: {str(error).splitlines()[0][:120]}"
-            ir.remark(node, precision=Precision.FULL, rule="kernel", reason=reason)
+            ir.remark(node, precision=Precision.FULL, by=ir.By.KERNEL, reason=reason)
             self._take_operands(node, low=False)
             ir.restore(node)  # not a refresh: a shape that depends on data can't be computed twice
 
@@ -76,13 +75,13 @@ class _Placer:
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
         """Point the node's operands at values of the dtype it wants."""
-        keep_numbers = low and ir.op_name(node) in table.PROMOTES
+        keep_numbers = low and ir.rule(node).promotes
         for position, operand in ir.float_args(node):
             dtype = torch.float32
-            if low and table.castable(node.target, position):
+            if low and rules.castable(node.target, position):
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
-            masked = position in table.MASK_ARGS.get(ir.op_name(node), ())
+            masked = position in rules.masked_args(node.target)
             masked = masked and not ir.is_parameter(operand)  # a bias is no mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
             if cast is not operand:
@@ -116,7 +115,7 @@ class _Placer:
         like = user if before is user else value
         reader = "the caller" if user.op == "output" else user.name
         reason = f"{reader} reads {ir.SHORT[dtype]}"
-        decision = Mark(Precision.KEEP, "cast", reason, self.config.low)
+        decision = ir.added(ir.Role.CAST, reason)
         with self.graph.inserting_before(before):
             if masked:
                 value = self._clamp(value, dtype, like, decision)
