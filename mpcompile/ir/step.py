@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -91,6 +89,9 @@ class StepConfig:
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None
     foreach: bool = False
+
+
+T = TypeVar("T")
 
 
 class _Note(Generic[T]):
