@@ -41,7 +41,8 @@ class Stage:
         wanted.update(pad="never", cores=TensorCores(), copied={})
         wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
         wanted["level"] = Level(wanted["level"])
-        wanted["format"] = Format(wanted.pop("low"))
+        low = wanted.pop("low")
+        wanted["format"] = low if isinstance(low, Format) else Format(low)
         self.config = Config(device=torch.device("cpu"), **wanted)
         self.gm = captured(program, *inputs, **options)
         self.pass_ = pass_
