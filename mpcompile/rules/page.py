@@ -15,7 +15,7 @@ from .table import TABLE
 
 _TITLE = "# What is known about operators"
 _ABOUT = (
-    "This page is the table `mpcompile/rules/table.py`, printed by `python -m mpcompile.rules.page`."
+    "This page is the table in `mpcompile/rules/`, printed by `python -m mpcompile.rules.page`."
     " Each operator stands in one row; all its overloads share it. An operator that is not on this "
     "page keeps the dtypes that it was captured with. `mpcompile.register_rule` adds a row for an "
     "operator of your own, with any of these facts:"
