@@ -1,4 +1,4 @@
-"""What devices can do: data sheets, the capabilities of a type, and a type that is made up here."""
+"""A device type that is made up here goes through planning, and nobody else names a type."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from mpcompile import MPCompileError
 from mpcompile.backend import config_for, rewrite
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
-from mpcompile.devices.cpu import CPU
-from mpcompile.devices.facts import device_facts
-from mpcompile.devices.generators import RandomState, unchanged
-from mpcompile.devices.registry import capabilities, default_device, is_supported
-from mpcompile.devices.tensor_cores import TensorCores, cuda_tensor_cores
+from mpcompile.devices.registry import capabilities
+from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.emit.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.emit.joint import joint_passes
 from mpcompile.errors import MPCompileWarning
@@ -31,92 +28,8 @@ from mpcompile.profile.ceilings import from_ceilings
 from mpcompile.profile.key import Key, key_of
 from mpcompile.rules.policy import Config
 from mpcompile.settings import Settings, check_module
-from mpcompile.state.later import Later
 
 ROOT = Path(__file__).parent.parent
-
-# -- data sheets -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("capability", "name", "expected"),
-    [
-        ((6, 1), "GTX 1080", "none (compute capability 6.1; they start with Volta, 7.0)"),
-        ((7, 0), "V100", "FP16 (Volta, compute capability 7.0)"),
-        ((7, 2), "Xavier", "FP16 (Volta, compute capability 7.2)"),
-        ((7, 5), "T4", "FP16 (Turing, compute capability 7.5)"),
-        ((7, 5), "NVIDIA GeForce GTX 1650", "none (GTX 16 series, compute capability 7.5)"),
-        ((8, 0), "A100", "FP16, BF16, TF32 (Ampere, compute capability 8.0)"),
-        ((8, 6), "RTX 3090", "FP16, BF16, TF32 (Ampere, compute capability 8.6)"),
-        ((8, 9), "L40", "FP16, BF16, TF32, FP8 (Ada, compute capability 8.9)"),
-        ((9, 0), "H200", "FP16, BF16, TF32, FP8 (Hopper, compute capability 9.0)"),
-        ((10, 0), "B200", "FP16, BF16, TF32, FP8, FP4 (Blackwell, compute capability 10.0)"),
-        ((12, 0), "RTX 5090", "FP16, BF16, TF32, FP8, FP4 (Blackwell, compute capability 12.0)"),
-    ],
-)
-def test_tensor_cores_by_capability(capability: tuple[int, int], name: str, expected: str) -> None:
-    assert cuda_tensor_cores(capability, name) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "AVX512-BF16"),
-        (
-            {"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": True},
-            "AMX-BF16, AVX512-BF16",
-        ),
-        ({"architecture": "aarch64", "sve_bf16": True, "bf16": True}, "SVE-BF16, NEON-BF16"),
-        (
-            {"architecture": "x86_64", "avx2": True, "bf16": True},
-            "none (no BF16 or FP16 matrix instructions)",
-        ),
-    ],
-)
-def test_matrix_units_of_a_cpu(
-    flags: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mpcompile.devices.cpu.cpu_flags", lambda: flags)
-    assert capabilities("cpu").units() == expected
-
-
-@pytest.mark.this_machine
-@pytest.mark.parametrize("units", [True, False])
-def test_auto_is_bf16_on_cpu(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"architecture": "x86_64", "avx512_bf16": units}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(limit, raising=False)
-    cpu = capabilities("cpu")
-    assert cpu.auto is torch.bfloat16
-    assert ("stay FP32" in cpu.why_auto()) is not units
-
-
-@pytest.mark.parametrize("capability", [(6, 0), (9, 0)])
-def test_auto_is_fp16_on_cuda(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    gpu = capabilities("cuda")
-    assert gpu.auto is torch.float16
-    expected = "products stay FP32" if capability < (7, 0) else "Tensor Cores (FP16, BF16, TF32"
-    assert expected in gpu.why_auto()
-
-
-def test_a_device_type_nobody_supports() -> None:
-    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
-        capabilities("meta")
-    assert not is_supported("meta")
-
-
-@pytest.mark.gpu
-def test_facts_of_the_gpu_at_hand() -> None:
-    facts = device_facts("cuda")
-    assert facts.dtype is torch.float16
-    assert facts.name == torch.cuda.get_device_name(0)
-    assert set(facts.libraries) == {"CUDA", "cuDNN", "Triton"}
-
-
-# -- a device type that is made up -----------------------------------------------------------------
 
 
 class Toy(Capabilities):
@@ -274,111 +187,6 @@ def test_its_sums_are_set_and_checked() -> None:
         check_accumulation(XPU, torch.bfloat16)
     accumulate_in_fp32()
     check_accumulation(XPU, torch.bfloat16)
-
-
-# -- running on a device ---------------------------------------------------------------------------
-
-
-class Module:
-    """What torch has for a device type, in place of `torch.xpu`: two devices, the first current."""
-
-    def __init__(self) -> None:
-        self.states = {0: 0, 1: 0}
-        self.done = False
-        self.recorded: list[Any] = []
-
-    def device_count(self) -> int:
-        return 2
-
-    def current_stream(self, device: torch.device) -> str:
-        return f"stream of {device}"
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor([self.states[device.index]], dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        self.states[device.index] = int(state)
-
-    def Event(self) -> Any:
-        module = self
-
-        class Event:
-            def record(self, stream: str) -> None:
-                module.recorded.append(stream)
-
-            def query(self) -> bool:
-                return module.done
-
-        return Event()
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    made = Module()
-    monkeypatch.setitem(registry.KINDS, "xpu", Plain)
-    monkeypatch.setattr(Plain, "_module", made)
-    return made
-
-
-@pytest.mark.usefixtures("module")
-def test_a_device_that_is_there() -> None:
-    assert capabilities("xpu:1").is_there()
-    assert not capabilities("xpu:2").is_there()
-
-
-def test_the_first_type_that_is_there_is_the_default(
-    module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "KINDS", {"xpu": Plain, "cpu": CPU})
-    assert default_device() == torch.device("xpu", 0)
-    monkeypatch.setattr(module, "device_count", lambda: 0)
-    assert str(default_device()) == "cpu"
-
-
-def test_random_numbers_of_the_host_and_of_devices_come_back(module: Module) -> None:
-    devices = [torch.device("xpu", 1), torch.device("cpu"), torch.device("meta")]
-    module.states = {0: 5, 1: 7}
-    before = RandomState(devices)
-    first = torch.rand(3)
-    module.states = {0: 6, 1: 8}
-    with unchanged(devices):
-        before.restore()
-        assert torch.equal(torch.rand(3), first)
-        assert module.states == {0: 6, 1: 7}, "the first device is not among them"
-    assert module.states == {0: 6, 1: 8}
-    assert not torch.equal(torch.rand(3), first)
-
-
-def test_what_fails_leaves_random_numbers_as_they_were(module: Module) -> None:
-    state = torch.get_rng_state()
-
-    def fail() -> None:
-        module.states[0] = 1
-        torch.rand(3)
-        raise ValueError("so")
-
-    with pytest.raises(ValueError, match="so"), unchanged([XPU]):
-        fail()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert module.states[0] == 0
-
-
-def test_a_number_is_read_when_its_copy_is_there(
-    module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event stands behind the copy: on the stream of the number's device, not the current's."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr("mpcompile.state.later.capabilities", lambda device: Plain(second))
-    second = torch.device("xpu", 1)
-    later = Later(torch.tensor(3.0))
-    assert module.recorded == ["stream of xpu:1"]
-    assert later.read() is None
-    module.done = True
-    assert later.read() == 3.0
-
-
-def test_on_the_host_a_number_is_there_at_once() -> None:
-    assert Later(torch.tensor(3.0)).read() == 3.0
 
 
 # -- nobody else names a device type ---------------------------------------------------------------
