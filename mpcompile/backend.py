@@ -27,7 +27,7 @@ from . import (
 )
 from .calls import uncalled
 from .capture.capture import capture
-from .devices.facts import SUPPORTED
+from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
 from .emit.islands import has_rnn
@@ -120,10 +120,9 @@ def _compile(
         copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
     )
     captured, plan = rewrite(gm, example_inputs, config, dump=settings.dump)
-    if device.type == "cuda":
-        check_accumulation(low)
+    check_accumulation(device, low)
     if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
-        say_nothing_runs_low(device.type, low)
+        say_nothing_runs_low(capabilities(device).word, low)
     scale = scale if plan.scaled else None
     read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
     if scale is not None:
@@ -277,7 +276,7 @@ def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     """Where the graph's parameters live; without any, its first tensor."""
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
     device = (parameters or tensors)[0].device if tensors else torch.device("cpu")
-    if device.type not in SUPPORTED:
+    if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
 
@@ -344,5 +343,5 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
         len(set(memory)) == len(memory)
         and not tracked
         and not shown
-        and not (cudagraphs and device.type == "cuda")
+        and not (cudagraphs and capabilities(device).cuda_graphs)
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import rules
-from .devices.facts import SUPPORTED
+from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .rules.policy import Level, Policy, op_exists, parse_dtype, parse_level
@@ -228,10 +228,10 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             "mixed precision starts from FP32; call model.float() first"
         )
     for name, parameter in parameters.items():
-        if parameter.device.type not in SUPPORTED:
+        if not is_supported(parameter.device):
             raise MPCompileError(
                 f"{where}: {name} is on {parameter.device}; supported devices: "
-                f"{', '.join(SUPPORTED)}"
+                f"{', '.join(supported())}"
             )
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:

@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
-from mpcompile.devices.facts import TensorCores
+from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
 from mpcompile.ir.spec import verify
 from mpcompile.rules.formats import Format

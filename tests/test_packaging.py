@@ -34,7 +34,8 @@ PASSES = ROOT / "passes"
 # what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"devices", "operators"},
+    {"devices"},
+    {"operators"},
     {"profile"},
     {"rules"},
     {"ir"},
@@ -50,7 +51,7 @@ LAYERS = (
     {"demo"},
     {"cli"},
 )
-PASSES_MAY_IMPORT = {"errors", "rules", "ir", "padding", "planner"}
+PASSES_MAY_IMPORT = {"errors", "devices", "rules", "ir", "padding", "planner"}
 
 
 def height(unit: str) -> int:
