@@ -10,9 +10,10 @@ from torch import fx, nn
 
 from mpcompile import ir
 from mpcompile.ir.step import Gradient, ScaleRule, StepConfig
+from mpcompile.optim.first_state import initialise_state
+from mpcompile.optim.inputs import Member
 from mpcompile.optim.pipeline import STEP_PASSES, StepPass
-from mpcompile.optim.step import initialise_state
-from mpcompile.optim.trace import Member, trace
+from mpcompile.optim.trace import trace
 
 DYNAMIC = ScaleRule(
     dynamic=True,

@@ -51,15 +51,14 @@ from .memory import memory, shares_memory, storage, written
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .slots import (
     add_slot,
-    become_number,
+    become_tensor,
     call,
-    note,
-    noted,
     scalar_slot,
     scale_slot,
     set_slot,
     slot_of,
     slots,
+    step_notes,
     writes,
 )
 from .text import line, module_path, render, source, type_text
@@ -113,7 +112,7 @@ __all__ = [
     "attribute",
     "autocast_region",
     "backward_is_unknown",
-    "become_number",
+    "become_tensor",
     "call",
     "captured",
     "copies_for_overlap",
@@ -149,8 +148,6 @@ __all__ = [
     "mark",
     "memory",
     "module_path",
-    "note",
-    "noted",
     "op_name",
     "operands",
     "padding",
@@ -185,6 +182,7 @@ __all__ = [
     "slot_of",
     "slots",
     "source",
+    "step_notes",
     "storage",
     "tensor",
     "tensors_of",

@@ -24,9 +24,9 @@ from mpcompile.ir.step import ScaleRule, StepConfig
 
 
 def move_scale(gm: fx.GraphModule, config: StepConfig) -> bool:
-    overflows = ir.noted(gm, "overflows")
-    if overflows is None:
+    if not config.checked:
         return False
+    overflows = ir.step_notes(gm).overflows
     for k, (overflow, rule) in enumerate(zip(overflows, config.scales, strict=True)):
         with gm.graph.inserting_before(gm.graph.output_node()):
             _Mover(gm.graph, k, overflow).run(rule)

@@ -11,8 +11,9 @@ from torch import nn
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
-from mpcompile.optim.regions import MEASURE, UPDATE, Region, Split, _stages, signature, split
+from mpcompile.optim.pieces import MEASURE, UPDATE, Piece, Split, _stages, signature, split
 from mpcompile.passes.step.lift_numbers import lift_numbers
+from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.move_scale import move_scale
 
 
@@ -36,23 +37,24 @@ def passed(*sizes: tuple[int, ...], **options: Any) -> StepStage:
 def passed_through(tensors: list[torch.Tensor], gradients: Any = None) -> Split:
     """The pieces of plain SGD over such parameters."""
     gm = traced(sgd, tensors, gradients=gradients)
-    lift_numbers(gm, StepConfig((), ()))
+    for pass_ in (lift_numbers, measure_gradients):
+        pass_(gm, StepConfig((), (), checked=False))
     gm.graph.eliminate_dead_code()
     return split(gm, whole=False)
 
 
-def targets(region: Region) -> set[Any]:
-    return {n.target for n in region.graph.graph.nodes if n.op == "call_function"}
+def targets(piece: Piece) -> set[Any]:
+    return {n.target for n in piece.graph.graph.nodes if n.op == "call_function"}
 
 
-def params_of(region: Region) -> list[str]:
-    """The parameters that the region writes."""
-    found = (n for n in region.inputs if n.op == "placeholder")
+def params_of(piece: Piece) -> list[str]:
+    """The parameters that the piece writes."""
+    found = (n for n in piece.inputs if n.op == "placeholder")
     return [n.name for n in found if ir.slot_of(n).kind == "param"]
 
 
-def updates(pieces: Split) -> list[Region]:
-    return [r for r in pieces.regions if params_of(r)]
+def updates(step: Split) -> list[Piece]:
+    return [r for r in step.pieces if params_of(r)]
 
 
 POWERS = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
@@ -61,48 +63,48 @@ POWERS = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
 def test_a_power_is_never_taken_inside_an_update() -> None:
     """Fused, it would be computed again for every few elements."""
     for make in (adam, torch.optim.Adam, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam):
-        pieces = cut((3,), (2, 4), make=make)
-        powers = [r for r in pieces.regions if targets(r) & POWERS]
+        step = cut((3,), (2, 4), make=make)
+        powers = [r for r in step.pieces if targets(r) & POWERS]
         assert powers, make
-        for region in powers:
-            assert not params_of(region)
-            assert {n.meta["val"].ndim for n in region.graph.graph.nodes if n.op != "output"} == {0}
+        for piece in powers:
+            assert not params_of(piece)
+            assert {n.meta["val"].ndim for n in piece.graph.graph.nodes if n.op != "output"} == {0}
 
 
-def test_a_region_for_each_parameter() -> None:
-    pieces = cut((3,), (2, 4), (5,))
-    assert [params_of(r) for r in updates(pieces)] == [["param0"], ["param1"], ["param2"]]
-    for region in updates(pieces):
-        slots = [ir.slot_of(n) for n in region.inputs if n.op == "placeholder"]
+def test_a_piece_for_each_parameter() -> None:
+    step = cut((3,), (2, 4), (5,))
+    assert [params_of(r) for r in updates(step)] == [["param0"], ["param1"], ["param2"]]
+    for piece in updates(step):
+        slots = [ir.slot_of(n) for n in piece.inputs if n.op == "placeholder"]
         assert len({s.index for s in slots}) == 1, slots
 
 
 def test_each_gradient_is_measured_by_itself_and_first() -> None:
-    pieces = cut((3,), (2, 4), (5,))
-    for i, region in enumerate(pieces.regions[:3]):
-        assert targets(region) == {aten.linalg_vector_norm.default}
-        assert [n.name for n in region.inputs] == [f"grad{i}"]
+    step = cut((3,), (2, 4), (5,))
+    for i, piece in enumerate(step.pieces[:3]):
+        assert targets(piece) == {aten.linalg_vector_norm.default}
+        assert [n.name for n in piece.inputs] == [f"grad{i}"]
 
 
-def test_regions_run_after_what_they_read() -> None:
-    pieces = cut((3,), (2, 4), ())
+def test_pieces_run_after_what_they_read() -> None:
+    step = cut((3,), (2, 4), ())
     ready = set()
-    for region in pieces.regions:
-        assert all(n.op == "placeholder" or n in ready for n in region.inputs)
-        ready |= set(region.outputs)
-    assert all(value in ready for _, value in pieces.commits)
+    for piece in step.pieces:
+        assert all(n.op == "placeholder" or n in ready for n in piece.inputs)
+        ready |= set(piece.outputs)
+    assert all(value in ready for _, value in step.commits)
 
 
 def test_nothing_is_lost() -> None:
-    """Every operator of the step is in one region, or is a 0-d write at the end."""
+    """Every operator of the step is in one piece, or is a 0-d write at the end."""
     stage = passed((3,), (2, 4), (), make=adam, scales=(DYNAMIC,), max_grad_norm=1.0)
     calls = len(stage.gm.graph.find_nodes(op="call_function", target=aten.copy_.default))
     everything = sum(n.op == "call_function" for n in stage.gm.graph.nodes)
     for whole in (False, True):
-        pieces = split(stage.gm, whole=whole)
-        inside = [n for r in pieces.regions for n in r.graph.graph.nodes]
-        assert sum(n.op == "call_function" for n in inside) + len(pieces.commits) == everything
-        assert sum(n.target is aten.copy_.default for n in inside) + len(pieces.commits) == calls
+        step = split(stage.gm, whole=whole)
+        inside = [n for r in step.pieces for n in r.graph.graph.nodes]
+        assert sum(n.op == "call_function" for n in inside) + len(step.commits) == everything
+        assert sum(n.target is aten.copy_.default for n in inside) + len(step.commits) == calls
 
 
 def test_numbers_are_stored_at_the_very_end() -> None:
@@ -116,9 +118,9 @@ def test_numbers_are_stored_at_the_very_end() -> None:
 
 
 def test_equal_shapes_are_one_program_and_flat_ones_whatever_their_shape() -> None:
-    regions = updates(cut((3,), (2, 4), (2, 4)))
-    assert all(r.flat for r in regions)
-    assert len({signature(r) for r in regions}) == 1
+    pieces = updates(cut((3,), (2, 4), (2, 4)))
+    assert all(r.flat for r in pieces)
+    assert len({signature(r) for r in pieces}) == 1
 
 
 def test_other_settings_are_another_program() -> None:
@@ -151,30 +153,30 @@ def centred(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Centred(params, lr=0.1)
 
 
-def test_a_region_that_looks_at_the_shape_is_not_flat() -> None:
-    regions = updates(cut((2, 4), (4, 2), (2, 4), make=centred))
-    assert not any(r.flat for r in regions)
-    assert len({signature(r) for r in regions}) == 2
+def test_a_piece_that_looks_at_the_shape_is_not_flat() -> None:
+    pieces = updates(cut((2, 4), (4, 2), (2, 4), make=centred))
+    assert not any(r.flat for r in pieces)
+    assert len({signature(r) for r in pieces}) == 2
 
 
 def test_only_dense_tensors_of_one_layout_are_flat() -> None:
-    def region(weight: torch.Tensor, grad: torch.Tensor) -> Region:
-        (piece,) = updates(passed_through([weight], [grad]))
-        return piece
+    def piece_of(weight: torch.Tensor, grad: torch.Tensor) -> Piece:
+        (only,) = updates(passed_through([weight], [grad]))
+        return only
 
     plain = torch.ones(2, 3, 4, 5)
     last = plain.contiguous(memory_format=torch.channels_last)
     gaps = torch.ones(2, 3, 4, 10)[..., ::2]
-    assert region(plain, plain).flat
-    assert region(last, last).flat
-    assert not region(last, plain).flat
-    assert not region(plain, last).flat
-    assert not region(gaps, gaps).flat
-    assert not region(plain, torch.ones(1, 3, 4, 5).expand(2, 3, 4, 5)).flat
-    assert not region(torch.ones(1), torch.ones(1)).flat  # a symbolic size is never one
+    assert piece_of(plain, plain).flat
+    assert piece_of(last, last).flat
+    assert not piece_of(last, plain).flat
+    assert not piece_of(plain, last).flat
+    assert not piece_of(gaps, gaps).flat
+    assert not piece_of(plain, torch.ones(1, 3, 4, 5).expand(2, 3, 4, 5)).flat
+    assert not piece_of(torch.ones(1), torch.ones(1)).flat  # a symbolic size is never one
 
 
-def test_a_step_over_all_parameters_at_once_is_one_region() -> None:
+def test_a_step_over_all_parameters_at_once_is_one_piece() -> None:
     """An optimizer that scales by a norm of its own over all gradients ties them together."""
 
     class Normed(torch.optim.SGD):
@@ -185,14 +187,14 @@ def test_a_step_over_all_parameters_at_once_is_one_region() -> None:
             for p in params:
                 p.sub_(p.grad / total)
 
-    regions = updates(cut((3,), (2, 4), make=lambda p: Normed(p, lr=0.1)))
-    assert [params_of(r) for r in regions] == [["param0", "param1"]]
+    pieces = updates(cut((3,), (2, 4), make=lambda p: Normed(p, lr=0.1)))
+    assert [params_of(r) for r in pieces] == [["param0", "param1"]]
 
 
 def test_as_few_as_the_order_allows() -> None:
     """On a GPU: what is known before the update, then the update, in one launch each."""
-    pieces = cut((3,), (2, 4), (), whole=True)
-    before, update = pieces.regions
+    step = cut((3,), (2, 4), (), whole=True)
+    before, update = step.pieces
     assert not params_of(before)
     assert targets(before) & POWERS
     assert params_of(update) == ["param0", "param1", "param2"]
@@ -202,9 +204,9 @@ def test_as_few_as_the_order_allows() -> None:
 def test_multi_tensor_operators_are_not_flat() -> None:
     """Nor in the way, where all tensors have one layout: a model of one parameter."""
     for sizes in (((3, 4),), ((3, 4), (3, 4))):
-        pieces = cut(*sizes, whole=True, foreach=True)
-        assert len(pieces.regions) == 2
-        assert not any(r.flat for r in pieces.regions)
+        step = cut(*sizes, whole=True, foreach=True)
+        assert len(step.pieces) == 2
+        assert not any(r.flat for r in step.pieces)
 
 
 def test_stages_only_grow() -> None:

@@ -1,7 +1,8 @@
 """The graph of a step -> the pieces that are compiled and run one after another.
 
     measure    a norm for each gradient; reads nothing else
-    prepare    numbers only: skip or not, the clipping factor, bias corrections, the loss scale
+    prepare    0-d tensors: skip or not, the clipping factor, the loss scale
+    scalars    0-d tensors that follow from the state: bias corrections, step counters
     update     everything that touches a parameter or its moments
     commit     the 0-d results are stored: counters, the scale, what the step reports
 
@@ -27,7 +28,7 @@ from .. import ir
 from ..ir import aten
 from ..ir.step import Slot
 
-MEASURE, PREPARE, NUMBERS, UPDATE, COMMIT = range(5)
+MEASURE, PREPARE, SCALARS, UPDATE, COMMIT = range(5)
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 # Pointwise in effect, though not tagged so.
 _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
@@ -35,8 +36,8 @@ _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, ate
 
 
 @dataclass(frozen=True)
-class Region:
-    """A piece of the step.
+class Piece:
+    """Operators of a step that are compiled together.
 
     Attributes:
         graph: a module of its own; it returns a tuple.
@@ -44,43 +45,43 @@ class Region:
         outputs: the nodes that it returns.
         flat: all its tensors have one shape and layout, and no operator looks at it: it may be
             called with all of them flattened.
-        numbers: it computes numbers from numbers, one by one: regions of one kind may be done at
-            once, on vectors of them.
+        scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may be done
+            at once, on vectors of them.
     """
 
     graph: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     flat: bool
-    numbers: bool = False
+    scalars: bool = False
 
 
 @dataclass(frozen=True)
 class Split:
-    """A step in pieces: the regions in the order they run, then the 0-d writes."""
+    """A step in pieces: the pieces in the order they run, then the 0-d writes."""
 
-    regions: tuple[Region, ...]
+    pieces: tuple[Piece, ...]
     commits: tuple[tuple[Slot, fx.Node], ...]
 
 
 def split(gm: fx.GraphModule, *, whole: bool) -> Split:
-    """Cut the graph of a step into regions; with `whole`, into as few as the order allows."""
+    """Cut the graph of a step into pieces; with `whole`, into as few as the order allows."""
     stages = _stages(gm)
     commits = [n for n, stage in stages.items() if stage == COMMIT]
-    regions = []
-    groups = ((MEASURE, PREPARE, NUMBERS), (UPDATE,)) if whole else tuple((s,) for s in range(4))
+    pieces: list[Piece] = []
+    groups = ((MEASURE, PREPARE, SCALARS), (UPDATE,)) if whole else tuple((s,) for s in range(4))
     for group in groups:
         nodes = [n for n, stage in stages.items() if stage in group]
         parts = [nodes] if whole or group == (PREPARE,) else _connected(nodes)
-        regions += [_region(gm, part) for part in parts if part]
+        pieces += [_piece(gm, part) for part in parts if part]
     return Split(
-        tuple(regions),
+        tuple(pieces),
         tuple((ir.slot_of(n.args[0]), n.args[1]) for n in commits),  # type: ignore[arg-type, misc]
     )
 
 
 def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    measures = set(ir.noted(gm, "norms") or ())
+    measures = set(ir.step_notes(gm).norms)
     stages: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -98,16 +99,16 @@ def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
             or (not inputs and ir.value(node).ndim > 0)
         ):
             stages[node] = UPDATE
-        elif below == NUMBERS or any(slot.kind == "state" for slot in kinds):
-            stages[node] = NUMBERS
+        elif below == SCALARS or any(slot.kind == "state" for slot in kinds):
+            stages[node] = SCALARS
         else:
             stages[node] = PREPARE
     return stages
 
 
 def _is_commit(node: fx.Node) -> bool:
-    """A 0-d write, of a counter or a result: stored at the very end, when all who read the old
-    number have done so.
+    """A 0-d write, of a counter or a result: stored at the very end, after every read of the old
+    value.
     """
     target = node.args[0] if node.target is aten.copy_.default else None
     return (
@@ -136,11 +137,11 @@ def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return sorted(groups, key=lambda group: order[group[0]])
 
 
-def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:
+def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Piece:
     members = set(nodes)
     inputs = tuple(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members))
     outputs = tuple(n for n in nodes if any(u not in members for u in n.users))
-    numbers = all(_is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
+    scalars = all(_is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
@@ -150,7 +151,7 @@ def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Region:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(env[n] for n in outputs))
-    return Region(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs), numbers)
+    return Piece(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs), scalars)
 
 
 def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
@@ -188,8 +189,8 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def is_held(node: fx.Node) -> bool:
-    """Whether a region's input is the same tensor in every step: neither a gradient, nor what
-    another region returns, nor what the loss scale hands over anew.
+    """Whether a piece's input is the same tensor in every step: neither a gradient, nor what
+    another piece returns, nor what the loss scale hands over anew.
     """
     if node.op != "placeholder":
         return False
@@ -200,28 +201,28 @@ def is_held(node: fx.Node) -> bool:
 _FRESH = (("scale", "used"), ("scale", "flag"), ("scale", "first"))
 
 
-def signature(region: Region) -> tuple[object, ...]:
-    """What makes two regions the same program, flattened sizes aside."""
-    numbers = {node: i for i, node in enumerate(region.graph.graph.nodes)}
+def signature(piece: Piece) -> tuple[object, ...]:
+    """What makes two pieces the same program, flattened sizes aside."""
+    position = {node: i for i, node in enumerate(piece.graph.graph.nodes)}
 
     def plain(argument: object) -> object:
         if isinstance(argument, fx.Node):
-            return f"%{numbers[argument]}"
+            return f"%{position[argument]}"
         if isinstance(argument, (list, tuple)):
             return tuple(plain(a) for a in argument)
         return repr(argument)
 
     def of_input(node: fx.Node) -> tuple[object, ...]:
         value = ir.value(node)
-        layout = ("flat",) if region.flat and value.ndim else (tuple(value.shape), value.stride())
+        layout = ("flat",) if piece.flat and value.ndim else (tuple(value.shape), value.stride())
         return (value.dtype, value.device, is_held(node), *layout)
 
     return (
-        region.flat,
-        *(of_input(n) for n in region.inputs),
+        piece.flat,
+        *(of_input(n) for n in piece.inputs),
         *(
             (str(n.target), plain(n.args), tuple((k, plain(v)) for k, v in n.kwargs.items()))
-            for n in region.graph.graph.nodes
+            for n in piece.graph.graph.nodes
             if n.op != "placeholder"
         ),
     )
