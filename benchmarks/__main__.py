@@ -1,9 +1,9 @@
 """`python -m benchmarks list` and `python -m benchmarks run [NAME ...]`.
 
 A benchmark is a module or a folder of this package with a public
-`run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its docstring; there is no list of them to
-keep up, only `_BESIDE`, what else lies here. A benchmark that makes no sense on every device names
-those it is for: `DEVICES = ("cpu",)`.
+`run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its
+docstring. There is no list of them to keep up, only one of what lies beside them (`_BESIDE`). A
+benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 import benchmarks
 
-from .harness import RESULTS, SCRATCH, Settings
+from .harness.report import RESULTS, SCRATCH, Settings
 
-_BESIDE = ("__main__", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
+_BESIDE = ("__main__", "digits", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
 """What lies beside the benchmarks: tools that they share, and the run of everything on a GPU."""
 DEVICES = ("cpu", "cuda")
 
