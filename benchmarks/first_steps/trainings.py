@@ -106,7 +106,7 @@ def _of(
 def _sampled(
     name: str, build: Callable[[], nn.Module], sample: Sample, optimizer: MakeOptimizer
 ) -> Training:
-    """One of `benchmarks/models.py`, with random targets."""
+    """One of `benchmarks/models`, with random targets."""
     return _of(name, build, functools.partial(sample.draw, torch.device("cpu")), optimizer)
 
 
