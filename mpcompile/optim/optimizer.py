@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..emit.emitter import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
-from ..state import copies, guard
+from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
 from .program import Emit
 from .saved_scales import SavedScales, saved
@@ -103,7 +103,7 @@ class MPOptimizer(Optimizer):
         self._results: dict[str, torch.Tensor] = {}
         self._watch = Watch()
         self.compilations = 0
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
         guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -140,7 +140,7 @@ class MPOptimizer(Optimizer):
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -184,7 +184,7 @@ class MPOptimizer(Optimizer):
                 members.append(Member(index, param))
                 facts.append((index, id(param), grad.dtype, grad.stride()))
         # Most steps are like the one before, and to know that is cheaper than to make a key.
-        facts += [guard.changes(), copies.changes()]
+        facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
             self._check_scales(key)
@@ -292,7 +292,7 @@ class MPOptimizer(Optimizer):
         """The loss scales of its models, and the numbers of their parameters here."""
         found: dict[LossScale, list[int]] = {}
         for number, parameter in enumerate(self._parameters()):
-            for scale in guard.scales_of(parameter):
+            for scale in parameters.scales_of(parameter):
                 found.setdefault(scale, []).append(number)
         return found
 

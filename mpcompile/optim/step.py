@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from ..ir.step import Gradient, ScaleRule, Slot, StepConfig
-from ..state import copies, guard
+from ..ir.step import Gradient, Slot, StepConfig
+from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
 from ..state.low_gradients import LowGradient, on_one_scale
 from . import pipeline
@@ -60,7 +60,7 @@ class StepKey:
             grad = member.param.grad
             assert grad is not None
             copy = next(iter(copies.copies_of(member.param).values()), None)
-            known = tuple(number(s) for s in guard.scales_of(member.param) or (own,))
+            known = tuple(number(s) for s in parameters.scales_of(member.param) or (own,))
             stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
             by = number(stored) if stored is not None and stored.active else None
             gradients.append(Gradient(grad.dtype, known, by))
@@ -78,19 +78,7 @@ class StepKey:
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
     """What a step is compiled for, of these scales."""
-    return tuple((id(s), _rule(s), s.active) for s in scales)
-
-
-def _rule(scale: LossScale) -> ScaleRule:
-    return ScaleRule(
-        dynamic=scale.kind == "dynamic",
-        growth_factor=scale.growth_factor,
-        backoff_factor=scale.backoff_factor,
-        growth_interval=scale.growth_interval,
-        hysteresis=scale.hysteresis,
-        min_scale=scale.min_scale,
-        max_scale=scale.max_scale,
-    )
+    return tuple((id(s), s.rule) for s in scales)
 
 
 class Step:
@@ -120,7 +108,7 @@ class Step:
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
             checked=checked,
-            scales=tuple(_rule(s) for s in key.scales),
+            scales=tuple(s.rule for s in key.scales),
             max_grad_norm=max_grad_norm,
             foreach=on_gpu and not varying,  # lists take no tensors for numbers
         )
@@ -176,7 +164,7 @@ class Step:
                     held[Slot("state", i, str(key))] = value
         for k, scale in enumerate(self.key.scales):
             for field_, tensor in scale.reside(self.device).items():
-                held[Slot("scale", k, _SHORT.get(field_, field_))] = tensor
+                held[Slot("scale", k, field_)] = tensor
         for name in _RESULTS:
             held[Slot("result", key=name)] = result_of(results, name, self.device)
         return held
@@ -277,9 +265,6 @@ def _same(a: Any, b: Any) -> bool:
 
 def _memory(param: torch.Tensor) -> tuple[object, ...]:
     return param.data_ptr(), param.dtype, param.stride()
-
-
-_SHORT = {"skipped_steps": "skipped"}
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:

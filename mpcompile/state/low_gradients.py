@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import MPCompileError
+from . import optimizers, parameters
 from .loss_scale import LossScale
 
 
@@ -49,7 +50,7 @@ class Multiplied:
         """What the forward that runs now multiplies by."""
         if scale is None or scale.used is None:
             return None
-        return cls(scale.used, scale.moves)
+        return cls(scale.used, scale.live.moves)
 
     def true(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.float() * self.by.reciprocal()
@@ -109,10 +110,9 @@ class LowGradient:
                 master.grad_dtype = wanted
 
     def _set_scale(self, scale: LossScale | None) -> None:
-        global _changes
         if scale is not self.scale:
             self.scale = scale
-            _changes += 1
+            parameters.changed()
 
     def widen(self, master: torch.Tensor) -> None:
         """Store the gradient that is there, and those to come, in FP32 and true to size."""
@@ -176,7 +176,7 @@ class LowGradient:
             node.register_prehook(self._arrive)
             node.register_hook(lambda *_: self.note_arrival())
         # It holds its parameter: we may not hold it, or neither would ever be freed.
-        _nodes.setdefault(keeper, {})[id(self)] = node
+        optimizers.state_of(keeper).nodes[id(self)] = node
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
@@ -278,13 +278,3 @@ def _stores(node: Any) -> bool | None:
     except RuntimeError:  # so it answers for a leaf whose gradient is returned
         return None
     return stores
-
-
-# Keeps the AccumulateGrad nodes that call us: who keeps their parameters -> by gradient.
-_nodes: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-_changes = 0
-
-
-def changes() -> int:
-    """Grows whenever gradients of some parameter are stored under another scale."""
-    return _changes
