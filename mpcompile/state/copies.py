@@ -227,7 +227,7 @@ class Reader:
         return (
             self.low_gradients
             and not state.in_full
-            and parameters.owner_of(master) is not None
+            and state.optimizer is not None
             and len(state.copies) == 1
             and not onlookers.has_hooks(master)
         )

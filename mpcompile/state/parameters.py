@@ -35,6 +35,11 @@ class ParamState:
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
 
+    @property
+    def optimizer(self) -> Any:
+        """The living owner, or None."""
+        return self.owner() if self.owner is not None else None
+
 
 _NOTHING = ParamState()
 _states = WeakIdKeyDictionary()  # parameter -> ParamState
@@ -79,14 +84,13 @@ def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None 
 
 def owner_of(parameter: torch.Tensor) -> Any:
     """The living MPOptimizer that holds this parameter, or None."""
-    reference = state_of(parameter).owner
-    return reference() if reference is not None else None
+    return state_of(parameter).optimizer
 
 
 def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
     """The loss scale that the living optimizer of these parameters was given, if any."""
-    scales = (state_of(p).given for p in parameters if owner_of(p) is not None)
-    return next((scale for scale in scales if scale is not None), None)
+    owned = (state for state in map(state_of, parameters) if state.optimizer is not None)
+    return next((state.given for state in owned if state.given is not None), None)
 
 
 def scales_of(parameter: torch.Tensor) -> tuple[LossScale, ...]:
