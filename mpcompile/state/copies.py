@@ -12,7 +12,7 @@ counter (torch bumps it at every write in place: load_state_dict, an initialiser
 an EMA that copies under no_grad). A write through `p.data` bumps nothing. So a master's class is
 `MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`: its copy is then
 cast anew before the next forward, changed or not, and before each one while that tensor is kept.
-(A view of it that outlives it, and memory written through NumPy, nobody can see.)
+(Writes through a view of it that outlives it, or through NumPy, go unnoticed.)
 """
 
 from __future__ import annotations

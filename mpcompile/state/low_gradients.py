@@ -1,16 +1,17 @@
 """How the gradient of a parameter that has a working copy is stored.
 
-In the low dtype, as long as nobody but the parameter's MPOptimizer looks at it; in FP16 multiplied
-by the loss scale. Autograd adds up whatever reaches a parameter, and a scaled gradient must not be
+In the low dtype, as long as the parameter's MPOptimizer alone reads it; in FP16 multiplied by the
+loss scale. Autograd adds up whatever reaches a parameter, and a scaled gradient must not be
 added to a true one. So it doesn't go through autograd: it is put aside, and a zero that takes no
 memory goes in its place.
 
     a graph's backward: puts its scaled gradient aside  --zero-->  AccumulateGrad of the parameter
 
-Just before that node stores what arrived we look at it. The zero itself: everything is ours, and
-what was put aside is stored, scaled. Anything else has a gradient in it that came from elsewhere (a
-penalty on the weights, a part of the model that runs uncompiled): then all of it is stored in FP32
-and true to size, and so is what was stored before. Whichever way, `p.grad.dtype` tells which it is.
+A hook sees what arrived just before that node stores it. If it is that zero, all of the gradient
+came out of our graphs, and what was put aside is stored, scaled. Otherwise a part of it came from
+elsewhere (a penalty on the weights, a part of the model that runs uncompiled): then all of it is
+stored in FP32 and true to size, and so is what was stored before. `p.grad.dtype` tells which of the
+two was done.
 
 A scaled gradient is stored with what it was multiplied by. Where the loss scale has moved since
 (another optimizer of the same scale stepped in between), it is brought to the other scale.
@@ -144,7 +145,7 @@ class LowGradient:
         Args:
             multiplied: what the graph multiplied it by, or None: it is true to size.
             node: the AccumulateGrad of the parameter.
-            low: nobody asked for a true gradient in FP32.
+            low: store it in the low dtype, if nothing else stands against that.
             keeper: what keeps the parameter alive as long as gradients are stored low.
         """
         master = self._master()
