@@ -24,12 +24,8 @@ import benchmarks
 
 from .harness.report import RESULTS, SCRATCH, Settings
 
-<<<<<<< HEAD
-_SHARED = ("__main__", "fakecuda", "gpu", "harness")
-=======
 _BESIDE = ("__main__", "digits", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
 """What lies beside the benchmarks: tools that they share, and the run of everything on a GPU."""
->>>>>>> h/bench
 DEVICES = ("cpu", "cuda")
 
 

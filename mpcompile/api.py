@@ -25,7 +25,7 @@ from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .rules.policy import Level, Policy
 from .settings import Settings, check_module
-from .state import copies
+from .state import hooks, parameters
 from .state.loss_scale import LossScale
 
 M = TypeVar("M", bound=nn.Module)
@@ -119,6 +119,7 @@ def mpcompile(
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
     accumulate_in_fp32()
     see_what_trains()
+    hooks.register()
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale)
@@ -199,7 +200,7 @@ def _entry(
         return _runner(torch.compile(forward, **compile_kwargs), has_rnns=has_rnns)
 
     def owners() -> list[int]:
-        return [id(copies.owner_of(p)) for p in module.parameters()]
+        return [id(parameters.owner_of(p)) for p in module.parameters()]
 
     def hooks() -> tuple[int, ...]:
         kinds = (module._forward_pre_hooks, module._forward_hooks,
@@ -207,7 +208,7 @@ def _entry(
         return tuple(number for kind in kinds for number in kind)
 
     widens = widens_inputs(module)
-    compiled, built_at, built_for, built_with = build(), copies.generation(), owners(), hooks()
+    compiled, built_at, built_for, built_with = build(), parameters.changes(), owners(), hooks()
     unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -215,8 +216,8 @@ def _entry(
         if hooks() != built_with:
             built_with = hooks()
             compiled = build()
-        if settings.level is Level.O2 and copies.generation() != built_at:
-            built_at = copies.generation()
+        if settings.level is Level.O2 and parameters.changes() != built_at:
+            built_at = parameters.changes()
             before, built_for = built_for, owners()
             if before != built_for:  # an MPOptimizer came: its copies are read
                 compiled = build()
@@ -275,7 +276,7 @@ def loss_scale_of(model: Any) -> LossScale:
     """
     own = _record_of(model).loss_scale
     if own.fp16_only and isinstance(model, nn.Module):
-        return copies.given_scale(model.parameters()) or own
+        return parameters.given_scale(model.parameters()) or own
     return own
 
 

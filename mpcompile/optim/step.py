@@ -18,14 +18,11 @@ from .assumptions import Assumptions
 from .compile_piece import Emit
 from .held_settings import HeldSettings
 from .inputs import Setting
-from .key import StepKey, scale_rule
+from .key import StepKey
 from .pieces import split
 from .program import Program
 from .results import Results
 from .trace import Trace, trace
-
-# Fields of a loss scale whose slots have another name.
-_SHORT = {"skipped_steps": "skipped"}
 
 
 class CompiledStep:
@@ -62,7 +59,7 @@ class CompiledStep:
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
             checked=key.checked,
-            scales=tuple(scale_rule(s) for s in key.scales),
+            scales=tuple(scale.rule for scale in key.scales),
             max_grad_norm=max_grad_norm,
             foreach=multi_tensor and not varying,  # lists take no tensors for numbers
         )
@@ -98,7 +95,7 @@ class CompiledStep:
                     held[Slot("state", i, str(key))] = value
         for k, scale in enumerate(self.key.scales):
             for field, tensor in scale.reside(self.device).items():
-                held[Slot("scale", k, _SHORT.get(field, field))] = tensor
+                held[Slot("scale", k, field)] = tensor
         return held
 
     def still_holds(self, optimizer: Optimizer) -> bool:
