@@ -24,7 +24,7 @@ from .emit.rnn_tracing import with_rnns
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .rules.policy import Level, Policy
-from .settings import Settings, check_module
+from .settings import OPTIONS, Settings, check_module, documented
 from .state import copies
 from .state.loss_scale import LossScale
 
@@ -55,6 +55,7 @@ def mpcompile(model: M, **kwargs: Any) -> M: ...
 def mpcompile(model: F, **kwargs: Any) -> F: ...
 @overload
 def mpcompile(model: None = None, **kwargs: Any) -> Callable[[F], F]: ...
+@documented
 def mpcompile(
     model: Any = None,
     *,
@@ -81,22 +82,7 @@ def mpcompile(
         model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
             returned: its `state_dict()`, attributes and pickles stay as they were. Left out, a
             decorator comes back, as from `torch.compile`.
-        dtype: torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).
-        level: "O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.
-        policy: your overrides, by operator, module or node.
-        loss_scale: "dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that
-            don't fit), "none", a number, or a `LossScale`. BF16 needs none and gets none
-            unless you hand over a `LossScale`.
-        pad: "auto" pads odd dims of matrix products where that pays on the device, "always"
-            everywhere, "never" nowhere. Results are the same.
-        emit: "inductor"; "aot_eager" or "eager" run the rewritten graph for debugging.
-        dump: directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.
-        fuse_head: make one operator of a linear layer and the `cross_entropy` that alone reads it,
-            which never stores the logits: less memory, for one more matrix product.
-        recompute: let the backward compute again, rather than store, what one kernel can make of
-            values stored anyway: the results of norms and activations. Less memory, little time.
-        strict: raise where a graph can't be rewritten, instead of compiling it in FP32.
-        mode, options: Inductor's, as in `torch.compile`.
+        {options}
         **torch_compile_kwargs: `dynamic`, `fullgraph` and others, handed to `torch.compile`.
 
     Returns:
@@ -106,17 +92,19 @@ def mpcompile(
         MPCompileError: a bad argument, a half-precision or non-float model, an unsupported device
             or torch version.
     """
-    request: dict[str, Any] = {
-        "dtype": dtype, "level": level, "policy": policy, "loss_scale": loss_scale, "pad": pad,
-        "emit": emit, "dump": dump, "fuse_head": fuse_head, "recompute": recompute,
-        "strict": strict, "mode": mode, "options": options,
-    }  # fmt: skip
+    request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
+    return _compiled(model, settings, request, torch_compile_kwargs)
+
+
+def _compiled(
+    model: Any, settings: Settings, request: dict[str, Any], torch_compile_kwargs: dict[str, Any]
+) -> Any:
     accumulate_in_fp32()
     see_what_trains()
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
@@ -143,7 +131,7 @@ def mpcompile(
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
     if "backend" in kwargs:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
-    own = [p for p in inspect.signature(mpcompile).parameters if p != "torch_compile_kwargs"]
+    own = ["model", *OPTIONS]
     theirs = inspect.signature(torch.compile).parameters
     for name in kwargs:
         if name not in theirs:

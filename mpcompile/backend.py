@@ -267,7 +267,7 @@ def _emit(
     untouched: bool = False,
 ) -> Callable[..., Any]:
     return emit(
-        gm, inputs, settings.emit, mode=settings.mode, options=settings.inductor, joint=joint,
+        gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
         recompute=settings.recompute, untouched=untouched,
     )  # fmt: skip
 
@@ -337,7 +337,7 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
     tracked = any(map(ir.is_write_back, gm.graph.nodes))
     shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])
     cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
-        (settings.inductor or {}).get("triton.cudagraphs")
+        (settings.options or {}).get("triton.cudagraphs")
     )
     return (
         len(set(memory)) == len(memory)

@@ -40,7 +40,7 @@ from ..ir.fakes import fake_of_fixed_size
 from ..planner.attention import ATTENTION
 from ..planner.target import Target, target_for
 from ..rules.policy import Config, Level, Policy
-from ..settings import Settings, check_module
+from ..settings import OPTIONS, Settings, check_module, documented
 from ..state import copies
 from .failures import described, place
 from .stand_ins import StandIns
@@ -48,6 +48,7 @@ from .stand_ins import StandIns
 __all__ = ["plan_for"]
 
 
+@documented
 def plan_for(
     model: nn.Module,
     *inputs: Any,
@@ -56,10 +57,10 @@ def plan_for(
     level: Level | str = "O1",
     policy: Policy | None = None,
     pad: str = "auto",
+    dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
     mp_optimizer: bool = False,
-    dump: str | Path | None = None,
     **kwargs: Any,
 ) -> GPUPlan:
     """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
@@ -72,7 +73,7 @@ def plan_for(
         model: an nn.Module with FP32 parameters, in the mode (train or eval) to plan for.
         inputs: what the model is called with: tensors of any shapes; their numbers don't matter.
         device: the GPU: "h100", "h200", "a100", "rtx4090", "t4", "v100" or "p100".
-        dtype, level, policy, pad, fuse_head, recompute, dump: as for `mpcompile()`; O1 to O3.
+        {plans}: as for `mpcompile()`; O1 to O3.
         mp_optimizer: whether an `MPOptimizer` is to hold the parameters; makes a difference at O2.
         **kwargs: the other arguments of the model's call.
 
@@ -83,10 +84,7 @@ def plan_for(
         MPCompileError: an unknown GPU, a bad argument, a model that mpcompile refuses or that can't
             be copied, a call of the model that fails, or one that depends on values.
     """
-    options = {
-        "dtype": dtype, "level": level, "policy": policy, "pad": pad, "fuse_head": fuse_head,
-        "recompute": recompute, "dump": dump,
-    }  # fmt: skip
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     return plan_call(
         model, inputs, kwargs, device=device, mp_optimizer=mp_optimizer, options=options
     )
