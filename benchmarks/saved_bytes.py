@@ -41,10 +41,9 @@ from torch._inductor import compile_fx
 
 from benchmarks.harness import Report, Settings, Table, environment
 from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
-from mpcompile import MPOptimizer, mpcompile, pipeline
+from mpcompile import MPOptimizer, backend, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.inspect.saved_bytes import Saved, counter
-from mpcompile.rules.policy import Config
 from mpcompile.state import copies
 
 LOW = torch.bfloat16
@@ -260,14 +259,12 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
 
 def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
-    run = pipeline.run
-
-    def planned(gm: fx.GraphModule, config: Config, **kwargs: Any) -> Any:
-        gpu = torch.device("cuda")
-        config = dataclasses.replace(config, device=gpu, profile=None, has_kernel=lambda node: True)
-        return run(gm, config, **kwargs)
-
-    return mock.patch.object(pipeline, "run", planned)
+    gpu = torch.device("cuda")
+    return backend.adjusted(
+        lambda config: dataclasses.replace(
+            config, device=gpu, profile=None, has_kernel=lambda node: True
+        )
+    )
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:

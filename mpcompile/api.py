@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .backend import mpcompile_backend
 from .calls import uncalled
-from .calls.half_inputs import widened, widens_inputs
+from .calls.module_call import ModuleCall, running
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
-from .emit.rnn_tracing import with_rnns
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .rules.policy import Level, Policy
@@ -119,11 +116,16 @@ def _compiled(
         check_module(model, settings)
         # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
         # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
-        model._compiled_call_impl = _entry(model, settings, record, compile_kwargs)
+        model._compiled_call_impl = ModuleCall(
+            model,
+            compile_kwargs,
+            reads_copies=settings.level is Level.O2,
+            called=functools.partial(_after_call, settings, record),
+        )
         _records[model] = record
         uncalled.expect(model)
         return model
-    compiled = _runner(torch.compile(model, **compile_kwargs), has_rnns=True)
+    compiled = running(torch.compile(model, **compile_kwargs), has_rnns=True)
     _records[compiled] = record
     return compiled
 
@@ -139,94 +141,21 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
 
 
-def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Calls what torch.compile returned; recurrent layers are traced, errors of ours come out as
-    they are.
-    """
-    inner = with_rnns(compiled) if has_rnns else compiled
-
-    @functools.wraps(compiled)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        except BackendCompilerFailed as failed:
-            error = failed.inner_exception
-            if isinstance(error, MPCompileError):
-                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
-            raise
-
-    return run
-
-
-_entries = itertools.count()
-
-
-def _entry(
-    module: nn.Module, settings: Settings, record: _Record, compile_kwargs: dict[str, Any]
-) -> Callable[..., Any]:
-    """What a call of the module runs: the compiled call, and three things Dynamo needs help with.
-
-    * It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and
-      it counts recompiles per code object, which all instances of a class share: each module gets
-      an entry function, in this file, with a code object of its own.
-    * Recurrent layers break the graph unless that is prevented (`rnn_tracing.py`).
-    * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
-      the first LOW op narrows them again.
-
-    It is compiled anew when an `MPOptimizer` takes over parameters of an O2 model, and when a hook
-    is put on the module itself or taken off: Dynamo guards on no hooks.
-    """
-
-    def build() -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        name = f"{type(module).__name__}_{next(_entries)}"
-        forward.__code__ = forward.__code__.replace(co_name=name)
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        return _runner(torch.compile(forward, **compile_kwargs), has_rnns=has_rnns)
-
-    def owners() -> list[int]:
-        return [id(copies.owner_of(p)) for p in module.parameters()]
-
-    def hooks() -> tuple[int, ...]:
-        kinds = (module._forward_pre_hooks, module._forward_hooks,
-                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
-        return tuple(number for kind in kinds for number in kind)
-
-    widens = widens_inputs(module)
-    compiled, built_at, built_for, built_with = build(), copies.generation(), owners(), hooks()
-    unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled, built_at, built_for, built_with, unheard
-        if hooks() != built_with:
-            built_with = hooks()
-            compiled = build()
-        if settings.level is Level.O2 and copies.generation() != built_at:
-            built_at = copies.generation()
-            before, built_for = built_for, owners()
-            if before != built_for:  # an MPOptimizer came: its copies are read
-                compiled = build()
-        if widens:
-            args, kwargs = widened(args, kwargs)
-        result = compiled(*args, **kwargs)
-        if unheard and not torch.compiler.is_compiling():
-            uncalled.called(module)
-            unheard = record.graphs > 0 and not torch.is_grad_enabled()
-            if record.graphs == 0:
-                _warn_nothing_compiled(module)
-            elif torch.is_grad_enabled():
-                _warn_of_what_matched_nothing(module, settings, record.plans)
-        return result
-
-    return call
+def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
+    """Warn of what the first calls of a module show; returns whether that was all."""
+    if record.graphs == 0:
+        _warn_nothing_compiled(module)
+        return True
+    if not torch.is_grad_enabled():  # an evaluation: what it lacks, a training forward may have
+        return False
+    _warn_of_what_matched_nothing(module, settings, record.plans)
+    return True
 
 
 def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: list[Plan]) -> None:
     for complaint in matched_nothing(settings, plans):
         text = f"mpcompile: {type(module).__name__}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=4)
+        warnings.warn(text, MPCompileWarning, stacklevel=5)
 
 
 def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
@@ -251,7 +180,7 @@ def _warn_nothing_compiled(module: nn.Module) -> None:
         "FP32. torch.compile skipped its forward (an unsupported construct at the top of it, or "
         "compilation is disabled); TORCH_LOGS=graph_breaks tells why",
         MPCompileWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

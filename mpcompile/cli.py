@@ -132,8 +132,9 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
     plan.add_argument("--device", default="h100", help=f"one of {', '.join(GPUS)}")
+    own = {"level": {"choices": ("O1", "O2", "O3")}}  # at O0 there is nothing to plan
     for name in _PLAN_OPTIONS:
-        _add_option(plan, name)
+        _add_option(plan, name, **own.get(name, {}))
     plan.add_argument(
         "--mp-optimizer", action="store_true", help="an MPOptimizer holds the parameters"
     )

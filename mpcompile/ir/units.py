@@ -35,9 +35,7 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..operators import library
 from ..rules.recurrent import RNN_OPS
-
-# The two inputs that scaling adds to a graph (passes/scale_gradients.py).
-SCALE, FOUND = "mp_scale", "mp_found"
+from .inputs import GraphInputs
 
 # A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.
 GradFn = Any
@@ -187,7 +185,7 @@ class History(fx.Interpreter):
 
 def complaints(gm: fx.GraphModule) -> Iterator[str]:
     """What is wrong with the units of the gradients in a graph whose loss scale is in place."""
-    if all(node.target != SCALE for node in gm.graph.find_nodes(op="placeholder")):
+    if not GraphInputs.of(gm.graph).scaled:
         return
     history = History(gm)
     arriving: dict[GradFn, set[int]] = defaultdict(set)

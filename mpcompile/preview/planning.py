@@ -37,6 +37,7 @@ from ..inspect.gpu_plan import GPUPlan
 from ..inspect.plan import Plan
 from ..inspect.saved_bytes import Saved, counter
 from ..ir.fakes import fake_of_fixed_size
+from ..ir.inputs import FOUND, SCALE, GraphInputs
 from ..planner.attention import ATTENTION
 from ..planner.target import Target, target_for
 from ..rules.policy import Config, Level, Policy
@@ -220,15 +221,15 @@ class _Planner:
             return self._emit(gm, example_inputs, untouched=True)
         self.plans.append(plan)
         _attend_as_fused(graph)
-        made = self._working_copies(graph, example_inputs)
-        behind = [x for k, x in made.items() if k >= len(example_inputs)]
-        if plan.scaled:
+        inputs = GraphInputs.of(graph.graph)
+        working = self._working_copies(graph, inputs, example_inputs)
+        scaling = []
+        if inputs.scaled:
             beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
-            behind += [torch.zeros((), device=beside.device) for _ in ("scale", "overflows")]
-        fixed = {k: fake_of_fixed_size(x) for k, x in made.items()}
-        given = [fixed.get(k, x) for k, x in enumerate((*example_inputs, *behind))]
-        run = self._emit(graph, given)
-        return lambda *args: run(*(made.get(k, x) for k, x in enumerate((*args, *behind))))
+            scaling = [torch.zeros((), device=beside.device) for _ in (SCALE, FOUND)]
+        fixed = [fake_of_fixed_size(copy) for copy in working]
+        run = self._emit(graph, inputs.assembled(example_inputs, fixed, scaling))
+        return lambda *args: run(*inputs.assembled(args, working, scaling))
 
     def _config(self, example_inputs: Sequence[Any]) -> Config:
         masters = [
@@ -245,16 +246,16 @@ class _Planner:
         )
 
     def _working_copies(
-        self, graph: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> dict[int, torch.Tensor]:
+        self, graph: fx.GraphModule, inputs: GraphInputs, example_inputs: Sequence[Any]
+    ) -> list[torch.Tensor]:
         """What an `MPOptimizer` would hand to the inputs that read its low copies."""
-        made = {}
-        for k, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-            if (of := ir.copy_of(node)) is not None:
-                master, shape = example_inputs[of], ir.value(node).shape
-                stored = copies.memory_for(master, self.target.low, shape)
-                made[k] = stored.requires_grad_(master.requires_grad)
-        return made
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        working = []
+        for k, of in inputs.copies.items():
+            master, shape = example_inputs[of], ir.value(placeholders[k]).shape
+            stored = copies.memory_for(master, self.target.low, shape)
+            working.append(stored.requires_grad_(master.requires_grad))
+        return working
 
     def _emit(
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, untouched: bool = False

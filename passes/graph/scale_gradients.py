@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import Mark
-from mpcompile.ir.units import FOUND, SCALE, History
+from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
+from mpcompile.ir.units import History
 from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Precision
 
@@ -34,7 +35,7 @@ from mpcompile.rules.policy import Config, Precision
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
-    if not config.scaled or any(node.target == SCALE for node in inputs):
+    if not config.scaled or GraphInputs.of(graph).scaled:
         return False
     if not any(ir.requires_grad(n) for n in inputs):
         return False
