@@ -14,7 +14,7 @@ from torch import fx
 
 from .inspect.dump import Dump
 from .inspect.plan import Plan, plan_of
-from .ir.spec import verify
+from .ir import spec
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
 from .passes.graph.copy_overlaps import copy_overlaps
@@ -61,6 +61,11 @@ PASSES: tuple[Pass, ...] = (
     clean,  # after the last pass that inserts nodes
     outline,  # last: it hides nodes in bodies, where no pass looks
 )
+
+
+def verify(gm: fx.GraphModule, stage: str) -> None:
+    """Raise `SpecError`, naming the pass, if the graph is not what it must be after it."""
+    spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
 
 
 def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | None) -> Plan:

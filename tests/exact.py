@@ -14,7 +14,6 @@ from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
 from mpcompile.devices.facts import TensorCores
 from mpcompile.ir import aten
-from mpcompile.ir.spec import verify
 from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,7 +42,7 @@ class InFP64:
         graph = capture(gm, examples)
         for pass_ in pipeline.PASSES[:-1]:
             pass_(graph, self.config)
-            verify(graph, pass_.__name__)
+            pipeline.verify(graph, pass_.__name__)
         self.graphs.append(graph)
         return lambda *args: _Interpreter(graph).run(*map(_widened, args))
 
