@@ -34,13 +34,7 @@ class _Record:
 
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
-        self.plans: list[Plan] = []
-        self.graphs = 0  # compiled so far, those left in FP32 included
-
-    def heard(self, plan: Plan | None) -> None:
-        self.graphs += 1
-        if plan is not None:
-            self.plans.append(plan)
+        self.plans: list[Plan] = []  # of every graph compiled so far
 
 
 _records = WeakIdKeyDictionary()
@@ -109,7 +103,7 @@ def _compiled(
     record = _Record(scale)
     compile_kwargs = {
         "backend": mpcompile_backend,
-        "options": {**request, "loss_scale": scale, "_listener": record.heard},
+        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
         **torch_compile_kwargs,
     }
     if isinstance(model, nn.Module):
@@ -143,7 +137,7 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
 
 def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
     """Warn of what the first calls of a module show; returns whether that was all."""
-    if record.graphs == 0:
+    if not record.plans:
         _warn_nothing_compiled(module)
         return True
     if not torch.is_grad_enabled():  # an evaluation: what it lacks, a training forward may have
@@ -160,6 +154,7 @@ def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: 
 
 def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
     """What was asked for and found no place in any graph of the first training forward."""
+    plans = [plan for plan in plans if plan.left is None]
     nodes = [node for plan in plans for node in plan.nodes]
     names = {node.name for node in nodes}
     complaints = [
@@ -197,7 +192,8 @@ def loss_scale_of(model: Any) -> LossScale:
 
 
 def compiled_plans(model: Any) -> list[Plan]:
-    """The plan of each graph compiled so far for this model or function, in order.
+    """The plan of each graph compiled so far for this model or function, in order. That of a graph
+    left in FP32 says why: `Plan.left`.
 
     Raises:
         MPCompileError: it was not compiled with `mpcompile()`.

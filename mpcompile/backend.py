@@ -34,7 +34,7 @@ from .emit.islands import has_rnn
 from .emit.joint import JointPass, joint_passes
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
-from .inspect.plan import Plan
+from .inspect.plan import Plan, plan_of_left
 from .ir.fakes import fake_of_fixed_size
 from .ir.inputs import GraphInputs
 from .ir.updates import is_update
@@ -45,8 +45,8 @@ from .settings import Settings
 from .state import copies, fit, guard
 from .state.loss_scale import LossScale
 
-# Told of each graph: its plan, or None where it was left in FP32.
-Listener = Callable[[Plan | None], None]
+# Told of each graph: its plan, which may say that it was left in FP32.
+Listener = Callable[[Plan], None]
 
 
 def mpcompile_backend(
@@ -72,9 +72,12 @@ def mpcompile_backend(
 
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], Plan | None]:
-    if settings.level is Level.O0 or is_update(gm, example_inputs):
-        return _emit(gm, example_inputs, settings, untouched=True), None
+) -> tuple[Callable[..., Any], Plan]:
+    if settings.level is Level.O0:
+        return _leave(gm, example_inputs, settings, 'level="O0" was asked for')
+    if is_update(gm, example_inputs):
+        reason = "it updates parameters in place, as an optimizer's step does; no update is rounded"
+        return _leave(gm, example_inputs, settings, reason)
     try:
         return _compile(gm, example_inputs, settings)
     except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
@@ -92,7 +95,15 @@ def _compile_or_fall_back(
             MPCompileWarning,
             stacklevel=2,
         )
-        return _emit(gm, example_inputs, settings, untouched=True), None
+        return _leave(gm, example_inputs, settings, reason)
+
+
+def _leave(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
+) -> tuple[Callable[..., Any], Plan]:
+    """Compile a graph as it came, in FP32."""
+    compiled = _emit(gm, example_inputs, settings, untouched=True)
+    return compiled, plan_of_left(reason, _place_of(example_inputs))
 
 
 def reason_of(error: Exception) -> str:
@@ -271,7 +282,8 @@ def _to_emit(
         return captured, settings
     # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
     eager = replace(settings, emit="eager", mode=None, recompute=False)
-    if plan.changed or any(map(ir.autocast_region, captured.graph.nodes)):
+    rewritten = set(plan.changed) - {pass_.__name__ for pass_ in pipeline.FOLDING}
+    if rewritten or any(map(ir.autocast_region, captured.graph.nodes)):
         return captured, eager
     return gm, eager  # torch's own functions: their calls cost less than those of operators
 
@@ -290,11 +302,15 @@ def _emit(
     )  # fmt: skip
 
 
-def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+def _place_of(example_inputs: Sequence[Any]) -> torch.device:
     """Where the graph's parameters live; without any, its first tensor."""
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
-    device = (parameters or tensors)[0].device if tensors else torch.device("cpu")
+    return (parameters or tensors)[0].device if tensors else torch.device("cpu")
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    device = _place_of(example_inputs)
     if device.type not in SUPPORTED:
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device

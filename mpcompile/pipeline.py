@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
@@ -39,6 +40,10 @@ from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]
 
+# Passes that hide nodes in bodies: the plan is read before them. They only fold back what capture
+# inlined, so the program stays what it was.
+FOLDING: tuple[Pass, ...] = (outline,)
+
 PASSES: tuple[Pass, ...] = (
     drop_noop_casts,  # casts baked by the FP32 capture would end every low chain
     functionalize,  # before anything is decided: what stays in place keeps its dtype
@@ -59,7 +64,7 @@ PASSES: tuple[Pass, ...] = (
     copy_overlaps,  # before scale_gradients: what it copies is a result like any other
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes
-    outline,  # last: it hides nodes in bodies, where no pass looks
+    *FOLDING,  # last: no pass looks into bodies
 )
 
 
@@ -89,17 +94,11 @@ def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | 
     record = Dump(dump) if dump is not None else None
     if record:
         record.stage("captured", gm, captured_in)
-    result: Plan | None = None
+    decided: Plan | None = None
     for pass_ in PASSES:
         name = pass_.__name__
-        if pass_ is outline:  # the plan lists checkpointed nodes too
-            result = plan_of(
-                gm.graph,
-                config,
-                seconds=seconds,
-                changed=tuple(changed),
-                dump_dir=record.directory if record else None,
-            )
+        if decided is None and pass_ in FOLDING:
+            decided = plan_of(gm.graph, config)
         start = time.perf_counter()
         if pass_(gm, config):
             changed.append(name)
@@ -107,8 +106,13 @@ def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | 
         verify(gm, name)
         if record:
             record.stage(name, gm, seconds[name])
-    assert result is not None
+    plan = replace(
+        decided or plan_of(gm.graph, config),
+        seconds=seconds,
+        changed=tuple(changed),
+        dump_dir=record.directory if record else None,
+    )
     if record:
-        record.plan(result)
+        record.plan(plan)
     gm.recompile()
-    return result
+    return plan
