@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -59,6 +59,7 @@ def mpcompile(
     dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
+    disable_passes: Collection[str] = (),
     strict: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def _compile(
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
     copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
     config = config_for(target, settings, scaled=scale is not None, copied=copied)
-    captured, plan = rewrite(gm, example_inputs, config, dump=settings.dump)
+    captured, plan = rewrite(gm, example_inputs, config, settings)
     inputs = GraphInputs.of(captured.graph)
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)
@@ -184,7 +183,7 @@ def config_for(
 
 
 def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, *, dump: Path | None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, settings: Settings
 ) -> tuple[fx.GraphModule, Plan]:
     """Capture Dynamo's graph and run every pass over it: the graph to emit, and its plan.
 
@@ -197,7 +196,13 @@ def rewrite(
         captured = capture(gm, example_inputs, planned_for=config.device.type)
     spent = time.perf_counter() - start
     with _unseen(), torch._C._DisableAutocast():
-        return captured, pipeline.run(captured, config, captured_in=spent, dump=dump)
+        return captured, pipeline.run(
+            captured,
+            config,
+            captured_in=spent,
+            dump=settings.dump,
+            disabled=settings.disable_passes,
+        )
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:

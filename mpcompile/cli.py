@@ -69,6 +69,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
     how: dict[str, Any] = {"help": option.help, "default": option.default}
     if isinstance(option.default, bool):
         how["action"] = "store_true"
+    elif isinstance(option.default, tuple):
+        how |= {"nargs": "+", "choices": option.words, "metavar": "NAME"}
     elif option.words:
         how["choices"] = option.words
     else:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from . import pipeline
 from .devices.facts import SUPPORTED
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
@@ -133,6 +134,19 @@ def _directory(name: str, value: Any) -> Path | None:
     return Path(path)
 
 
+def _passes(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise MPCompileError(f"{name}={value!r}: give a list of names of passes")
+    for one in value:
+        if one in pipeline.MUST_RUN:
+            raise MPCompileError(f"{name}: {one!r} can't be disabled: {pipeline.MUST_RUN[one]}")
+        if one not in pipeline.MAY_BE_DISABLED:
+            hint = did_you_mean(str(one), [*pipeline.MAY_BE_DISABLED, *pipeline.MUST_RUN])
+            known = ", ".join(pipeline.MAY_BE_DISABLED)
+            raise MPCompileError(f"{name}: no pass {one!r}{hint}; these can be disabled: {known}")
+    return tuple(value)
+
+
 def _inductor_options(name: str, value: Any) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, Mapping):
         raise MPCompileError(f"{name}={value!r}: give a dict of Inductor's options")
@@ -195,6 +209,12 @@ class Settings:
         "stored anyway: the results of norms and activations. Less memory, little time.",
         plans=True,
     )
+    disable_passes: tuple[str, ...] = _option(
+        (), _passes,
+        "names of passes over the graph that are not to run, to find out which one breaks a model; "
+        f"one of {', '.join(pipeline.MAY_BE_DISABLED)}.",
+        words=tuple(pipeline.MAY_BE_DISABLED), plans=True,
+    )  # fmt: skip
     strict: bool = _switch(
         "raise where a graph can't be rewritten, instead of compiling it in FP32."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,17 @@ CORES = TensorCores(slowdown=2.0, balance=0.0)  # padding always pays
 
 
 class InFP64:
-    """A torch.compile backend: capture, every pass up to `clean`, then the graph in FP64.
+    """A torch.compile backend: capture, every pass up to `clean` but those named in `without`, then
+    the graph in FP64.
 
     Attributes:
         graphs: each graph compiled, rewritten.
     """
 
-    def __init__(self, pad: str, level: str = "O1", **settings: Any) -> None:
+    def __init__(
+        self, pad: str, level: str = "O1", without: Collection[str] = (), **settings: Any
+    ) -> None:
+        self.without = without
         self.graphs: list[fx.GraphModule] = []
         settings.setdefault("cores", CORES)
         self.config = Config(
@@ -41,6 +45,8 @@ class InFP64:
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         graph = capture(gm, examples)
         for pass_ in pipeline.PASSES[:-1]:
+            if pass_.__name__ in self.without:
+                continue
             pass_(graph, self.config)
             pipeline.verify(graph, pass_.__name__)
         self.graphs.append(graph)

@@ -53,6 +53,7 @@ def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPat
         dump=None,
         fuse_head=False,
         recompute=False,
+        disable_passes=(),
         strict=False,
         mode=None,
         options=None,
@@ -80,7 +81,7 @@ def test_what_is_written_arrives_parsed(tmp_path: Path) -> None:
 def test_the_words_of_an_option_are_accepted() -> None:
     for name, option in OPTIONS.items():
         for word in option.words:
-            Settings.parse({name: word})
+            Settings.parse({name: [word] if isinstance(option.default, tuple) else word})
     with pytest.raises(MPCompileError, match="unknown option 'pads'; did you mean 'pad'"):
         Settings.parse({"pads": "never"})
 

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def plan_for(
     dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
+    disable_passes: Collection[str] = (),
     mp_optimizer: bool = False,
     **kwargs: Any,
 ) -> GPUPlan:
@@ -213,7 +214,7 @@ class _Planner:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         config = self._config(example_inputs)
         try:
-            graph, plan = rewrite(gm, example_inputs, config, dump=self.settings.dump)
+            graph, plan = rewrite(gm, example_inputs, config, self.settings)
         except MPCompileError:
             raise
         except Exception as error:
