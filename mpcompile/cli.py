@@ -1,4 +1,4 @@
-"""The ``mpcompile`` command: ``mpcompile info``, ``demo``, ``profile`` and ``plan``.
+"""The ``mpcompile`` command: ``mpcompile info``, ``demo``, ``profile``, ``plan`` and ``bisect``.
 
 Exit status: 0 done, 1 torch is outside the supported range, 2 a request that cannot be met.
 """
@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ._version import __version__
+from .debug.bisect import TOLERANCE, bisect, within
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
 from .devices.facts import default_device, device_facts
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpcompile {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_info, _add_demo, _add_profile, _add_plan):
+    for add in (_add_info, _add_demo, _add_profile, _add_plan, _add_bisect):
         add(commands)
     return parser
 
@@ -142,6 +143,43 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
+
+
+_BISECT_OPTIONS = ("dtype", "level", "pad", "emit", "fuse_head", "recompute")
+
+
+def _add_bisect(commands: Commands) -> None:
+    search = commands.add_parser(
+        "bisect",
+        help="find the decision that breaks your model",
+        description="Run a model in FP32 and compiled, here; where the loss or a gradient is not "
+        "finite, or far from FP32's, find the pass or the operator in low precision that makes it "
+        f"so, by compiling again and again without one. {CONTRACT}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    search.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
+    own = {"emit": {"default": "eager"}}
+    for name in _BISECT_OPTIONS:
+        _add_option(search, name, **own.get(name, {}))
+    search.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="relative error that is no breakage"
+    )
+    search.set_defaults(run=_bisect)
+
+
+def _bisect(options: argparse.Namespace, console: Console) -> int:
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    model, args, kwargs = made_by(options.factory)
+    found = bisect(
+        model,
+        args,
+        kwargs,
+        options={name: getattr(options, name) for name in _BISECT_OPTIONS},
+        agrees=within(options.tolerance),
+    )
+    text = "nothing breaks: loss and gradients are near FP32's" if found is None else str(found)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def _steps(text: str) -> int:

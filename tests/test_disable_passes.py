@@ -94,7 +94,14 @@ def test_gradients_without_it_are_those_of_fp64(name: str, model: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_trains_without_all_of_them(level: str, model: str) -> None:
     kind, size = MODELS[model]
-    check(kind(), leaf(*size), level=level, disable_passes=PASSES, pad="always", fuse_head=kind is Classifier)
+    check(
+        kind(),
+        leaf(*size),
+        level=level,
+        disable_passes=PASSES,
+        pad="always",
+        fuse_head=kind is Classifier,
+    )
 
 
 def test_the_models_give_the_passes_something_to_do() -> None:
