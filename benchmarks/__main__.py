@@ -23,7 +23,7 @@ import benchmarks
 
 from .harness import RESULTS, SCRATCH, Settings
 
-_SHARED = ("__main__", "harness")
+_SHARED = ("__main__", "fakecuda", "gpu", "harness")
 DEVICES = ("cpu", "cuda")
 
 

@@ -26,7 +26,7 @@ from . import (
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
 from .capture.capture import capture
-from .devices.facts import SUPPORTED
+from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
 from .emit.islands import has_rnn
@@ -39,6 +39,7 @@ from .ir.inputs import GraphInputs
 from .ir.updates import is_update
 from .padding.products import product
 from .planner.target import Target, target_of
+from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
 from .state import copies, fit, guard
@@ -168,7 +169,7 @@ def config_for(
     """The settings and the facts of the device, as the passes see them."""
     return Config(
         level=settings.level,
-        low=target.low,
+        format=Format(target.low),
         device=target.device,
         policy=settings.policy,
         scaled=scaled,
@@ -220,10 +221,9 @@ def _heed_the_device(
     captured: fx.GraphModule, plan: Plan, config: Config, device: torch.device
 ) -> None:
     """Refuse what the device's own settings would round; say where it gains nothing."""
-    if device.type == "cuda":
-        check_accumulation(config.low)
+    check_accumulation(device, config.low)
     if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
-        say_nothing_runs_low(device.type, config.low)
+        say_nothing_runs_low(capabilities(device).word, config.low)
 
 
 def _has_products(gm: fx.GraphModule) -> bool:
@@ -316,7 +316,7 @@ def _place_of(example_inputs: Sequence[Any]) -> torch.device:
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:
     device = _place_of(example_inputs)
-    if device.type not in SUPPORTED:
+    if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
 
@@ -360,5 +360,5 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
         len(set(memory)) == len(memory)
         and not tracked
         and not shown
-        and not (cudagraphs and device.type == "cuda")
+        and not (cudagraphs and capabilities(device).cuda_graphs)
     )

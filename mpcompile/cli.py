@@ -23,8 +23,9 @@ from ._version import __version__
 from .debug.bisect import TOLERANCE, bisect, within
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
-from .devices.facts import default_device, device_facts
+from .devices.facts import device_facts
 from .devices.gpus import GPUS, gpu
+from .devices.registry import capabilities, default_device
 from .errors import MPCompileError
 from .preview.factory import CONTRACT, made_by
 from .preview.planning import plan_call
@@ -329,9 +330,9 @@ def _known_device(name: str) -> torch.device | None:
         device = torch.device(name)
     except RuntimeError:
         raise MPCompileError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if not (asked := capabilities(device)).is_there():
         raise MPCompileError(
-            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; "
-            "use --device cpu, or install a CUDA build of torch"
+            f"device {name!r} is not there: torch sees {asked.count()} {device.type.upper()} "
+            f"devices; use --device cpu, or install a {device.type.upper()} build of torch"
         )
     return device

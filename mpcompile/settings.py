@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import pipeline
-from .devices.facts import SUPPORTED
+from . import pipeline, rules
+from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
-from .rules import table
 from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
 
@@ -94,7 +93,7 @@ def _policy(name: str, value: Any) -> Policy:
         raise MPCompileError(f"{name}={policy!r}: give an mpcompile.Policy(...)")
     for key in policy.low | policy.full | policy.keep:
         if not op_exists(key):
-            known = [name.removeprefix("aten::") for name in table.known_ops()]
+            known = [name.removeprefix("aten::") for name in rules.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
             raise MPCompileError(f"Policy: no operator {key!r}{hint}")
     return policy
@@ -326,10 +325,10 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             "mixed precision starts from FP32; call model.float() first"
         )
     for name, parameter in parameters.items():
-        if parameter.device.type not in SUPPORTED:
+        if not is_supported(parameter.device):
             raise MPCompileError(
                 f"{where}: {name} is on {parameter.device}; supported devices: "
-                f"{', '.join(SUPPORTED)}"
+                f"{', '.join(supported())}"
             )
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:

@@ -12,8 +12,9 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
-from mpcompile.devices.facts import TensorCores
+from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ class InFP64:
         settings.setdefault("cores", CORES)
         self.config = Config(
             level=Level(level),
-            low=torch.float16,
+            format=Format(torch.float16),
             device=torch.device("cpu"),
             pad=pad,
             **settings,

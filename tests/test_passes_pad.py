@@ -24,6 +24,7 @@ from mpcompile.passes.graph.pad import pad
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.read_copies import read_copies
 from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.rules import Kind
 from mpcompile.rules.policy import Policy, TensorCores
 
 PAD, SLICE = "constant_pad_nd", "slice"
@@ -64,7 +65,7 @@ def pads_of_weights(stage: Stage) -> list[fx.Node]:
     """Every pad whose operand is a parameter, or made of one by casts and views."""
 
     def is_stored(node: fx.Node) -> bool:
-        while ir.is_op(node) and (ir.is_cast(node) or ir.kind(node) is ir.ops.Kind.VIEW):
+        while ir.is_op(node) and (ir.is_cast(node) or ir.kind(node) is Kind.VIEW):
             node = node.all_input_nodes[0]
         return ir.is_parameter(node)
 

@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import CannotRewrite
 from ..ir import Region, is_getitem, is_opaque, storage, written
 from ..ir.fakes import fake_twin
-from ..rules.recurrent import PACKETS
+from ..rules import PACKETS
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph

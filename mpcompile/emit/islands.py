@@ -52,7 +52,7 @@ from torch._guards import TracingContext, tracing
 
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
-from ..rules.recurrent import PACKETS, RNN_OPS
+from ..rules import PACKETS, RNN_OPS
 
 aten = torch.ops.aten
 

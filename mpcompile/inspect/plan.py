@@ -16,6 +16,8 @@ from ..ir import opaque
 from ..rules.policy import Config
 from .tensor_cores import TensorCoreReport, tensor_core_report
 
+_ADDED = {role.value for role in ir.ADDED}
+
 
 @dataclass(frozen=True)
 class PlanNode:
@@ -90,9 +92,7 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
-        return dict(
-            Counter(n.precision for n in self.nodes if n.rule not in ("cast", "scale", "pad"))
-        )
+        return dict(Counter(n.precision for n in self.nodes if n.rule not in _ADDED))
 
     def __str__(self) -> str:
         if self.left is not None:
@@ -140,7 +140,7 @@ def plan_of(graph: fx.Graph, config: Config) -> Plan:
         dtype=str(config.low).removeprefix("torch."),
         device=str(config.device),
         nodes=nodes,
-        casts=sum(node.rule == "cast" and node.op == "aten::to" for node in nodes),
-        scaled=any(node.rule == "scale" for node in nodes),
+        casts=sum(node.rule == ir.Role.CAST.value and node.op == "aten::to" for node in nodes),
+        scaled=any(node.rule == ir.Role.SCALE.value for node in nodes),
         tensor_cores=tensor_core_report(graph),
     )

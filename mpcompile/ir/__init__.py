@@ -17,8 +17,12 @@ from .edit import (
     set_operand,
 )
 from .marks import (
+    ADDED,
+    By,
     Mark,
     Region,
+    Role,
+    added,
     alignment,
     copies_for_overlap,
     copy_of,
@@ -33,6 +37,7 @@ from .marks import (
     precision,
     regions,
     remark,
+    role,
     set_alignment,
     set_copy,
     set_costs,
@@ -81,6 +86,7 @@ from .values import (
     op_name,
     positions,
     requires_grad,
+    rule,
     set_dtype,
     set_value,
     shape,
@@ -91,11 +97,15 @@ from .values import (
 )
 
 __all__ = [
+    "ADDED",
     "SHORT",
+    "By",
     "Mark",
     "Region",
+    "Role",
     "add_input",
     "add_slot",
+    "added",
     "after",
     "alignment",
     "argument",
@@ -153,6 +163,8 @@ __all__ = [
     "render",
     "requires_grad",
     "restore",
+    "role",
+    "rule",
     "same_shape",
     "scalar_slot",
     "scale_slot",

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rules.policy import Precision
 from .edit import refresh
-from .marks import Mark, set_mark
+from .marks import Role, added, set_mark
 from .step import Slot
 from .values import aten, fake_mode, value
 
@@ -87,5 +86,5 @@ def call(
     """Add a call to a step's graph at its insertion point, with its value and its reason."""
     node = graph.create_node("call_function", target, args, kwargs, name=name or None)
     refresh(node)
-    set_mark(node, Mark(Precision.KEEP, "step", why, torch.float32))
+    set_mark(node, added(Role.STEP, why))
     return node

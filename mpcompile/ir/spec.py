@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import ir
-from ..rules import table
+from .. import ir, rules
 from ..rules.policy import Precision
 from . import units
 
@@ -39,7 +38,7 @@ def _nothing_undecided(gm: fx.GraphModule) -> Iterator[str]:
 
 def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
-        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale", "pad"):
+        if not ir.is_marked(node) or ir.role(node) in ir.ADDED:
             continue
         low = ir.precision(node) is Precision.LOW
         for position, operand in ir.float_args(node):
@@ -52,10 +51,10 @@ def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
-    if not table.castable(node.target, position):
+    if not rules.castable(node.target, position):
         return True
     value = ir.captured(operand)
-    return ir.op_name(node) in table.PROMOTES and value is not None and value.ndim == 0
+    return ir.rule(node).promotes and value is not None and value.ndim == 0
 
 
 def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
@@ -95,7 +94,7 @@ def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
         wanted = padding.result if padding is not None else None
         if wanted is not None and not ir.same_shape(ir.value(node).shape, wanted):
             yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {wanted}"
-        if padding is None and not (ir.is_marked(node) and ir.mark(node).rule == "pad"):
+        if padding is None and ir.role(node) is not ir.Role.PAD:
             for operand in node.all_input_nodes:
                 lanes = ir.padding(operand)
                 if lanes is not None and lanes.result != lanes.real:

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..operators import library
-from ..rules.recurrent import RNN_OPS
+from ..rules import RNN_OPS
 from .inputs import GraphInputs
 
 # A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.step import Slot
 from .regions import Region, Split, is_held, signature
@@ -37,7 +38,7 @@ _ALWAYS = {
 
 # As many norms as fit, as pointers, into the 4 KB of arguments that a kernel may always have.
 _JOINED = 400
-_ON_GPU = {
+_MULTI_TENSOR = {
     # More than eight Inductor would stack in a kernel each; the second is not in torch 2.11.
     name: _JOINED
     for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
@@ -86,7 +87,8 @@ def _inductor(region: Region, emit: Emit, sized: Sequence[int]) -> Callable[...,
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = _values(mode, region, sized)
     threads = _ONE_THREAD if _is_small(region) else {}
-    joined = _ON_GPU if values[0].device.type != "cpu" and _joins_numbers(region) else {}
+    multi_tensor = capabilities(values[0].device).multi_tensor
+    joined = _MULTI_TENSOR if multi_tensor and _joins_numbers(region) else {}
     options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
     patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
     inner: list[Any] = []

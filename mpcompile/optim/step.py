@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from ..devices.registry import capabilities
 from ..ir.step import Gradient, ScaleRule, Slot, StepConfig
 from ..state import copies, guard
 from ..state.loss_scale import LossScale
@@ -115,14 +116,14 @@ class Step:
         self.key = key
         self.varying = varying
         self.device = key.members[0].param.device
-        on_gpu = self.device.type != "cpu"
+        multi_tensor = capabilities(self.device).multi_tensor
         config = StepConfig(
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
             checked=checked,
             scales=tuple(_rule(s) for s in key.scales),
             max_grad_norm=max_grad_norm,
-            foreach=on_gpu and not varying,  # lists take no tensors for numbers
+            foreach=multi_tensor and not varying,  # lists take no tensors for numbers
         )
         start = time.perf_counter()
         self.traced = traced = trace(
@@ -151,7 +152,7 @@ class Step:
             self.settings[slot].fill_(number)
         self.none = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
-        pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
+        pieces = split(traced.graph, whole=multi_tensor or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
         given = self.program.given
         self.params = [m.param for m in key.members]

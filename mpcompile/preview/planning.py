@@ -29,6 +29,7 @@ from .. import ir
 from ..api import matched_nothing
 from ..backend import config_for, reason_of, rewrite
 from ..calls.half_inputs import widened, widens_inputs
+from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..emit.emitter import emit
 from ..emit.rnn_tracing import with_rnns
@@ -111,7 +112,7 @@ def plan_call(
     if not isinstance(model, nn.Module):
         raise MPCompileError(f"plan_for({type(model).__name__}): give an nn.Module")
     _check_call(model, args, kwargs)
-    planner = _Planner(settings, target_for(sheet, settings.dtype), mp_optimizer)
+    planner = _Planner(settings, target_for(AbsentGPU(sheet), settings.dtype), mp_optimizer)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)

@@ -18,13 +18,13 @@ for the device and runs one or a few steps more, beside a compilation that takes
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..devices.generators import RandomState, unchanged
 from ..ir.inputs import GraphInputs
 from .loss_scale import INIT_SCALE, LossScale, any_nonfinite
 
@@ -62,8 +62,8 @@ class _Trial:
         self.compiled, self.scale, self.inputs = compiled, scale, inputs
         values, self.used, _ = inputs.scaling_apart(args)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        self.devices = sorted({x.device.index for x in tensors if x.device.type == "cuda"})
-        self.random = _random_state(self.devices)
+        self.devices = {x.device for x in tensors}
+        self.random = RandomState(self.devices)
         # What the graph may write to (a buffer), as it was.
         self.before = {
             i: x.clone()
@@ -101,8 +101,8 @@ class _Trial:
         """The same call once more, at another scale."""
         given = [self.before[i].clone() if i in self.before else x for i, x in enumerate(saved())]
         self.at = at
-        with torch.random.fork_rng(self.devices):
-            _set_random_state(self.random, self.devices)
+        with unchanged(self.devices):
+            self.random.restore()
             self.forward(given)
 
     def backward(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -224,13 +224,3 @@ def _is_tracked(value: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _random_state(devices: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-
-def _set_random_state(state: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
-    torch.set_rng_state(state[0])
-    for device, theirs in zip(devices, itertools.islice(state, 1, None), strict=True):
-        torch.cuda.set_rng_state(theirs, device)

@@ -19,7 +19,7 @@ before.
 
 Contract. ATen after autograd and Inductor's decompositions; placeholders of gradients are named
 "tangents", as the partitioner needs it too. Each node carries its FakeTensor, which is kept true.
-FP16 and BF16 values on CUDA only: no other device has `mm.dtype`. Gradients that stay in the graph
+FP16 and BF16 values only where a device has `mm.dtype` (CUDA). Gradients that stay in the graph
 keep their dtype: there FP32 would cost bandwidth.
 """
 
@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
 
 UPCAST = torch.ops.prims.convert_element_type.default
@@ -89,7 +90,8 @@ def _is_low(node: fx.Node) -> bool:
     return (
         value is not None
         and value.dtype in (torch.float16, torch.bfloat16)
-        and value.device.type == "cuda"
+        and is_supported(value.device)
+        and capabilities(value.device).products_leave_in_fp32()
     )
 
 
