@@ -11,7 +11,6 @@ from torch import fx
 
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
-from mpcompile.ir.spec import verify
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
@@ -53,7 +52,7 @@ class Stage:
         """Run the pass once, verify the graph; what it says of itself must be true."""
         before = self.text
         changed = self.pass_(self.gm, self.config)
-        verify(self.gm, self.pass_.__name__)
+        pipeline.verify(self.gm, self.pass_.__name__)
         assert changed == (self.text != before)
         return changed
 

@@ -47,7 +47,7 @@ LAYERS = (
     {"calls", "settings"},
     {"backend", "optim"},
     {"api", "entry"},
-    {"preview"},
+    {"debug", "preview"},
     {"demo"},
     {"cli"},
 )

@@ -14,10 +14,9 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 
-from mpcompile import MPOptimizer, mpcompile, pipeline
+from mpcompile import MPOptimizer, backend, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.inspect.saved_bytes import Saved, counter
-from mpcompile.rules.policy import Config
 from mpcompile.state import copies
 
 from .cases import WAYS, Case, Way, Work
@@ -90,14 +89,12 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
 
 def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
-    run = pipeline.run
-
-    def planned(gm: fx.GraphModule, config: Config, **kwargs: Any) -> Any:
-        gpu = torch.device("cuda")
-        config = dataclasses.replace(config, device=gpu, profile=None, has_kernel=lambda node: True)
-        return run(gm, config, **kwargs)
-
-    return mock.patch.object(pipeline, "run", planned)
+    gpu = torch.device("cuda")
+    return backend.adjusted(
+        lambda config: dataclasses.replace(
+            config, device=gpu, profile=None, has_kernel=lambda node: True
+        )
+    )
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:
