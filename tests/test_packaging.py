@@ -34,7 +34,8 @@ PASSES = ROOT / "passes"
 # what users import.
 LAYERS = (
     {"_version", "errors"},
-    {"devices", "operators"},
+    {"devices"},
+    {"operators"},
     {"profile"},
     {"rules"},
     {"ir"},
@@ -46,11 +47,11 @@ LAYERS = (
     {"calls", "settings"},
     {"backend", "optim"},
     {"api", "entry"},
-    {"preview"},
+    {"debug", "preview"},
     {"demo"},
     {"cli"},
 )
-PASSES_MAY_IMPORT = {"errors", "rules", "ir", "padding", "planner"}
+PASSES_MAY_IMPORT = {"errors", "devices", "rules", "ir", "padding", "planner"}
 
 
 def height(unit: str) -> int:

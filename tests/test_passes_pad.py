@@ -435,7 +435,7 @@ def test_idempotent() -> None:
         text, marks = stage.text, stage.marks
         assert not pad(stage.gm, stage.config)
         assert not place_pads(stage.gm, stage.config)
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
         assert (stage.text, stage.marks) == (text, marks)
 
 
@@ -509,7 +509,7 @@ def test_the_spec_wants_lanes_cut_off() -> None:
     cut.replace_all_uses_with(stage.node("linear"))
     ir.set_mark(stage.node("linear_f32"), ir.mark(stage.node("linear")))
     with pytest.raises(spec.SpecError, match="linear_f32 reads the lanes of linear"):
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
 
 
 def test_the_spec_wants_the_shapes_that_were_planned() -> None:
@@ -517,7 +517,7 @@ def test_the_spec_wants_the_shapes_that_were_planned() -> None:
     linear = stage.node("linear")
     ir.set_value(linear, ir.value(stage.node("linear_cut")))
     with pytest.raises(spec.SpecError, match=r"linear is f16\[8, 21\], planned \(8, 24\)"):
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
 
 
 @pytest.mark.parametrize("scaled", [False, True])

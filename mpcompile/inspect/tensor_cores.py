@@ -165,7 +165,8 @@ def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
     for node in graph.nodes:
         if ir.role(node) is not ir.Role.PAD or ir.tensor(node) is None:
             continue
-        kind = {"aten::slice": "slice", "aten::constant_pad_nd": "pad"}.get(ir.op_name(node))
+        name = ir.op_name(node).removeprefix("aten::").removeprefix("constant_")
+        kind = {"slice": "slice", "pad_nd": "pad"}.get(name)
         source = node.all_input_nodes[0]
         while ir.is_cast(source) or ir.role(source) is ir.Role.SCALE:
             source = source.all_input_nodes[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from .edit import refresh
 from .marks import Role, added, set_mark
@@ -84,3 +87,24 @@ def call(
     refresh(node)
     set_mark(node, added(Role.STEP, why))
     return node
+
+
+def inline(
+    graph: fx.Graph,
+    function: Callable[..., list[torch.Tensor]],
+    inputs: Sequence[fx.Node],
+    *,
+    why: str,
+) -> list[fx.Node]:
+    """Add what a function of tensors does to these nodes, traced, at the insertion point of a
+    step's graph. Returns the nodes of its results; one that it returns as given is its input.
+    """
+    with fake_mode(graph), torch.no_grad():
+        body = make_fx(function)(*map(value, inputs)).graph
+    known = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in body.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = call(graph, node.target, *args, why=why, **kwargs)
+    results: Any = body.output_node().args[0]
+    return [known[result] for result in results]

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
+from .scale import ScaleRule
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -32,19 +34,6 @@ class Slot:
     def __str__(self) -> str:
         number = "" if self.kind == "result" else str(self.index)
         return "_".join(part for part in (self.kind + number, self.key) if part)
-
-
-@dataclass(frozen=True)
-class ScaleRule:
-    """How one loss scale moves: the constants of `LossScale` (see there)."""
-
-    dynamic: bool
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    min_scale: float
-    max_scale: float
 
 
 @dataclass(frozen=True)

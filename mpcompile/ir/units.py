@@ -36,9 +36,7 @@ from .. import ir
 from ..operators import library
 from ..rules import RNN_OPS
 from .fakes import like
-
-# The two inputs that scaling adds to a graph (passes/scale_gradients.py).
-SCALE, FOUND = "mp_scale", "mp_found"
+from .inputs import GraphInputs
 
 # A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.
 GradFn = Any
@@ -188,7 +186,7 @@ class History(fx.Interpreter):
 
 def complaints(gm: fx.GraphModule) -> Iterator[str]:
     """What is wrong with the units of the gradients in a graph whose loss scale is in place."""
-    if all(node.target != SCALE for node in gm.graph.find_nodes(op="placeholder")):
+    if not GraphInputs.of(gm.graph).scaled:
         return
     history = History(gm)
     arriving: dict[GradFn, set[int]] = defaultdict(set)

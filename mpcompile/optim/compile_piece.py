@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.fakes import like
 from .pieces import Piece, is_held, signature
@@ -36,7 +37,7 @@ _ALWAYS = {
 
 # As many norms as fit, as pointers, into the 4 KB of arguments that a kernel may always have.
 _JOINED = 400
-_ON_GPU = {
+_MULTI_TENSOR = {
     # More than eight Inductor would stack in a kernel each; the second is not in torch 2.11.
     name: _JOINED
     for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
@@ -102,7 +103,8 @@ def _inductor(piece: Piece, emit: Emit, sized: Sequence[int]) -> Callable[..., A
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = _values(mode, piece, sized)
     threads = _ONE_THREAD if _is_small(piece) else {}
-    joined = _ON_GPU if values[0].device.type != "cpu" and _joins_short(piece) else {}
+    multi_tensor = capabilities(values[0].device).multi_tensor
+    joined = _MULTI_TENSOR if multi_tensor and _joins_short(piece) else {}
     options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
     patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
     inner: list[Any] = []

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..ir.step import Gradient, ScaleRule
-from ..state import copies, guard
+from ..ir.step import Gradient
+from ..state import copies, parameters
 from ..state.loss_scale import LossScale
 from ..state.low_gradients import LowGradient, on_one_scale
 from .inputs import Member
@@ -51,7 +51,7 @@ class StepKey:
             grad = member.param.grad
             assert grad is not None
             copy = next(iter(copies.copies_of(member.param).values()), None)
-            known = tuple(index(s) for s in guard.scales_of(member.param) or (own,))
+            known = tuple(index(s) for s in parameters.scales_of(member.param) or (own,))
             stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
             by = index(stored) if stored is not None and stored.active else None
             gradients.append(Gradient(grad.dtype, known, by))
@@ -86,17 +86,4 @@ class StepKey:
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
     """What a step is compiled for, of these scales."""
-    return tuple((id(s), scale_rule(s), s.active) for s in scales)
-
-
-def scale_rule(scale: LossScale) -> ScaleRule:
-    """What the passes over a step have to know of this scale."""
-    return ScaleRule(
-        dynamic=scale.kind == "dynamic",
-        growth_factor=scale.growth_factor,
-        backoff_factor=scale.backoff_factor,
-        growth_interval=scale.growth_interval,
-        hysteresis=scale.hysteresis,
-        min_scale=scale.min_scale,
-        max_scale=scale.max_scale,
-    )
+    return tuple((id(s), s.rule) for s in scales)

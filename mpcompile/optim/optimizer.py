@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
-from ..state import copies, guard
+from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
 from .checks import check, check_group
 from .compile_piece import Emit
@@ -111,7 +111,7 @@ class MPOptimizer(Optimizer):
         self._results = Results()
         self._watch = Watch()
         self.compilations = 0
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
         guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -148,7 +148,7 @@ class MPOptimizer(Optimizer):
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -192,7 +192,7 @@ class MPOptimizer(Optimizer):
                 members.append(Member(index, param))
                 facts.append((index, id(param), grad.dtype, grad.stride()))
         # Most steps are like the one before, and to know that is cheaper than to make a key.
-        facts += [guard.changes(), copies.changes()]
+        facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
             self._check_scales(key)
@@ -293,7 +293,7 @@ class MPOptimizer(Optimizer):
         """The loss scales of its models, and the indices of their parameters here."""
         found: dict[LossScale, list[int]] = {}
         for index, parameter in enumerate(self._parameters()):
-            for scale in guard.scales_of(parameter):
+            for scale in parameters.scales_of(parameter):
                 found.setdefault(scale, []).append(index)
         return found
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from ..devices.registry import capabilities
 from ..ir.step import Slot, StepConfig
 from ..state import guard
 from . import pipeline
@@ -17,14 +18,11 @@ from .assumptions import Assumptions
 from .compile_piece import Emit
 from .held_settings import HeldSettings
 from .inputs import Setting
-from .key import StepKey, scale_rule
+from .key import StepKey
 from .pieces import split
 from .program import Program
 from .results import Results
 from .trace import Trace, trace
-
-# Fields of a loss scale whose slots have another name.
-_SHORT = {"skipped_steps": "skipped"}
 
 
 class CompiledStep:
@@ -56,21 +54,21 @@ class CompiledStep:
     ) -> None:
         self.key = key
         self.device = key.members[0].param.device
-        on_gpu = self.device.type != "cpu"
+        multi_tensor = capabilities(self.device).multi_tensor
         config = StepConfig(
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
             checked=key.checked,
-            scales=tuple(scale_rule(s) for s in key.scales),
+            scales=tuple(scale.rule for scale in key.scales),
             max_grad_norm=max_grad_norm,
-            foreach=on_gpu and not varying,  # lists take no tensors for numbers
+            foreach=multi_tensor and not varying,  # lists take no tensors for numbers
         )
         traced = _traced(optimizer, key, config, varying, dump)
         self.assumptions = Assumptions(optimizer, key.members, traced)
         self.settings = HeldSettings(
             optimizer.param_groups, {m.group for m in key.members}, traced, varying, self.device
         )
-        pieces = split(traced.graph, whole=on_gpu or emit.how != "inductor")
+        pieces = split(traced.graph, whole=multi_tensor or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
@@ -97,7 +95,7 @@ class CompiledStep:
                     held[Slot("state", i, str(key))] = value
         for k, scale in enumerate(self.key.scales):
             for field, tensor in scale.reside(self.device).items():
-                held[Slot("scale", k, _SHORT.get(field, field))] = tensor
+                held[Slot("scale", k, field)] = tensor
         return held
 
     def still_holds(self, optimizer: Optimizer) -> bool:

@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from ..devices.generators import unchanged
 from .lookup import castable, rule_for
 
 _CAP = 8
@@ -86,7 +87,7 @@ def _aside(device: torch.device) -> Iterator[None]:
     """Leave no trace (random numbers, warnings), and take no notice of the modes around us."""
     with (
         warnings.catch_warnings(),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        unchanged([device]),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch._C._DisableAutocast(),

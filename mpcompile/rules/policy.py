@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..devices.facts import TensorCores as TensorCores
+from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.model import Profile
 from .formats import Format

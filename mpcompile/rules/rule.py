@@ -71,7 +71,7 @@ class Rule:
 
         product: the operator as a product of labelled arrays, for padding and for the device
             profile: the labels of each operand, as `"self[m,k] mat2[k,n] -> [m,n]"`, or the name of
-            one whose rank varies, in `padding/products.py`.
+            one whose rank varies, in `mpcompile/padding/products.py`.
         multiplies: comes down to matrix products; counted where a body that no pass sees holds it.
         recurrent: a recurrent operator, or None.
 

@@ -25,14 +25,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
-from mpcompile.ir.units import FOUND, SCALE, History
+from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
+from mpcompile.ir.units import History
 from mpcompile.rules.policy import Config
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
-    if not config.scaled or any(node.target == SCALE for node in inputs):
+    if not config.scaled or GraphInputs.of(graph).scaled:
         return False
     if not any(ir.requires_grad(n) for n in inputs):
         return False
