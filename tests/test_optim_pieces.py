@@ -110,7 +110,7 @@ def test_nothing_is_lost() -> None:
 def test_numbers_are_stored_at_the_very_end() -> None:
     """When all who read the old ones have done so. The moments of a 0-d parameter are numbers."""
     names = {str(slot) for slot, _ in cut((3,), ()).commits}
-    scale = {"scale", "good_steps", "overflows_left", "skipped", "floor", "hit"}
+    scale = {"scale", "good_steps", "overflows_left", "skipped_steps", "floor", "hit"}
     assert names == {
         *(f"scale0_{field}" for field in scale), "result_skipped", "result_norm",
         "state0_step", "state1_step", "state1_exp_avg", "state1_exp_avg_sq",
