@@ -10,4 +10,6 @@
       search.py, fit.py    the search for its start
     guard.py             who may take a step
     hooks.py             torch's step hooks, which ask the guard; `register` says from when on
+
+The copies' files are for O2 alone; a loss scale is there at each level in FP16.
 """
