@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# On a fresh machine, `make demo` and `make test` set up all that they need in .venv.
 # They need python3 (3.10 or later, with its venv module) and a C++ compiler.
 
 PYTHON ?= python3
@@ -17,12 +17,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# `make gpu`: the longest that a call may take, in seconds; wheels of packages that python3 lacks, a
-# folder; other arguments of `python3 -m benchmarks.gpu`.
+# For `make gpu`: the longest that a call may take, in seconds; a folder with wheels of packages that
+# python3 lacks; other arguments of `python3 -m benchmarks.gpu`.
 SECONDS ?=
 WHEELS ?=
 GPU_ARGS ?=
-# `make gpu-wheels`: the Python that they are for.
+# For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
 .PHONY: demo test test-torch check bench gpu gpu-wheels clean FORCE
@@ -47,16 +47,16 @@ check: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# Everything that needs a CUDA device, in pieces, each at most 8 minutes: `make gpu OUT=results`. With
-# the packages that python3 has: no environment is made, nothing is fetched. A second call goes on
-# where the first one stopped.
+# `make gpu OUT=results` runs everything that needs a CUDA device, in pieces of at most 8 minutes. It
+# uses the packages that python3 has: it makes no environment and downloads nothing. A second call
+# goes on where the first one stopped.
 gpu:
 	@$(if $(OUT),:,echo 'say where results go: make gpu OUT=results'; exit 2)
 	$(PYTHON) -m benchmarks.gpu --out $(OUT) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
-# What a Python with torch, numpy and their like may lack for it, all of it pure Python, some 3 MB:
-# `make gpu-wheels WHEELS=wheels`, where there is a network.
+# `make gpu-wheels WHEELS=wheels`, where there is a network, downloads what `make gpu` needs beside torch
+# and numpy: packages of pure Python, some 3 MB.
 gpu-wheels:
 	@$(if $(WHEELS),:,echo 'say where they go: make gpu-wheels WHEELS=wheels'; exit 2)
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
@@ -68,13 +68,13 @@ gpu-wheels:
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info
 
-# Stamps: one file per thing installed, so that the next run skips straight to the work.
+# Stamps: one file for each thing installed, so that the next run does not install it again.
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or later is needed" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-# Rewritten, and thereby newer than the stamps below, only when TORCH changes.
+# Written again only when TORCH changes; it is then newer than the stamps below.
 $(VENV)/.stamp-torch: $(BIN)/python FORCE
 	@if [ "$$(cat $@ 2>/dev/null)" != '$(TORCH)' ]; then \
 		echo 'installing $(TORCH)'; \

@@ -8,8 +8,8 @@ from .api import compiled_plans, loss_scale_of, mpcompile
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
 from .preview.planning import plan_for
+from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
-from .rules.table import register_rule
 from .state.loss_scale import LossScale
 
 __all__ = [

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .backend import mpcompile_backend
 from .calls import uncalled
-from .calls.half_inputs import widened, widens_inputs
+from .calls.module_call import ModuleCall, running
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
-from .emit.rnn_tracing import with_rnns
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .rules.policy import Level, Policy
-from .settings import Settings, check_module
+from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
 from .state.loss_scale import LossScale
 
@@ -37,13 +34,7 @@ class _Record:
 
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
-        self.plans: list[Plan] = []
-        self.graphs = 0  # compiled so far, those left in FP32 included
-
-    def heard(self, plan: Plan | None) -> None:
-        self.graphs += 1
-        if plan is not None:
-            self.plans.append(plan)
+        self.plans: list[Plan] = []  # of every graph compiled so far
 
 
 _records = WeakIdKeyDictionary()
@@ -55,6 +46,7 @@ def mpcompile(model: M, **kwargs: Any) -> M: ...
 def mpcompile(model: F, **kwargs: Any) -> F: ...
 @overload
 def mpcompile(model: None = None, **kwargs: Any) -> Callable[[F], F]: ...
+@documented
 def mpcompile(
     model: Any = None,
     *,
@@ -67,6 +59,7 @@ def mpcompile(
     dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
+    disable_passes: Collection[str] = (),
     strict: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -81,22 +74,7 @@ def mpcompile(
         model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
             returned: its `state_dict()`, attributes and pickles stay as they were. Left out, a
             decorator comes back, as from `torch.compile`.
-        dtype: torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).
-        level: "O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.
-        policy: your overrides, by operator, module or node.
-        loss_scale: "dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that
-            don't fit), "none", a number, or a `LossScale`. BF16 needs none and gets none
-            unless you hand over a `LossScale`.
-        pad: "auto" pads odd dims of matrix products where that pays on the device, "always"
-            everywhere, "never" nowhere. Results are the same.
-        emit: "inductor"; "aot_eager" or "eager" run the rewritten graph for debugging.
-        dump: directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.
-        fuse_head: make one operator of a linear layer and the `cross_entropy` that alone reads it,
-            which never stores the logits: less memory, for one more matrix product.
-        recompute: let the backward compute again, rather than store, what one kernel can make of
-            values stored anyway: the results of norms and activations. Less memory, little time.
-        strict: raise where a graph can't be rewritten, instead of compiling it in FP32.
-        mode, options: Inductor's, as in `torch.compile`.
+        {options}
         **torch_compile_kwargs: `dynamic`, `fullgraph` and others, handed to `torch.compile`.
 
     Returns:
@@ -106,17 +84,19 @@ def mpcompile(
         MPCompileError: a bad argument, a half-precision or non-float model, an unsupported device
             or torch version.
     """
-    request: dict[str, Any] = {
-        "dtype": dtype, "level": level, "policy": policy, "loss_scale": loss_scale, "pad": pad,
-        "emit": emit, "dump": dump, "fuse_head": fuse_head, "recompute": recompute,
-        "strict": strict, "mode": mode, "options": options,
-    }  # fmt: skip
+    request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
+    return _compiled(model, settings, request, torch_compile_kwargs)
+
+
+def _compiled(
+    model: Any, settings: Settings, request: dict[str, Any], torch_compile_kwargs: dict[str, Any]
+) -> Any:
     accumulate_in_fp32()
     see_what_trains()
     hooks.register()
@@ -125,18 +105,23 @@ def mpcompile(
     record = _Record(scale)
     compile_kwargs = {
         "backend": mpcompile_backend,
-        "options": {**request, "loss_scale": scale, "_listener": record.heard},
+        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
         **torch_compile_kwargs,
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
         # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
         # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
-        model._compiled_call_impl = _entry(model, settings, record, compile_kwargs)
+        model._compiled_call_impl = ModuleCall(
+            model,
+            compile_kwargs,
+            reads_copies=settings.level is Level.O2,
+            called=functools.partial(_after_call, settings, record),
+        )
         _records[model] = record
         uncalled.expect(model)
         return model
-    compiled = _runner(torch.compile(model, **compile_kwargs), has_rnns=True)
+    compiled = running(torch.compile(model, **compile_kwargs), has_rnns=True)
     _records[compiled] = record
     return compiled
 
@@ -144,7 +129,7 @@ def mpcompile(
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
     if "backend" in kwargs:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
-    own = [p for p in inspect.signature(mpcompile).parameters if p != "torch_compile_kwargs"]
+    own = ["model", *OPTIONS]
     theirs = inspect.signature(torch.compile).parameters
     for name in kwargs:
         if name not in theirs:
@@ -152,98 +137,26 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
 
 
-def _runner(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Calls what torch.compile returned; recurrent layers are traced, errors of ours come out as
-    they are.
-    """
-    inner = with_rnns(compiled) if has_rnns else compiled
-
-    @functools.wraps(compiled)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        except BackendCompilerFailed as failed:
-            error = failed.inner_exception
-            if isinstance(error, MPCompileError):
-                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
-            raise
-
-    return run
-
-
-_entries = itertools.count()
-
-
-def _entry(
-    module: nn.Module, settings: Settings, record: _Record, compile_kwargs: dict[str, Any]
-) -> Callable[..., Any]:
-    """What a call of the module runs: the compiled call, and three things Dynamo needs help with.
-
-    * It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and
-      it counts recompiles per code object, which all instances of a class share: each module gets
-      an entry function, in this file, with a code object of its own.
-    * Recurrent layers break the graph unless that is prevented (`rnn_tracing.py`).
-    * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact;
-      the first LOW op narrows them again.
-
-    It is compiled anew when an `MPOptimizer` takes over parameters of an O2 model, and when a hook
-    is put on the module itself or taken off: Dynamo guards on no hooks.
-    """
-
-    def build() -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        name = f"{type(module).__name__}_{next(_entries)}"
-        forward.__code__ = forward.__code__.replace(co_name=name)
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        return _runner(torch.compile(forward, **compile_kwargs), has_rnns=has_rnns)
-
-    def owners() -> list[int]:
-        return [id(parameters.owner_of(p)) for p in module.parameters()]
-
-    def hooks() -> tuple[int, ...]:
-        kinds = (module._forward_pre_hooks, module._forward_hooks,
-                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
-        return tuple(number for kind in kinds for number in kind)
-
-    widens = widens_inputs(module)
-    compiled, built_at, built_for, built_with = build(), parameters.changes(), owners(), hooks()
-    unheard = any(True for _ in module.parameters())  # nothing known of what was compiled
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled, built_at, built_for, built_with, unheard
-        if hooks() != built_with:
-            built_with = hooks()
-            compiled = build()
-        if settings.level is Level.O2 and parameters.changes() != built_at:
-            built_at = parameters.changes()
-            before, built_for = built_for, owners()
-            if before != built_for:  # an MPOptimizer came: its copies are read
-                compiled = build()
-        if widens:
-            args, kwargs = widened(args, kwargs)
-        result = compiled(*args, **kwargs)
-        if unheard and not torch.compiler.is_compiling():
-            uncalled.called(module)
-            unheard = record.graphs > 0 and not torch.is_grad_enabled()
-            if record.graphs == 0:
-                _warn_nothing_compiled(module)
-            elif torch.is_grad_enabled():
-                _warn_of_what_matched_nothing(module, settings, record.plans)
-        return result
-
-    return call
+def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
+    """Warn of what the first calls of a module show; returns whether that was all."""
+    if not record.plans:
+        _warn_nothing_compiled(module)
+        return True
+    if not torch.is_grad_enabled():  # an evaluation: what it lacks, a training forward may have
+        return False
+    _warn_of_what_matched_nothing(module, settings, record.plans)
+    return True
 
 
 def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: list[Plan]) -> None:
     for complaint in matched_nothing(settings, plans):
         text = f"mpcompile: {type(module).__name__}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=4)
+        warnings.warn(text, MPCompileWarning, stacklevel=5)
 
 
 def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
     """What was asked for and found no place in any graph of the first training forward."""
+    plans = [plan for plan in plans if plan.left is None]
     nodes = [node for plan in plans for node in plan.nodes]
     names = {node.name for node in nodes}
     complaints = [
@@ -264,7 +177,7 @@ def _warn_nothing_compiled(module: nn.Module) -> None:
         "FP32. torch.compile skipped its forward (an unsupported construct at the top of it, or "
         "compilation is disabled); TORCH_LOGS=graph_breaks tells why",
         MPCompileWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -281,7 +194,8 @@ def loss_scale_of(model: Any) -> LossScale:
 
 
 def compiled_plans(model: Any) -> list[Plan]:
-    """The plan of each graph compiled so far for this model or function, in order.
+    """The plan of each graph compiled so far for this model or function, in order. That of a graph
+    left in FP32 says why: `Plan.left`.
 
     Raises:
         MPCompileError: it was not compiled with `mpcompile()`.

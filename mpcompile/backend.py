@@ -7,13 +7,11 @@ unchanged, with one warning that says why; under `strict=True` it is an error. N
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,26 +24,29 @@ from . import (
     pipeline,
 )
 from .calls import uncalled
+from .calls.graph_call import is_leaf, with_extra_inputs
 from .capture.capture import capture
-from .devices.facts import SUPPORTED
+from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
 from .emit.islands import has_rnn
 from .emit.joint import JointPass, joint_passes
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
-from .inspect.plan import Plan
+from .inspect.plan import Plan, plan_of_left
 from .ir.fakes import fake_of_fixed_size
+from .ir.inputs import GraphInputs
 from .ir.updates import is_update
 from .padding.products import product
 from .planner.target import Target, target_of
+from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
-from .state import copies, fit, guard, hooks, parameters
+from .state import copies, fit, hooks, parameters
 from .state.loss_scale import LossScale
 
-# Told of each graph: its plan, or None where it was left in FP32.
-Listener = Callable[[Plan | None], None]
+# Told of each graph: its plan, which may say that it was left in FP32.
+Listener = Callable[[Plan], None]
 
 
 def mpcompile_backend(
@@ -72,9 +73,12 @@ def mpcompile_backend(
 
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], Plan | None]:
-    if settings.level is Level.O0 or is_update(gm, example_inputs):
-        return _emit(gm, example_inputs, settings, untouched=True), None
+) -> tuple[Callable[..., Any], Plan]:
+    if settings.level is Level.O0:
+        return _leave(gm, example_inputs, settings, 'level="O0" was asked for')
+    if is_update(gm, example_inputs):
+        reason = "it updates parameters in place, as an optimizer's step does; no update is rounded"
+        return _leave(gm, example_inputs, settings, reason)
     try:
         return _compile(gm, example_inputs, settings)
     except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
@@ -92,7 +96,15 @@ def _compile_or_fall_back(
             MPCompileWarning,
             stacklevel=2,
         )
-        return _emit(gm, example_inputs, settings, untouched=True), None
+        return _leave(gm, example_inputs, settings, reason)
+
+
+def _leave(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
+) -> tuple[Callable[..., Any], Plan]:
+    """Compile a graph as it came, in FP32."""
+    compiled = _emit(gm, example_inputs, settings, untouched=True)
+    return compiled, plan_of_left(reason, _place_of(example_inputs))
 
 
 def reason_of(error: Exception) -> str:
@@ -106,48 +118,46 @@ def reason_of(error: Exception) -> str:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], Plan]:
-    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-    device = _device_of(tensors)
+    """Rewrite a graph, emit it, and wrap it so that a call gets its extra inputs."""
+    device = _device_of(example_inputs)
     target = target_of(device, settings.dtype)
-    low = target.low
-    trained = [x for x in tensors if x.requires_grad]
-    scale = _scale_for(trained, low, settings) if torch.is_grad_enabled() else None
+    scale = _scale_for(example_inputs, target.low, settings)
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
-    config = config_for(
-        target,
-        settings,
-        scaled=scale is not None,
-        copied={i: copies.stored_shape(example_inputs[i], low) for i in owned},
-    )
-    captured, plan = rewrite(gm, example_inputs, config, dump=settings.dump)
-    if device.type == "cuda":
-        check_accumulation(low)
-    if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
-        say_nothing_runs_low(device.type, low)
-    scale = scale if plan.scaled else None
-    read, inputs = _with_working_copies(captured, example_inputs, owned, low, scale)
-    if scale is not None:
-        inputs += scale.inputs(device)
-    graph = captured
-    if has_rnn(captured) and not plan.counts().get("LOW") and settings.emit == "inductor":
-        # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
-        settings = replace(settings, emit="eager", mode=None, recompute=False)
-        if not plan.changed and not any(map(ir.autocast_region, captured.graph.nodes)):
-            graph = gm  # torch's own functions: their calls cost less than those of operators
-    searches = scale is not None and scale.fitting and _can_run_again(captured, settings, device)
-    compiled = _emit(graph, inputs, settings, joint=joint_passes(config))
+    copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
+    config = config_for(target, settings, scaled=scale is not None, copied=copied)
+    captured, plan = rewrite(gm, example_inputs, config, settings)
+    inputs = GraphInputs.of(captured.graph)
+    scale = scale if inputs.scaled else None
+    _heed_the_device(captured, plan, config, device)
+    _note_read_in_full(example_inputs, owned, inputs)
+    working = _working_copies(captured, inputs, example_inputs, target.low, scale)
+    given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
+    graph, how = _to_emit(gm, captured, plan, settings)
+    # Asked before it is emitted, which takes the graph over.
+    searches = scale is not None and scale.fitting and _can_run_again(captured, how, device)
+    compiled = _emit(graph, given, how, joint=joint_passes(config))
     if scale is not None and searches:
         scale.search.possible = True
-        compiled = fit.fitting(compiled, scale, read.keys())
-    if read:
-        # A scale that two optimizers move may move between two backwards of the same gradient.
-        single = scale is None or len({id(owned[i]) for i in owned}) == 1
-        compiled = _with_copies(compiled, copies.Reader(low, scale, low_gradients=single), read)
+        compiled = fit.fitting(compiled, scale, inputs)
     if scale is not None:
-        leaves = [i for i, x in enumerate(example_inputs) if _is_leaf(x)]
-        scale.open |= len(trained) > len(leaves)
-        compiled = _with_scale(compiled, scale, device, leaves, example_inputs)
-    return compiled, plan
+        scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
+    reader = _reader(inputs, owned, target.low, scale)
+    return with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device), plan
+
+
+_adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)
+
+
+@contextlib.contextmanager
+def adjusted(adjust: Callable[[Config], Config]) -> Iterator[None]:
+    """Change what the passes are told of every graph that is rewritten inside: for benchmarks and
+    tests that ask, on one device, what would be decided for another.
+    """
+    token = _adjusted.set(adjust)
+    try:
+        yield
+    finally:
+        _adjusted.reset(token)
 
 
 def config_for(
@@ -160,7 +170,7 @@ def config_for(
     """The settings and the facts of the device, as the passes see them."""
     return Config(
         level=settings.level,
-        low=target.low,
+        format=Format(target.low),
         device=target.device,
         policy=settings.policy,
         scaled=scaled,
@@ -175,23 +185,26 @@ def config_for(
 
 
 def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, *, dump: Path | None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, settings: Settings
 ) -> tuple[fx.GraphModule, Plan]:
     """Capture Dynamo's graph and run every pass over it: the graph to emit, and its plan.
 
     Raises:
         CannotRewrite: it can't be captured, or a pass found it unsafe to rewrite.
     """
+    config = _adjusted.get()(config)
     start = time.perf_counter()
     with _unseen():
         captured = capture(gm, example_inputs, planned_for=config.device.type)
     spent = time.perf_counter() - start
     with _unseen(), torch._C._DisableAutocast():
-        return captured, pipeline.run(captured, config, captured_in=spent, dump=dump)
-
-
-def _has_products(gm: fx.GraphModule) -> bool:
-    return any(product(node) is not None for node in gm.graph.nodes)
+        return captured, pipeline.run(
+            captured,
+            config,
+            captured_in=spent,
+            dump=settings.dump,
+            disabled=settings.disable_passes,
+        )
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
@@ -205,31 +218,56 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def _with_working_copies(
+def _heed_the_device(
+    captured: fx.GraphModule, plan: Plan, config: Config, device: torch.device
+) -> None:
+    """Refuse what the device's own settings would round; say where it gains nothing."""
+    check_accumulation(device, config.low)
+    if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
+        say_nothing_runs_low(capabilities(device).word, config.low)
+
+
+def _has_products(gm: fx.GraphModule) -> bool:
+    return any(product(node) is not None for node in gm.graph.nodes)
+
+
+def _note_read_in_full(
+    example_inputs: Sequence[Any], owned: Mapping[int, Any], inputs: GraphInputs
+) -> None:
+    """Parameters of an optimizer that the graph reads in FP32 get their gradients so."""
+    in_full = [example_inputs[i] for i in owned if i not in inputs.copies]
+    copies.read_in_full([x for x in in_full if is_leaf(x)])
+
+
+def _working_copies(
     captured: fx.GraphModule,
+    inputs: GraphInputs,
     example_inputs: Sequence[Any],
-    owned: Mapping[int, Any],
     low: torch.dtype,
     scale: LossScale | None,
-) -> tuple[dict[int, int], list[Any]]:
-    """The graph's inputs with working copies where it reads them: which input is the copy of which
-    of the caller's, and all of them to compile with.
-    """
+) -> list[torch.Tensor]:
+    """Working copies to compile the graph with, in the order of `inputs.copies`."""
     placeholders = captured.graph.find_nodes(op="placeholder")
-    read = {k: of for k, n in enumerate(placeholders) if (of := ir.copy_of(n)) is not None}
-    in_full = [x for i, x in enumerate(example_inputs) if i in owned and i not in read]
-    copies.read_in_full([x for x in in_full if _is_leaf(x)])
-    inputs = [*example_inputs, *itertools.repeat(None, sum(k >= len(example_inputs) for k in read))]
-    for k, of in read.items():
+    working = []
+    for k, of in inputs.copies.items():
         master = example_inputs[of]
         if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
             copies.check_one_scale(master, scale, f"input {of} of a graph")
-        shape = ir.value(placeholders[k]).shape
-        copy = copies.copy_of(master, low, shape)
+        copy = copies.copy_of(master, low, ir.value(placeholders[k]).shape)
         copy.refresh(master)
         stored = copy.stored.detach()
-        inputs[k] = fake_of_fixed_size(stored.requires_grad_(master.requires_grad))
-    return read, inputs
+        working.append(fake_of_fixed_size(stored.requires_grad_(master.requires_grad)))
+    return working
+
+
+def _reader(
+    inputs: GraphInputs, owned: Mapping[int, Any], low: torch.dtype, scale: LossScale | None
+) -> copies.Reader | None:
+    if not inputs.copies:
+        return None
+    # A scale that two optimizers move may move between two backwards of the same gradient.
+    single = scale is None or len({id(owner) for owner in owned.values()}) == 1
+    return copies.Reader(low, scale, low_gradients=single)
 
 
 def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
@@ -242,21 +280,18 @@ def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
     return {i: owner for i, owner in owners.items() if owner is not None}
 
 
-def _with_copies(
-    compiled: Callable[..., Any], reader: copies.Reader, read: Mapping[int, int]
-) -> Callable[..., Any]:
-    """Hand working copies to the graph: its input -> of which of the caller's."""
-    width = max(read) + 1
-
-    def call(*args: Any) -> Any:
-        tensors = dict(zip(read, reader.read([args[of] for of in read.values()]), strict=True))
-        # Copies that are inputs of their own stand behind the caller's, before the loss scale.
-        plain = args[: len(args) - 2] if reader.scale is not None else args
-        own = [tensors[k] for k in range(len(plain), width)]
-        inputs = [tensors.get(k, x) for k, x in enumerate(plain)]
-        return compiled(*inputs, *own, *args[len(plain) :])
-
-    return call
+def _to_emit(
+    gm: fx.GraphModule, captured: fx.GraphModule, plan: Plan, settings: Settings
+) -> tuple[fx.GraphModule, Settings]:
+    """The graph to emit, and how."""
+    if settings.emit != "inductor" or not has_rnn(captured) or plan.counts().get("LOW"):
+        return captured, settings
+    # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
+    eager = replace(settings, emit="eager", mode=None, recompute=False)
+    rewritten = set(plan.changed) - {pass_.__name__ for pass_ in pipeline.FOLDING}
+    if rewritten or any(map(ir.autocast_region, captured.graph.nodes)):
+        return captured, eager
+    return gm, eager  # torch's own functions: their calls cost less than those of operators
 
 
 def _emit(
@@ -268,24 +303,32 @@ def _emit(
     untouched: bool = False,
 ) -> Callable[..., Any]:
     return emit(
-        gm, inputs, settings.emit, mode=settings.mode, options=settings.inductor, joint=joint,
+        gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
         recompute=settings.recompute, untouched=untouched,
     )  # fmt: skip
 
 
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+def _place_of(example_inputs: Sequence[Any]) -> torch.device:
     """Where the graph's parameters live; without any, its first tensor."""
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
-    device = (parameters or tensors)[0].device if tensors else torch.device("cpu")
-    if device.type not in SUPPORTED:
+    return (parameters or tensors)[0].device if tensors else torch.device("cpu")
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    device = _place_of(example_inputs)
+    if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
 
 
 def _scale_for(
-    trained: Sequence[torch.Tensor], low: torch.dtype, settings: Settings
+    example_inputs: Sequence[Any], low: torch.dtype, settings: Settings
 ) -> LossScale | None:
     """The scale this graph multiplies by: the user's, its parameters' own, or a new one."""
+    if not torch.is_grad_enabled():
+        return None
+    trained = [x for x in example_inputs if _is_trained(x)]
     given = parameters.given_scale(trained)
     if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
         return given if given.active else None
@@ -296,34 +339,8 @@ def _scale_for(
     return parameters.scale_of(trained) or LossScale.default()
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-
-
-def _with_scale(
-    compiled: Callable[..., Any],
-    scale: LossScale,
-    device: torch.device,
-    leaves: Sequence[int],
-    example_inputs: Sequence[Any],
-) -> Callable[..., Any]:
-    """Hand the live scale to the graph, and let optimizers of its parameters know whose it is."""
-
-    def watch(args: Sequence[Any]) -> list[weakref.ref[torch.Tensor]]:
-        guard.watch([args[i] for i in leaves], scale)
-        return [weakref.ref(args[i]) for i in leaves]
-
-    known = watch(example_inputs)
-
-    def call(*args: Any) -> Any:
-        nonlocal known
-        # Dynamo may run this graph with another module's parameters of the same shapes.
-        if any(ref() is not args[i] for ref, i in zip(known, leaves, strict=True)):
-            known = watch(args)
-        scale.saw_forward()
-        return compiled(*args, *scale.inputs(device))
-
-    return call
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device) -> bool:
@@ -338,11 +355,11 @@ def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device)
     tracked = any(map(ir.is_write_back, gm.graph.nodes))
     shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])
     cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
-        (settings.inductor or {}).get("triton.cudagraphs")
+        (settings.options or {}).get("triton.cudagraphs")
     )
     return (
         len(set(memory)) == len(memory)
         and not tracked
         and not shown
-        and not (cudagraphs and device.type == "cuda")
+        and not (cudagraphs and capabilities(device).cuda_graphs)
     )

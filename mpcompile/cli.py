@@ -1,4 +1,4 @@
-"""The ``mpcompile`` command: ``mpcompile info``, ``demo``, ``profile`` and ``plan``.
+"""The ``mpcompile`` command: ``mpcompile info``, ``demo``, ``profile``, ``plan`` and ``bisect``.
 
 Exit status: 0 done, 1 torch is outside the supported range, 2 a request that cannot be met.
 """
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -19,17 +20,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from ._version import __version__
+from .debug.bisect import TOLERANCE, bisect, within
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
-from .devices.facts import default_device, device_facts
+from .devices.facts import device_facts
 from .devices.gpus import GPUS, gpu
+from .devices.registry import capabilities, default_device
 from .errors import MPCompileError
 from .preview.factory import CONTRACT, made_by
 from .preview.planning import plan_call
 from .profile import Profile, Sample, store
 from .profile.measure import measure
 from .profile.model import KINDS, flops
-from .settings import NEWEST, OLDEST, PADS, check_torch_version
+from .settings import NEWEST, OLDEST, OPTIONS, check_torch_version
 
 __all__ = ["main"]
 
@@ -53,11 +56,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpcompile {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_info, _add_demo, _add_profile, _add_plan, _add_bisect):
+        add(commands)
+    return parser
 
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
+    """Add the flag of one of `mpcompile()`'s options; `own` replaces what the option declares."""
+    option = OPTIONS[name]
+    how: dict[str, Any] = {"help": option.help, "default": option.default}
+    if isinstance(option.default, bool):
+        how["action"] = "store_true"
+    elif isinstance(option.default, tuple):
+        how |= {"nargs": "+", "choices": option.words, "metavar": "NAME"}
+    elif option.words:
+        how["choices"] = option.words
+    else:
+        how |= {"type": Path, "metavar": "DIR"}
+    parser.add_argument(f"--{name.replace('_', '-')}", **{**how, **own})
+
+
+def _add_info(commands: Commands) -> None:
     info = commands.add_parser("info", help="what this machine offers, and the dtype chosen")
     info.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     info.set_defaults(run=_info)
 
+
+def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small GPT in FP32 and in mixed precision, side by side",
@@ -65,23 +94,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     defaults = DemoSettings()
     demo.add_argument("--steps", type=_steps, default=defaults.steps, help="training steps")
-    demo.add_argument(
-        "--dtype", choices=("auto", "float16", "bfloat16"), default=defaults.dtype, help="low dtype"
-    )
-    demo.add_argument("--level", choices=("O1", "O2"), default=defaults.level, help="level")
-    demo.add_argument(
-        "--emit",
-        choices=("inductor", "aot_eager", "eager"),
-        default=defaults.emit,
-        help="what runs the graphs of both models",
-    )
+    _add_option(demo, "dtype", default=defaults.dtype)
+    _add_option(demo, "level", default=defaults.level, choices=("O1", "O2"))
+    _add_option(demo, "emit", default=defaults.emit, help="what runs the graphs of both models")
     demo.add_argument("--device", default=defaults.device, help="auto, cpu, cuda or cuda:1")
     demo.add_argument("--seed", type=int, default=defaults.seed, help="of weights and batches")
-    demo.add_argument(
-        "--dump", type=Path, default=defaults.dump, metavar="DIR", help="where the graphs go"
-    )
+    _add_option(demo, "dump", default=defaults.dump)
     demo.set_defaults(run=_demo)
 
+
+def _add_profile(commands: Commands) -> None:
     profile = commands.add_parser(
         "profile",
         help="measure how fast this device is in each dtype, for the planner",
@@ -98,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.set_defaults(run=_profile)
 
+
+# What can be written on a command line: of a policy, nothing can.
+_PLAN_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans and one.name != "policy")
+
+
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="what would be done with your model on a GPU, without one",
@@ -108,21 +136,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
     plan.add_argument("--device", default="h100", help=f"one of {', '.join(GPUS)}")
+    own = {"level": {"choices": ("O1", "O2", "O3")}}  # at O0 there is nothing to plan
+    for name in _PLAN_OPTIONS:
+        _add_option(plan, name, **own.get(name, {}))
     plan.add_argument(
-        "--dtype", choices=("auto", "float16", "bfloat16"), default="auto", help="low dtype"
+        "--mp-optimizer", action="store_true", help="an MPOptimizer holds the parameters"
     )
-    plan.add_argument("--level", choices=("O1", "O2", "O3"), default="O1", help="level")
-    plan.add_argument("--pad", choices=PADS, default="auto", help="whether odd dims are padded")
-    for flag, meaning in (
-        ("--fuse-head", "make one operator of a head and its cross entropy"),
-        ("--recompute", "let the backward compute norms and activations again"),
-        ("--mp-optimizer", "an MPOptimizer holds the parameters"),
-        ("--json", "print JSON"),
-    ):
-        plan.add_argument(flag, action="store_true", help=meaning)
-    plan.add_argument("--dump", type=Path, metavar="DIR", help="where the graphs go")
+    plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
-    return parser
+
+
+_BISECT_OPTIONS = ("dtype", "level", "pad", "emit", "fuse_head", "recompute")
+
+
+def _add_bisect(commands: Commands) -> None:
+    search = commands.add_parser(
+        "bisect",
+        help="find the decision that breaks your model",
+        description="Run a model in FP32 and compiled, here; where the loss or a gradient is not "
+        "finite, or far from FP32's, find the pass or the operator in low precision that makes it "
+        f"so, by compiling again and again without one. {CONTRACT}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    search.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
+    own = {"emit": {"default": "eager"}}
+    for name in _BISECT_OPTIONS:
+        _add_option(search, name, **own.get(name, {}))
+    search.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="relative error that is no breakage"
+    )
+    search.set_defaults(run=_bisect)
+
+
+def _bisect(options: argparse.Namespace, console: Console) -> int:
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    model, args, kwargs = made_by(options.factory)
+    found = bisect(
+        model,
+        args,
+        kwargs,
+        options={name: getattr(options, name) for name in _BISECT_OPTIONS},
+        agrees=within(options.tolerance),
+    )
+    text = "nothing breaks: loss and gradients are near FP32's" if found is None else str(found)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def _steps(text: str) -> int:
@@ -212,14 +270,13 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     gpu(options.device)  # found out before the factory runs, not after
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     model, args, kwargs = made_by(options.factory)
-    names = ("dtype", "level", "pad", "fuse_head", "recompute", "dump")
     found = plan_call(
         model,
         args,
         kwargs,
         device=options.device,
         mp_optimizer=options.mp_optimizer,
-        options={name: getattr(options, name) for name in names},
+        options={name: getattr(options, name) for name in _PLAN_OPTIONS},
     )
     text = json.dumps(found.to_dict(), indent=1) if options.json else str(found)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -273,9 +330,9 @@ def _known_device(name: str) -> torch.device | None:
         device = torch.device(name)
     except RuntimeError:
         raise MPCompileError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if not (asked := capabilities(device)).is_there():
         raise MPCompileError(
-            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; "
-            "use --device cpu, or install a CUDA build of torch"
+            f"device {name!r} is not there: torch sees {asked.count()} {device.type.upper()} "
+            f"devices; use --device cpu, or install a {device.type.upper()} build of torch"
         )
     return device

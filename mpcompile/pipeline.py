@@ -7,14 +7,15 @@ records the graph for the dump.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
 
 from .inspect.dump import Dump
 from .inspect.plan import Plan, plan_of
-from .ir.spec import verify
+from .ir import spec
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
 from .passes.graph.copy_overlaps import copy_overlaps
@@ -39,6 +40,10 @@ from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]
 
+# Passes that hide nodes in bodies: the plan is read before them. They only fold back what capture
+# inlined, so the program stays what it was.
+FOLDING: tuple[Pass, ...] = (outline,)
+
 PASSES: tuple[Pass, ...] = (
     drop_noop_casts,  # casts baked by the FP32 capture would end every low chain
     functionalize,  # before anything is decided: what stays in place keeps its dtype
@@ -59,11 +64,52 @@ PASSES: tuple[Pass, ...] = (
     copy_overlaps,  # before scale_gradients: what it copies is a result like any other
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes
-    outline,  # last: it hides nodes in bodies, where no pass looks
+    *FOLDING,  # last: no pass looks into bodies
 )
 
 
-def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | None) -> Plan:
+# What `disable_passes=` takes: passes whose absence leaves the graph legal and its gradients right.
+# A pass that stands in neither table can't be disabled before somebody has found out what it means.
+MAY_BE_DISABLED: Mapping[str, str] = {
+    "drop_noop_casts": "a cast to FP32 that the capture left stays, and ends a chain in low",
+    "functionalize": "what is written in place keeps its FP32, and so does all that shares its "
+    "memory: classify sees to that",
+    "leave_unpromised": "products run low where nothing says that this is faster",
+    "expand_attention": "attention stays one operator, in the same precision",
+    "fuse_head": "the head and its loss stay two operators, as without fuse_head=True",
+    "narrow_softmax": "the backward of a softmax keeps the FP32 result",
+    "pad": "products keep their dims, as with pad='never'",
+    "read_copies": "an O2 graph casts the parameters itself, as it does for any other optimizer",
+}
+MUST_RUN: Mapping[str, str] = {
+    "gather_hooks": "a hook would see a part of the gradient",
+    "classify": "without classes there is nothing to plan",
+    "guard_aliases": "tensors that share memory would no longer do so",
+    "guard_constants": "constants beyond FP16's range would become infinite",
+    "guard_factorisations": "a factorisation of a rounded matrix may fail, or be far off",
+    "plan": "operators would stay undecided",
+    "place_casts": "operators would read operands in another dtype than planned",
+    "place_pads": "it carries out what `pad` decided: disable `pad`",
+    "copy_overlaps": "a result that overlaps itself could not be scaled",
+    "scale_gradients": "it is turned off by loss_scale='none', which the optimizer hears of, too",
+    "clean": "the checks of the whole graph come after it",
+    "outline": "a checkpoint would be computed once, and all of its values kept",
+}
+
+
+def verify(gm: fx.GraphModule, stage: str) -> None:
+    """Raise `SpecError`, naming the pass, if the graph is not what it must be after it."""
+    spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
+
+
+def run(
+    gm: fx.GraphModule,
+    config: Config,
+    *,
+    captured_in: float,
+    dump: Path | None,
+    disabled: Collection[str] = (),
+) -> Plan:
     """Run every pass over a captured graph, in place.
 
     Args:
@@ -71,6 +117,7 @@ def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | 
         config: the compilation's settings.
         captured_in: seconds capture took, for the record.
         dump: directory for the dump of this graph, or None.
+        disabled: names of passes that don't run, of `MAY_BE_DISABLED`.
 
     Returns:
         The plan: what was decided for each node and why.
@@ -84,17 +131,12 @@ def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | 
     record = Dump(dump) if dump is not None else None
     if record:
         record.stage("captured", gm, captured_in)
-    result: Plan | None = None
+    decided: Plan | None = None
     for pass_ in PASSES:
-        name = pass_.__name__
-        if pass_ is outline:  # the plan lists checkpointed nodes too
-            result = plan_of(
-                gm.graph,
-                config,
-                seconds=seconds,
-                changed=tuple(changed),
-                dump_dir=record.directory if record else None,
-            )
+        if (name := pass_.__name__) in disabled:
+            continue
+        if decided is None and pass_ in FOLDING:
+            decided = plan_of(gm.graph, config)
         start = time.perf_counter()
         if pass_(gm, config):
             changed.append(name)
@@ -102,8 +144,13 @@ def run(gm: fx.GraphModule, config: Config, *, captured_in: float, dump: Path | 
         verify(gm, name)
         if record:
             record.stage(name, gm, seconds[name])
-    assert result is not None
+    plan = replace(
+        decided or plan_of(gm.graph, config),
+        seconds=seconds,
+        changed=tuple(changed),
+        dump_dir=record.directory if record else None,
+    )
     if record:
-        record.plan(result)
+        record.plan(plan)
     gm.recompile()
-    return result
+    return plan

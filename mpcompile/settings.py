@@ -1,184 +1,282 @@
-"""What `mpcompile()` and `torch.compile(backend="mpcompile", options=...)` accept, checked once."""
+"""The options of `mpcompile()` and of `torch.compile(backend="mpcompile", options=...)`.
+
+Each is declared once, as a field of `Settings`: its default, how it is checked, and its help text.
+Derived from that are the keywords that are accepted, the docstrings of `mpcompile()` and
+`plan_for()`, and the flags of the command line. The two functions repeat names and defaults in
+their signatures, for editors and type checkers; a test compares these with the declarations.
+
+To add an option: declare it here, with `plans=True` if `plan_for()` is to take it; add its keyword
+to the signature of `mpcompile()` (and of `plan_for()`), at the same place; read `settings.<name>`
+where it acts.
+"""
+
+# ruff: noqa: RUF009 (what declares an option returns a dataclass field)
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .devices.facts import SUPPORTED
+from . import pipeline, rules
+from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
-from .rules import table
-from .rules.policy import Level, Policy, op_exists, parse_dtype, parse_level
+from .ir.dtypes import HALF
+from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
 OLDEST, NEWEST = (2, 11), (2, 14)
 
-_KEYS = (
-    "dtype",
-    "level",
-    "policy",
-    "loss_scale",
-    "pad",
-    "emit",
-    "dump",
-    "fuse_head",
-    "recompute",
-    "strict",
-    "mode",
-    "options",
-)
+
+@dataclass(frozen=True)
+class Option:
+    """One option of `mpcompile()`.
+
+    Attributes:
+        name: its keyword, and the field of `Settings` that holds its parsed value.
+        default: as a user would write it.
+        parse: (name, what the user wrote) -> the parsed value; raises `MPCompileError`.
+        help: what it means, for docstrings and for the command line.
+        words: the strings that the command line takes for it; empty for flags, paths and objects.
+        plans: whether `plan_for()` takes it as well.
+    """
+
+    name: str
+    default: Any
+    parse: Callable[[str, Any], Any]
+    help: str
+    words: tuple[str, ...] = ()
+    plans: bool = False
+
+
+def _option(default: Any, parse: Callable[[str, Any], Any], help: str, **more: Any) -> Any:
+    """Declare the option that a field of `Settings` holds: see `Option`."""
+    return field(metadata={"default": default, "parse": parse, "help": help, **more})
+
+
+def _choice(default: str, words: tuple[str, ...], help: str, **more: Any) -> Any:
+    """Declare an option that is one of a few words."""
+
+    def parse(name: str, value: Any) -> str:
+        if value not in words:
+            hint = did_you_mean(str(value), words)
+            raise MPCompileError(f"{name}={value!r}: use one of {', '.join(words)}{hint}")
+        return str(value)
+
+    return _option(default, parse, help, words=words, **more)
+
+
+def _switch(help: str, **more: Any) -> Any:
+    """Declare an option that is off unless it is True."""
+
+    def parse(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise MPCompileError(f"{name}={value!r}: use True or False")
+        return value
+
+    return _option(False, parse, help, **more)
+
+
+def _policy(name: str, value: Any) -> Policy:
+    policy = value or Policy()
+    if not isinstance(policy, Policy):
+        raise MPCompileError(f"{name}={policy!r}: give an mpcompile.Policy(...)")
+    for key in policy.low | policy.full | policy.keep:
+        if not op_exists(key):
+            known = [name.removeprefix("aten::") for name in rules.known_ops()]
+            hint = did_you_mean(key.removeprefix("aten::"), known)
+            raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+    return policy
+
+
+def _loss_scale(name: str, value: Any) -> LossScale | None:
+    """`"dynamic"` -> None (one is made per model), `"none"` or None -> off, a number -> static."""
+    if isinstance(value, LossScale):
+        return value
+    if value is None or value == "none":
+        return LossScale.none()
+    if value == "dynamic":
+        return None
+    if value == "grad_scaler":
+        made = LossScale.grad_scaler()
+        made.fp16_only = True
+        return made
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return LossScale.static(float(value))
+    raise MPCompileError(
+        f"{name}={value!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a "
+        f"LossScale{did_you_mean(str(value), ('dynamic', 'grad_scaler', 'none'))}"
+    )
+
+
+def _directory(name: str, value: Any) -> Path | None:
+    """Where dumps go, made if need be: what can't be written should not fail at the first graph."""
+    path = value or os.environ.get("MPCOMPILE_DUMP")
+    if not path:
+        return None
+    if not isinstance(path, (str, os.PathLike)):
+        raise MPCompileError(f"{name}={path!r}: give the path of a directory")
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MPCompileError(f"{name}={str(path)!r}: can't be made a directory ({error})") from None
+    return Path(path)
+
+
+def _passes(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise MPCompileError(f"{name}={value!r}: give a list of names of passes")
+    for one in value:
+        if one in pipeline.MUST_RUN:
+            raise MPCompileError(f"{name}: {one!r} can't be disabled: {pipeline.MUST_RUN[one]}")
+        if one not in pipeline.MAY_BE_DISABLED:
+            hint = did_you_mean(str(one), [*pipeline.MAY_BE_DISABLED, *pipeline.MUST_RUN])
+            known = ", ".join(pipeline.MAY_BE_DISABLED)
+            raise MPCompileError(f"{name}: no pass {one!r}{hint}; these can be disabled: {known}")
+    return tuple(value)
+
+
+def _inductor_options(name: str, value: Any) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise MPCompileError(f"{name}={value!r}: give a dict of Inductor's options")
+    return value
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A checked request.
+    """A checked request: every option, parsed. Made by `Settings.parse`.
 
     Attributes:
-        level: O0..O3.
-        dtype: torch.float16, torch.bfloat16, or None for "auto" (the device decides).
-        policy: the user's precision overrides.
+        dtype: torch.float16, torch.bfloat16, or None: the device decides.
         loss_scale: the model's own scale, or None: the backend finds or makes one.
-        scale_any_dtype: the user handed over a LossScale, so BF16 is scaled too.
-        pad: "auto", "always" or "never": whether dims of products are padded.
-        emit: "inductor", "aot_eager" or "eager".
-        dump: directory for dumps, or None.
-        fuse_head: make one operator of a head and its cross entropy.
-        recompute: the backward computes again what one kernel can from what is stored anyway.
-        strict: raise where a graph can't be rewritten, instead of compiling it unchanged.
-        mode, inductor: handed to Inductor.
+        scale_any_dtype: the user handed over a LossScale, so BF16 is scaled too. No option.
+
+    The other fields hold what the help of their options says.
     """
 
-    level: Level = Level.O1
-    dtype: torch.dtype | None = None
-    policy: Policy = Policy()
-    loss_scale: LossScale | None = None
+    dtype: torch.dtype | None = _option(
+        "auto", lambda _, value: parse_dtype(value),
+        'torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).',
+        words=("auto", *LOW_DTYPES), plans=True,
+    )  # fmt: skip
+    level: Level = _option(
+        "O1", lambda _, value: parse_level(value),
+        '"O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.',
+        words=tuple(level.value for level in Level), plans=True,
+    )  # fmt: skip
+    policy: Policy = _option(
+        None, _policy, "your overrides, by operator, module or node.", plans=True
+    )
+    loss_scale: LossScale | None = _option(
+        "dynamic", _loss_scale,
+        '"dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that don\'t '
+        'fit), "none", a number, or a `LossScale`. BF16 needs none and gets none unless you hand '
+        "over a `LossScale`.",
+    )  # fmt: skip
+    pad: str = _choice(
+        "auto", PADS,
+        '"auto" pads odd dims of matrix products where that pays on the device, "always" '
+        'everywhere, "never" nowhere. Results are the same.',
+        plans=True,
+    )  # fmt: skip
+    emit: str = _choice(
+        "inductor", EMITS,
+        '"inductor"; "aot_eager" or "eager" run the rewritten graph for debugging.',
+    )  # fmt: skip
+    dump: Path | None = _option(
+        None, _directory,
+        "directory for the graph after every pass and the plan; also `MPCOMPILE_DUMP`.",
+        plans=True,
+    )  # fmt: skip
+    fuse_head: bool = _switch(
+        "make one operator of a linear layer and the `cross_entropy` that alone reads it, which "
+        "never stores the logits: less memory, for one more matrix product.",
+        plans=True,
+    )
+    recompute: bool = _switch(
+        "let the backward compute again, rather than store, what one kernel can make of values "
+        "stored anyway: the results of norms and activations. Less memory, little time.",
+        plans=True,
+    )
+    disable_passes: tuple[str, ...] = _option(
+        (), _passes,
+        "names of passes over the graph that are not to run, to find out which one breaks a model; "
+        f"one of {', '.join(pipeline.MAY_BE_DISABLED)}.",
+        words=tuple(pipeline.MAY_BE_DISABLED), plans=True,
+    )  # fmt: skip
+    strict: bool = _switch(
+        "raise where a graph can't be rewritten, instead of compiling it in FP32."
+    )
+    mode: str | None = _option(None, lambda _, value: value, "Inductor's, as in `torch.compile`.")
+    options: Mapping[str, Any] | None = _option(
+        None, _inductor_options, "Inductor's, as in `torch.compile`; they go over `mode`."
+    )
     scale_any_dtype: bool = False
-    pad: str = "auto"
-    emit: str = "inductor"
-    dump: Path | None = None
-    fuse_head: bool = False
-    recompute: bool = False
-    strict: bool = False
-    mode: str | None = None
-    inductor: Mapping[str, Any] | None = None
 
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:
         """Check a request; absent keys take their defaults.
 
         Raises:
-            MPCompileError: an unknown key, level, dtype, operator or choice; a torch version
-                outside the supported range.
+            MPCompileError: an unknown key, level, dtype, operator or choice; options that
+                contradict each other; a torch version outside the supported range.
         """
         check_torch_version(torch.__version__)
         for key in request:
-            if key not in _KEYS:
+            if key not in OPTIONS:
+                hint = did_you_mean(key, OPTIONS)
+                raise MPCompileError(f"unknown option {key!r}{hint}; known: {', '.join(OPTIONS)}")
+        written = {name: request.get(name, one.default) for name, one in OPTIONS.items()}
+        scale = written["loss_scale"]
+        settings = cls(
+            **{name: one.parse(name, written[name]) for name, one in OPTIONS.items()},
+            scale_any_dtype=isinstance(scale, LossScale) and not scale.fp16_only,
+        )
+        settings._check_together()
+        return settings
+
+    def _check_together(self) -> None:
+        """Refuse what is wrong only in combination."""
+        if self.dtype is not torch.float16 and not self.scale_any_dtype:
+            _check_unscaled(self.policy)
+        asked = {f"mode={self.mode!r}": self.mode is not None, "recompute=True": self.recompute}
+        for name, given in asked.items():
+            if given and self.emit != "inductor":
                 raise MPCompileError(
-                    f"unknown option {key!r}{did_you_mean(key, _KEYS)}; known: {', '.join(_KEYS)}"
+                    f"{name} is Inductor's; it means nothing to emit={self.emit!r}"
                 )
-        policy = request.get("policy") or Policy()
-        if not isinstance(policy, Policy):
-            raise MPCompileError(f"policy={policy!r}: give an mpcompile.Policy(...)")
-        _check_policy(policy)
-        dtype = parse_dtype(request.get("dtype", "auto"))
-        scale = request.get("loss_scale", "dynamic")
-        any_dtype = isinstance(scale, LossScale) and not scale.fp16_only
-        if dtype is not torch.float16 and not any_dtype:
-            _check_unscaled(policy)
-        emit = _choice("emit", request.get("emit", "inductor"), EMITS)
-        mode = request.get("mode")
-        recompute = _flag("recompute", request.get("recompute", False))
-        for name, asked in ((f"mode={mode!r}", mode is not None), ("recompute=True", recompute)):
-            if asked and emit != "inductor":
-                raise MPCompileError(f"{name} is Inductor's; it means nothing to emit={emit!r}")
-        return cls(
-            level=parse_level(request.get("level", Level.O1)),
-            dtype=dtype,
-            policy=policy,
-            loss_scale=parse_loss_scale(scale),
-            scale_any_dtype=any_dtype,
-            pad=_choice("pad", request.get("pad", "auto"), PADS),
-            emit=emit,
-            dump=_directory(request.get("dump") or os.environ.get("MPCOMPILE_DUMP")),
-            fuse_head=_flag("fuse_head", request.get("fuse_head", False)),
-            recompute=recompute,
-            strict=_flag("strict", request.get("strict", False)),
-            mode=mode,
-            inductor=_inductor_options(mode, request.get("options")),
-        )
+        if self.mode is not None or self.options:
+            check_inductor(self.mode, self.options)
 
 
-def parse_loss_scale(scale: LossScale | str | float | None) -> LossScale | None:
-    """`"dynamic"` -> None (one is made per model), `"none"` or None -> off, a number -> static."""
-    if isinstance(scale, LossScale):
-        return scale
-    if scale is None or scale == "none":
-        return LossScale.none()
-    if scale == "dynamic":
-        return None
-    if scale == "grad_scaler":
-        made = LossScale.grad_scaler()
-        made.fp16_only = True
-        return made
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        return LossScale.static(float(scale))
-    raise MPCompileError(
-        f"loss_scale={scale!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a "
-        f"LossScale{did_you_mean(str(scale), ('dynamic', 'grad_scaler', 'none'))}"
-    )
+# Every option by its name, in the order of `mpcompile()`'s signature.
+OPTIONS: Mapping[str, Option] = {
+    f.name: Option(f.name, **f.metadata) for f in fields(Settings) if f.metadata
+}
 
 
-def _choice(name: str, value: Any, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise MPCompileError(
-            f"{name}={value!r}: use one of {', '.join(known)}{did_you_mean(str(value), known)}"
-        )
-    return str(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise MPCompileError(f"{name}={value!r}: use True or False")
-    return value
-
-
-def _directory(dump: Any) -> Path | None:
-    """Where dumps go, made if need be: what can't be written should not fail at the first graph."""
-    if not dump:
-        return None
-    if not isinstance(dump, (str, os.PathLike)):
-        raise MPCompileError(f"dump={dump!r}: give the path of a directory")
-    try:
-        Path(dump).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MPCompileError(f"dump={str(dump)!r}: can't be made a directory ({error})") from None
-    return Path(dump)
-
-
-def _inductor_options(mode: str | None, options: Any) -> Mapping[str, Any] | None:
-    """`options`, once Inductor has accepted it and `mode`."""
-    if options is not None and not isinstance(options, Mapping):
-        raise MPCompileError(f"options={options!r}: give a dict of Inductor's options")
-    if mode is not None or options:
-        check_inductor(mode, options)
-    return options
-
-
-def _check_policy(policy: Policy) -> None:
-    for key in policy.low | policy.full | policy.keep:
-        if not op_exists(key):
-            known = [name.removeprefix("aten::") for name in table.known_ops()]
-            hint = did_you_mean(key.removeprefix("aten::"), known)
-            raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+def documented(function: F) -> F:
+    """Put the options' help in place of `{options}` in the docstring, and in place of `{plans}` the
+    names of those that `plan_for()` takes.
+    """
+    if function.__doc__:  # `python -OO` drops it
+        wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        entries = "\n".join(wrapper.fill(f"{one.name}: {one.help}") for one in OPTIONS.values())
+        names = ", ".join(one.name for one in OPTIONS.values() if one.plans)
+        text = function.__doc__.replace("{options}", entries.strip())
+        function.__doc__ = text.replace("{plans}", names)
+    return function
 
 
 def _check_unscaled(policy: Policy) -> None:
@@ -214,7 +312,7 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
     dtypes = {p.dtype for p in parameters.values()}
     if parameters and not any(d.is_floating_point for d in dtypes):
         raise MPCompileError(f"{where} has no floating-point parameters: nothing to do in FP16")
-    half = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
+    half = [n for n, p in parameters.items() if p.dtype in HALF]
     if half and settings.level in (Level.O1, Level.O2):
         raise MPCompileError(
             f"{where} is already in half precision ({half[0]} is "
@@ -222,22 +320,19 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             "keeps FP32 master weights and makes the low-precision copies itself. Call "
             "model.float() first and load FP32 weights; or use level='O3'"
         )
-    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(_HALF):
+    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(HALF):
         raise MPCompileError(
             f"{where} has no FP32 parameters (found {', '.join(sorted(map(str, dtypes)))}): "
             "mixed precision starts from FP32; call model.float() first"
         )
     for name, parameter in parameters.items():
-        if parameter.device.type not in SUPPORTED:
+        if not is_supported(parameter.device):
             raise MPCompileError(
                 f"{where}: {name} is on {parameter.device}; supported devices: "
-                f"{', '.join(SUPPORTED)}"
+                f"{', '.join(supported())}"
             )
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:
         if not any(re.search(pattern, path) for path in paths):
             hint = did_you_mean(pattern, paths)
             raise MPCompileError(f"Policy(modules=...): {pattern!r} matches no module{hint}")
-
-
-_HALF = (torch.float16, torch.bfloat16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
-from mpcompile.devices.facts import TensorCores
+from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
-from mpcompile.ir.spec import verify
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,18 +22,22 @@ CORES = TensorCores(slowdown=2.0, balance=0.0)  # padding always pays
 
 
 class InFP64:
-    """A torch.compile backend: capture, every pass up to `clean`, then the graph in FP64.
+    """A torch.compile backend: capture, every pass up to `clean` but those named in `without`, then
+    the graph in FP64.
 
     Attributes:
         graphs: each graph compiled, rewritten.
     """
 
-    def __init__(self, pad: str, level: str = "O1", **settings: Any) -> None:
+    def __init__(
+        self, pad: str, level: str = "O1", without: Collection[str] = (), **settings: Any
+    ) -> None:
+        self.without = without
         self.graphs: list[fx.GraphModule] = []
         settings.setdefault("cores", CORES)
         self.config = Config(
             level=Level(level),
-            low=torch.float16,
+            format=Format(torch.float16),
             device=torch.device("cpu"),
             pad=pad,
             **settings,
@@ -42,8 +46,10 @@ class InFP64:
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         graph = capture(gm, examples)
         for pass_ in pipeline.PASSES[:-1]:
+            if pass_.__name__ in self.without:
+                continue
             pass_(graph, self.config)
-            verify(graph, pass_.__name__)
+            pipeline.verify(graph, pass_.__name__)
         self.graphs.append(graph)
         return lambda *args: _Interpreter(graph).run(*map(_widened, args))
 

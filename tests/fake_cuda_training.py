@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gpu_models import MODELS
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
-from mpcompile.padding.products import _VIEWS
+from mpcompile.rules.table import TABLE
 
 STEPS = 3
 
@@ -55,7 +55,9 @@ def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> 
         "loss": f"{loss.dtype} on {loss.device}", "gradients": sorted(gradients),
         "graphs": 1 + len(more), "scaled": plan.scaled, "dtype": plan.dtype, "device": plan.device,
         "products": [
-            f"{n.name}: {n.planned} {n.precision}" for n in plan.nodes if n.op in _VIEWS
+            f"{n.name}: {n.planned} {n.precision}"
+            for n in plan.nodes
+            if n.op in TABLE and TABLE[n.op].product
         ],
         "plan": str(plan),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from torch import fx
 
 from mpcompile import ir, pipeline
 from mpcompile.capture.capture import capture
-from mpcompile.ir.spec import verify
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
 
@@ -40,6 +40,8 @@ class Stage:
         wanted.update(pad="never", cores=TensorCores(), copied={})
         wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
         wanted["level"] = Level(wanted["level"])
+        low = wanted.pop("low")
+        wanted["format"] = low if isinstance(low, Format) else Format(low)
         self.config = Config(device=torch.device("cpu"), **wanted)
         self.gm = captured(program, *inputs, **options)
         self.pass_ = pass_
@@ -50,7 +52,7 @@ class Stage:
         """Run the pass once, verify the graph; what it says of itself must be true."""
         before = self.text
         changed = self.pass_(self.gm, self.config)
-        verify(self.gm, self.pass_.__name__)
+        pipeline.verify(self.gm, self.pass_.__name__)
         assert changed == (self.text != before)
         return changed
 

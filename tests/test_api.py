@@ -159,7 +159,9 @@ def test_o0_is_the_fp32_program() -> None:
     expected = model(x)
     compiled = mpcompile(model, level="O0", emit="eager")
     torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
-    assert compiled_plans(compiled) == []
+    (plan,) = compiled_plans(compiled)
+    assert (plan.level, plan.dtype, plan.nodes, plan.casts) == ("O0", "float32", (), 0)
+    assert plan.left == 'level="O0" was asked for'
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"])
@@ -384,6 +386,10 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
         with pytest.warns(MPCompileWarning, match="the moon is full") as caught:
             out = model(x)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        (plan,) = compiled_plans(model)
+        assert plan.left == "the moon is full"
+        assert str(plan) == "O0 float32 on cpu: left in FP32: the moon is full"
+        assert plan.to_dict()["left"] == "the moon is full"
         slower = "Guards may run slower"  # on Python 3.13.0, says torch
         assert len([w for w in caught if slower not in str(w.message)]) == 1
         strict = mpcompile(Net(), emit="eager", strict=True)

@@ -17,7 +17,9 @@ from torch import fx, nn
 import mpcompile
 from mpcompile import ir
 from mpcompile.passes.graph.plan import plan
-from mpcompile.planner.costs import UNIT, Item, Objective, Stored
+from mpcompile.planner import target
+from mpcompile.planner.constraints import Item, Rounded
+from mpcompile.planner.objective import UNIT, Objective
 from mpcompile.profile import Profile, Sample
 from mpcompile.rules.policy import Config, Level, Policy, Precision
 
@@ -74,14 +76,14 @@ def total(objective: Objective, low: Mapping[Item, bool]) -> int:
     for item, terms in objective.terms.items():
         cost += sum((terms.low if low[item] else terms.full).values())
     for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
-        a, b = (low.get(item, objective.is_low(item)) for item in (operand, reader))
+        a, b = (low.get(item, objective.constraints.is_low(item)) for item in (operand, reader))
         if a != b:
             cost += operand_low if a else reader_low
     return cost
 
 
 def decided(item: Item) -> bool:
-    if isinstance(item, Stored):
+    if isinstance(item, Rounded):
         return ir.is_stored_low(item.node)
     return ir.precision(item) is Precision.LOW
 
@@ -90,7 +92,7 @@ def cheapest(graph: fx.Graph, config: Config) -> dict[Item, bool]:
     """Of the assignments that cost least, the one with the fewest LOW; each is tried."""
     objective = Objective(graph, config)
     known = {n: ir.precision(n) is Precision.LOW for n in graph.nodes if n not in objective.terms}
-    items = objective.open
+    items = objective.constraints.open
     assert len(items) <= 12, f"{len(items)} items: too many to try each assignment"
     costs = {
         labels: total(objective, {**known, **dict(zip(items, labels, strict=True))})
@@ -113,7 +115,7 @@ def is_optimal(stage: Stage) -> int:
     """
     graph = stage.gm.graph
     before = {n: ir.mark(n) for n in graph.nodes if ir.is_marked(n)}
-    open_ = Objective(graph, stage.config).open
+    open_ = Objective(graph, stage.config).constraints.open
     stage.run()
     found = {item: decided(item) for item in open_}
     after = {n: ir.mark(n) for n in before}
@@ -124,12 +126,12 @@ def is_optimal(stage: Stage) -> int:
         if stage.config.level is not Level.O2:
             break
         for node in slower:
-            ir.remark(node, precision=Precision.FULL, rule="plan")
+            ir.remark(node, precision=Precision.FULL, by=ir.By.PLAN)
     assert found == {**wanted, **best}
     fixed = {n: mark for n, mark in before.items() if n not in found}
     for node, mark in fixed.items():  # a reason may gain words on how the result is stored
         now = after[node]
-        assert (now.precision, now.rule, now.low) == (mark.precision, mark.rule, mark.low)
+        assert (now.precision, now.by, now.low) == (mark.precision, mark.by, mark.low)
     return len(open_)
 
 
@@ -298,7 +300,7 @@ def test_terms_of_products() -> None:
     launch = 1000 * UNIT  # bytes that memory moves in a microsecond
     assert objective.launch == launch
     first, second = (stage.node(name) for name in ("linear", "linear_1"))
-    assert objective.open == [first, second]
+    assert objective.constraints.open == [first, second]
     low, full = objective.terms[first].low, objective.terms[first].full
     # Seconds times bytes a second; a cast to BF16 reads 4 bytes and writes 2, its gradient's is
     # written in FP32 from BF16 (4: what the FP32 product would have written is not counted).
@@ -362,7 +364,7 @@ def test_a_profile_changes_no_number_of_stored_bytes() -> None:
     stage = staged(read_elsewhere, leaf(8, 8), leaf(8, 8), level="O2", low=BF16)
     plain = Objective(stage.gm.graph, stage.config)
     known = Objective(stage.gm.graph, replace(stage.config, profile=profile_of()))
-    assert known.open == plain.open  # it has no sample of a matrix product
+    assert known.constraints.open == plain.constraints.open  # it has no sample of a matrix product
     assert known.terms == plain.terms
 
 
@@ -418,7 +420,7 @@ def test_a_small_product_between_large_ones_is_low(level: str) -> None:
     even = profile_of(*both("gemm", dims, low=500e-6, full=499e-6))
     stage = staged(Sandwich(), leaf(256, 256), level=level, low=BF16, profile=even)
     for name in ("linear", "linear_2"):
-        low = replace(stage.mark(name), rule="policy", reason="wanted so")
+        low = replace(stage.mark(name), by=ir.By.POLICY, reason="wanted so")
         ir.set_mark(stage.node(name), low)
     stage.run()
     assert stage.mark("linear_1").precision is Precision.LOW
@@ -434,7 +436,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
         asked.append(device)
         return CROSSING
 
-    monkeypatch.setattr(mpcompile.target.profile, "load", load)
+    monkeypatch.setattr(target.profile, "load", load)
     for dtype, expected in ((FP16, "LOW"), (BF16, "FULL")):
         torch._dynamo.reset()
         model = mpcompile.mpcompile(nn.Linear(16, 16), dtype=dtype, emit="eager")
@@ -446,7 +448,7 @@ def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
 
 def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; nothing where there was nothing to decide."""
-    monkeypatch.setattr(mpcompile.target.profile, "load", lambda device: TWO)
+    monkeypatch.setattr(target.profile, "load", lambda device: TWO)
     model = mpcompile.mpcompile(Two(), dtype=BF16, emit="eager")
     model(leaf(8, 16))
     (found,) = mpcompile.compiled_plans(model)

@@ -91,8 +91,8 @@ return linear_loss
         stage.marks,
         """\
 flatten_1: KEEP [captured]
-linear_rows: LOW [fuse_head]
-linear_loss: LOW [fuse_head]
+linear_rows: LOW [rewrite]
+linear_loss: LOW [rewrite]
 """,
     )
 

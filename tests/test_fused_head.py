@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcompile.operators import fused_head
-from mpcompile.operators.fused_head import FEWEST_ROWS, LOGITS_BYTES, rows_per_chunk
+from mpcompile.operators.fused_head import LOGITS_BYTES, rows_per_chunk
 
 linear_cross_entropy = torch.ops.mpcompile.linear_cross_entropy
 REDUCTIONS = ("none", "mean", "sum")  # in the order of their numbers
@@ -204,12 +204,11 @@ def test_opcheck(dtype: torch.dtype, reduction: str) -> None:
         torch.library.opcheck(ops.linear_cross_entropy_backward.default, given)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "fewest"), [("cpu", 256), ("cuda", 1024)])
 @given(rows=st.integers(0, 10**6), classes=st.integers(1, 10**6))
-def test_the_rule_for_chunks(device: str, rows: int, classes: int) -> None:
-    chunk = rows_per_chunk(rows, classes, device)
+def test_the_rule_for_chunks(device: str, fewest: int, rows: int, classes: int) -> None:
+    chunk = rows_per_chunk(rows, classes, torch.device(device))
     assert chunk % 64 == 0
-    fewest = FEWEST_ROWS.get(device, 1024)
     assert chunk <= max(fewest, LOGITS_BYTES // (4 * classes)) + 63
     if rows > chunk:  # at least half as many as may be
         assert 2 * chunk >= max(fewest, LOGITS_BYTES // (4 * classes))

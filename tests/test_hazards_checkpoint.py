@@ -17,7 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import mpcompile.emit
+import mpcompile
+from mpcompile.emit import emitter
 
 aten = torch.ops.aten
 
@@ -26,13 +27,13 @@ aten = torch.ops.aten
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """AOTAutograd's graphs under emit="aot_eager", forward then backward."""
     seen: list[fx.GraphModule] = []
-    original = mpcompile.emit._op_by_op
+    original = emitter._op_by_op
 
     def record(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         seen.append(gm)
         return original(gm, inputs)
 
-    monkeypatch.setattr(mpcompile.emit, "_op_by_op", record)
+    monkeypatch.setattr(emitter, "_op_by_op", record)
     return seen
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
 
 from mpcompile import mpcompile, register_rule
-from mpcompile.rules import table
+from mpcompile.rules import lookup
 
 seen: list[torch.dtype] = []  # of each custom operator's input and gradient
 
@@ -110,7 +110,7 @@ def test_custom_operator_that_writes(level: str, emit: str) -> None:
 def rule_for_cube() -> Iterator[None]:
     register_rule("mpcompile_test::cube", "low", "it says so")
     yield
-    del table._REGISTERED["mpcompile_test::cube"]
+    del lookup._REGISTERED["mpcompile_test::cube"]
 
 
 @LEVELS

@@ -18,6 +18,7 @@ from mpcompile.capture.capture import capture
 from mpcompile.emit.emitter import emit
 from mpcompile.emit.joint import OPTION, JointPass, Ours, joint_passes, with_joint_passes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 
 OURS = (widen_weight_gradients,)
@@ -38,7 +39,7 @@ class Theirs(CustomGraphPass):
 
 
 def config(device: str = "cuda", level: Level = Level.O1) -> Config:
-    return Config(level=level, low=torch.float16, device=torch.device(device))
+    return Config(level=level, format=Format(torch.float16), device=torch.device(device))
 
 
 def one(options: dict[str, Any] | None = None, passes: Sequence[JointPass] = OURS) -> Any:

@@ -16,17 +16,18 @@ import torch
 from torch import nn
 
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
-from mpcompile.devices import facts as device
+from mpcompile.devices.registry import capabilities
+from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.emit.accumulation import check_accumulation
 from mpcompile.inspect import advice
 from mpcompile.profile import store
-from mpcompile.profile.key import class_of, key_of
+from mpcompile.profile.key import key_of
 from mpcompile.rules import kernels
 
 pytestmark = pytest.mark.this_machine
 
 ROOT = Path(__file__).parent.parent
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 X86 = {"architecture": "x86_64", "avx2": True, "cpu_name": "a CPU"}
 AVX512 = {**X86, "avx512_f": True}
@@ -73,8 +74,8 @@ def test_units_and_profile_of_a_cpu(
     flags: dict[str, Any], units: bool, profile: str | None, cpu: Callable[..., None]
 ) -> None:
     cpu(flags)
-    assert device.has_units("cpu", torch.bfloat16) is units
-    assert class_of(CPU) == profile
+    assert capabilities(CPU).has_units(torch.bfloat16) is units
+    assert capabilities(CPU).builtin_profile() == profile
     if profile is not None:
         assert store.builtin(profile).device_type == "cpu"
 
@@ -95,8 +96,8 @@ def test_what_the_libraries_are_told_counts(
     told: dict[str, str], profile: str, cpu: Callable[..., None]
 ) -> None:
     cpu(AMX, **told)
-    assert class_of(CPU) == profile
-    assert device.has_units("cpu", torch.bfloat16) is (profile == "cpu-avx512-bf16")
+    assert capabilities(CPU).builtin_profile() == profile
+    assert capabilities(CPU).has_units(torch.bfloat16) is (profile == "cpu-avx512-bf16")
 
 
 def test_a_limited_cpu_has_a_profile_of_its_own(cpu: Callable[..., None]) -> None:
@@ -122,8 +123,8 @@ def test_units_of_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert device.has_units("cuda", torch.float16) is fp16
-    assert device.has_units("cuda", torch.bfloat16) is bf16
+    assert capabilities(GPU).has_units(torch.float16) is fp16
+    assert capabilities(GPU).has_units(torch.bfloat16) is bf16
 
 
 @pytest.mark.parametrize(("target", "units"), [("gfx90a:sramecc+", True), ("gfx1030", False)])
@@ -133,8 +134,22 @@ def test_units_of_an_amd_gpu(target: str, units: bool, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    assert device.has_units("cuda", torch.float16) is units
-    assert device.tensor_cores("cuda").startswith("none") is not units
+    assert capabilities(GPU).has_units(torch.float16) is units
+    assert capabilities(GPU).units().startswith("none") is not units
+
+
+def test_what_is_nvidias_is_not_said_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm has compute capabilities too: those of MI300 read as Hopper's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    nvidia = capabilities(GPU)
+    assert nvidia.matrix_units().slowdown > 1
+    assert nvidia.products_leave_in_fp32()
+    assert nvidia.builtin_profile() == "cuda-hopper"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    amd = capabilities(GPU)
+    assert amd.matrix_units() == TensorCores()
+    assert not amd.products_leave_in_fp32()
+    assert amd.builtin_profile() is None
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -239,7 +254,7 @@ import json, torch
 from benchmarks.models import Tagger, resnet18
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.products import _VIEWS
+from mpcompile.rules.table import TABLE
 
 tokens = torch.randint(0, 256, (2, 32))
 cases = [
@@ -252,7 +267,8 @@ for model, *inputs in cases:
         loss = mpcompile(model, emit="eager", strict=True, level=level)(*inputs)
         (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
     found = [n for plan in compiled_plans(model) for n in plan.nodes]
-    print(json.dumps([[n.precision for n in found if n.op in _VIEWS], len(found)]))
+    products = [n for n in found if n.op in TABLE and TABLE[n.op].product]
+    print(json.dumps([[n.precision for n in products], len(found)]))
 """
 
 
@@ -321,7 +337,7 @@ def test_who_allows_low_sums_again_is_told(
         allow_bf16_reduced_precision_reduction = False
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Settings)
-    check_accumulation(low)
+    check_accumulation(GPU, low)
     setattr(Settings, name, True)
     with pytest.warns(MPCompileWarning, match=name):
-        check_accumulation(low)
+        check_accumulation(GPU, low)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from collections import Counter
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 import mpcompile
-from mpcompile import MPCompileError, register_rule
-from mpcompile.rules import table
+from mpcompile import MPCompileError, register_rule, rules
+from mpcompile.rules import Kind, Rule, lookup, table
+from mpcompile.rules.labels import NAMED, signature
 from mpcompile.rules.policy import Precision, op_exists, op_key
+from mpcompile.rules.rule import UNKNOWN
+from mpcompile.rules.table import TABLE
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
 
@@ -68,13 +66,15 @@ mylib.impl("scale", lambda x, by: x * by, "CompositeImplicitAutograd")
 
 
 @pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Rule]:
     """Rows registered in a test end with it."""
-    monkeypatch.setattr(table, "_REGISTERED", {})
+    rows: dict[str, Rule] = {}
+    monkeypatch.setattr(lookup, "_REGISTERED", rows)
+    return rows
 
 
-def row(name: str) -> table.Rule:
-    return table._BUILTIN[op_key(name)]
+def row(name: str) -> Rule:
+    return TABLE[op_key(name)]
 
 
 # -- what the table holds -------------------------------------------------------------------------
@@ -98,61 +98,58 @@ def test_safe_activations_may_run_low(name: str) -> None:
 @pytest.mark.parametrize("name", words("arange linspace to multinomial argmax"))
 def test_nobody_vouched_for(name: str) -> None:
     """Positions, indices and the user's own casts keep the dtype they were captured with."""
-    assert op_key(name) not in table.known_ops()
+    assert TABLE.get(op_key(name), UNKNOWN).precision is Precision.KEEP
 
 
 def test_batch_norm_keeps_its_statistics() -> None:
     batch_norm = torch.ops.aten.batch_norm.default
-    assert table.castable(batch_norm, 0)
-    assert not any(table.castable(batch_norm, i) for i in range(1, 5))
-    assert table.written_args(batch_norm) == {3, 4}
+    assert rules.castable(batch_norm, 0)
+    assert not any(rules.castable(batch_norm, i) for i in range(1, 5))
+    assert rules.written_args(batch_norm) == {3, 4}
 
 
 def test_every_key_is_an_operator_of_torch() -> None:
-    named = {
-        *table._BUILTIN,
-        *table._UNCAST_ARGS,
-        *table._HIDDEN_WRITES,
-        *table.MASK_ARGS,
-        *table.PROMOTES,
-        *table.CREATES,
-        *table.COPIES_A_CONSTANT,
-        *table.NONLINEAR_BACKWARD,
-    }
-    assert [key for key in sorted(named) if not op_exists(key)] == []
+    assert [key for key in TABLE if not op_exists(key)] == []
+
+
+@pytest.mark.parametrize("fact", words("uncast writes masks fill"))
+def test_arguments_are_named_as_in_the_schema(fact: str) -> None:
+    for key, rule in TABLE.items():
+        assert set((getattr(rule, fact) or "").split()) <= lookup._argument_names(key), key
+
+
+def test_every_product_can_be_read() -> None:
+    for key, rule in TABLE.items():
+        if rule.product is not None and rule.product not in NAMED:
+            found = signature(rule.product)
+            assert found is not None, key
+            assert {*found.factors, *filter(None, [found.added])} <= lookup._argument_names(key)
 
 
 def test_every_row_says_why() -> None:
-    assert all(rule.reason.strip() for rule in table._BUILTIN.values())
+    assert all(rule.reason.strip() for rule in TABLE.values())
 
 
 def test_no_operator_stands_in_two_rows() -> None:
     """A second row would silently replace the first."""
-    names = Counter(op_key(name) for name in _written_names())
-    assert names.keys() == table._BUILTIN.keys()
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-def _written_names() -> Iterator[str]:
-    for node in ast.walk(ast.parse(inspect.getsource(table))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_rows":
-            yield from ast.literal_eval(node.args[2]).split()
+    with pytest.raises(AssertionError, match="aten::relu stands in two rows"):
+        table._row(FOLLOW, "why", "relu")
 
 
 def test_views_and_moves_follow() -> None:
     """A kind that does no arithmetic has no precision of its own."""
-    kinds = {r.precision for r in table._BUILTIN.values() if r.kind is not table.Kind.COMPUTE}
+    kinds = {r.precision for r in TABLE.values() if r.kind is not Kind.COMPUTE}
     assert kinds == {FOLLOW}
 
 
 def test_what_is_no_operator_has_no_row() -> None:
-    assert table.rule_for(len) is None
-    assert table.rule_for("aten::mm") is None
+    assert rules.rule_for(len) is UNKNOWN
+    assert rules.rule_for("aten::mm") is UNKNOWN
 
 
 @pytest.mark.parametrize("name", words("add_ relu_ mul_ copy_"))
 def test_inplace_variants_have_no_row(name: str) -> None:
-    assert op_key(name) not in table.known_ops()
+    assert op_key(name) not in rules.known_ops()
 
 
 # -- new rows -------------------------------------------------------------------------------------
@@ -161,19 +158,19 @@ def test_inplace_variants_have_no_row(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["mp_test_ops::scale", torch.ops.mp_test_ops.scale, torch.ops.mp_test_ops.scale.default]
 )
-def test_register_rule(rules: None, name: object) -> None:
+def test_register_rule(registered: dict[str, Rule], name: object) -> None:
     target = torch.ops.mp_test_ops.scale.default
-    assert table.rule_for(target) is None
+    assert rules.rule_for(target) is UNKNOWN
     register_rule(name, "low", "a product")
-    assert table.rule_for(target) == table.Rule(LOW, table.Kind.COMPUTE, "a product")
-    assert "mp_test_ops::scale" in table.known_ops()
+    assert rules.rule_for(target) == Rule(LOW, "a product", fuses=False)
+    assert "mp_test_ops::scale" in rules.known_ops()
     register_rule(name, Precision.FULL, "sums a row")
-    assert table.rule_for(target) == table.Rule(FULL, table.Kind.COMPUTE, "sums a row")
+    assert rules.rule_for(target) == Rule(FULL, "sums a row", fuses=False)
 
 
-def test_a_registered_rule_beats_the_table(rules: None) -> None:
+def test_a_registered_rule_beats_the_table(registered: dict[str, Rule]) -> None:
     register_rule("aten::softmax", "follow", "we trust it")
-    assert table.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
+    assert rules.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
 
 
 @pytest.mark.parametrize(
@@ -187,14 +184,14 @@ def test_a_registered_rule_beats_the_table(rules: None) -> None:
     ],
 )
 def test_register_rule_refuses(
-    rules: None, op: object, precision: str, why: str, message: str
+    registered: dict[str, Rule], op: object, precision: str, why: str, message: str
 ) -> None:
     with pytest.raises(MPCompileError, match=message):
         register_rule(op, precision, why)
-    assert table._REGISTERED == {}
+    assert registered == {}
 
 
-def test_custom_op_keeps_its_dtypes_until_registered(rules: None) -> None:
+def test_custom_op_keeps_its_dtypes_until_registered(registered: dict[str, Rule]) -> None:
     """An operator from torch.library.custom_op: FP32 by default, low once its author says so."""
     seen: list[torch.dtype] = []
 

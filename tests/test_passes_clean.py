@@ -10,13 +10,12 @@ from graphs import Stage
 from torch import fx
 
 from mpcompile import ir
-from mpcompile.ir import Mark, aten
+from mpcompile.ir import aten
 from mpcompile.passes.graph.clean import clean
-from mpcompile.rules.policy import Precision
 
 
 def cast(stage: Stage, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    decision = Mark(Precision.KEEP, "cast", "for the test", torch.float16)
+    decision = ir.added(ir.Role.CAST, "for the test")
     with stage.gm.graph.inserting_before(value.next):
         return ir.insert(
             stage.gm.graph, aten.to.dtype, (value, dtype),

@@ -24,6 +24,7 @@ from mpcompile.passes.graph.pad import pad
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.read_copies import read_copies
 from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.rules import Kind
 from mpcompile.rules.policy import Policy, TensorCores
 
 PAD, SLICE = "constant_pad_nd", "slice"
@@ -64,7 +65,7 @@ def pads_of_weights(stage: Stage) -> list[fx.Node]:
     """Every pad whose operand is a parameter, or made of one by casts and views."""
 
     def is_stored(node: fx.Node) -> bool:
-        while ir.is_op(node) and (ir.is_cast(node) or ir.kind(node) is ir.ops.Kind.VIEW):
+        while ir.is_op(node) and (ir.is_cast(node) or ir.kind(node) is Kind.VIEW):
             node = node.all_input_nodes[0]
         return ir.is_parameter(node)
 
@@ -434,7 +435,7 @@ def test_idempotent() -> None:
         text, marks = stage.text, stage.marks
         assert not pad(stage.gm, stage.config)
         assert not place_pads(stage.gm, stage.config)
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
         assert (stage.text, stage.marks) == (text, marks)
 
 
@@ -508,7 +509,7 @@ def test_the_spec_wants_lanes_cut_off() -> None:
     cut.replace_all_uses_with(stage.node("linear"))
     ir.set_mark(stage.node("linear_f32"), ir.mark(stage.node("linear")))
     with pytest.raises(spec.SpecError, match="linear_f32 reads the lanes of linear"):
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
 
 
 def test_the_spec_wants_the_shapes_that_were_planned() -> None:
@@ -516,7 +517,7 @@ def test_the_spec_wants_the_shapes_that_were_planned() -> None:
     linear = stage.node("linear")
     ir.set_value(linear, ir.value(stage.node("linear_cut")))
     with pytest.raises(spec.SpecError, match=r"linear is f16\[8, 21\], planned \(8, 24\)"):
-        spec.verify(stage.gm, "place_pads")
+        pipeline.verify(stage.gm, "place_pads")
 
 
 @pytest.mark.parametrize("scaled", [False, True])

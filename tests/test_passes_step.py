@@ -11,7 +11,8 @@ from torch import fx, nn
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step import CopyLayout, Gradient
+from mpcompile.ir.step import CopyLayout, Gradient, StepNotes
+from mpcompile.optim.pipeline import STEP_PASSES, StepPass
 from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.lift_numbers import lift_numbers
@@ -397,6 +398,49 @@ copy__default_6: b8[] = copy_(scale0_floor, bitwise_or_tensor_4)
 
 def test_move_scale_where_nothing_is_checked() -> None:
     assert StepStage(move_scale, scales=(DYNAMIC,), checked=False).leaves_alone()
+
+
+# -- what passes leave for each other ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pass_", "missing", "maker"),
+    [
+        (measure_gradients, "start", "unscale_gradients"),
+        (check_gradients, "start", "unscale_gradients"),
+        (clip_gradients, "start", "unscale_gradients"),
+        (predicate_writes, "skip", "check_gradients"),
+        (move_scale, "overflows", "check_gradients"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_pass_that_runs_too_early_says_what_must_run_before(
+    pass_: StepPass, missing: str, maker: str
+) -> None:
+    stage = StepStage(lift_numbers, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match=f"noted '{missing}'.*: {maker} makes it"):
+        pass_(stage.gm, stage.config)
+
+
+@pytest.mark.parametrize("pass_", [check_gradients, clip_gradients], ids=lambda p: p.__name__)
+def test_norms_are_needed_before_they_are_read(pass_: StepPass) -> None:
+    stage = StepStage(measure_gradients, max_grad_norm=1.0)  # every pass before that one has run
+    with pytest.raises(RuntimeError, match=r"noted 'norms'.*: measure_gradients makes it"):
+        pass_(stage.gm, stage.config)
+
+
+def test_every_note_names_a_pass_that_makes_it() -> None:
+    """The one named, and no other."""
+    made: dict[str, str] = {}
+    stage = StepStage(lift_numbers, gradients=(SCALED,), max_grad_norm=1.0)
+    for pass_ in STEP_PASSES:
+        pass_(stage.gm, stage.config)
+        for name in vars(ir.step_notes(stage.gm)):
+            made.setdefault(name, pass_.__name__)
+    declared = {
+        name: note.maker for name, note in vars(StepNotes).items() if hasattr(note, "maker")
+    }
+    assert made == declared
 
 
 # -- all of them ------------------------------------------------------------------------------

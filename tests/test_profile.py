@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from mpcompile import MPCompileError
+from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileWarning
 from mpcompile.profile import Profile, Sample, load, store
 from mpcompile.profile.calls import Calls, build
 from mpcompile.profile.ceilings import from_ceilings
 from mpcompile.profile.grid import Point, points
-from mpcompile.profile.key import Key, class_of, key_of
+from mpcompile.profile.key import Key, key_of
 from mpcompile.profile.measure import PART, measure
 from mpcompile.profile.model import CEILINGS, DTYPES, KINDS, flops, merge
 
@@ -262,9 +263,9 @@ def test_progress_names_every_size() -> None:
     assert seen == [("copy", 0, 2), ("gemm", 1, 2)]
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_grid_is_sound(device_type: str) -> None:
-    grid = points(device_type)
+@pytest.mark.parametrize("large", [False, True])
+def test_the_grid_is_sound(large: bool) -> None:
+    grid = points(large=large)
     assert len({(p.kind, p.dims) for p in grid}) == len(grid)
     assert {p.kind for p in grid} == set(KINDS)
     for point in grid:
@@ -389,7 +390,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_one_measured_here_comes_before_the_built_in_one() -> None:
-    stem = class_of(CPU)
+    stem = capabilities(CPU).builtin_profile()
     assert load(CPU) == (None if stem is None else store.builtin(stem))
     store.write(fitting(), store.cache_path(CPU))
     assert load(CPU) == fitting()
@@ -463,7 +464,7 @@ def test_the_class_of_a_gpu(
     capability: tuple[int, int], stem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert class_of(torch.device("cuda")) == stem
+    assert capabilities("cuda").builtin_profile() == stem
 
 
 def test_a_device_without_profiles() -> None:

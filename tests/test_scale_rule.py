@@ -40,7 +40,7 @@ def moving(rule: ScaleRule) -> fx.GraphModule:
     overflow.meta["val"] = FakeTensorMode().from_tensor(torch.tensor(False))
     graph.output(())
     gm = fx.GraphModule({}, graph)
-    ir.note(gm, "overflows", [overflow])
+    ir.step_notes(gm).overflows = [overflow]
     assert move_scale(gm, StepConfig((), (), scales=(rule,)))
     gm.recompile()
     return gm

@@ -62,7 +62,13 @@ def cut_the_history(stage: Stage) -> None:
         (stage.gm.graph.inserting_after, True),
     ):
         with insert(cast):
-            stage.gm.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            new = stage.gm.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            ir.set_mark(new, ir.mark(stage.node("mul")))
+
+
+def say_that_the_result_is_low(stage: Stage) -> None:
+    (result,) = stage.gm.graph.output_node().all_input_nodes
+    ir.set_value(result, ir.value(result).half())
 
 
 BROKEN: dict[tuple[str, Callable[[Stage], None]], str] = {
@@ -84,14 +90,14 @@ def test_broken_promises(name: str, breakage: Callable[[Stage], None]) -> None:
     stage = after(name)
     breakage(stage)
     with pytest.raises(spec.SpecError, match=BROKEN[name, breakage]):
-        spec.verify(stage.gm, name)
+        pipeline.verify(stage.gm, name)
 
 
 def test_every_stage_of_a_sound_graph_passes() -> None:
     stage = Stage(pipeline.PASSES[0], program, leaf(3, 4), leaf(4, 4), scaled=True)
     for pass_ in pipeline.PASSES:
         pass_(stage.gm, stage.config)
-        spec.verify(stage.gm, pass_.__name__)
+        pipeline.verify(stage.gm, pass_.__name__)
 
 
 def test_the_complaint_is_short_however_much_is_wrong() -> None:
@@ -99,9 +105,59 @@ def test_the_complaint_is_short_however_much_is_wrong() -> None:
     for node in stage.gm.graph.nodes:
         node.meta.pop("mp", None)
     with pytest.raises(spec.SpecError) as caught:
-        spec.verify(stage.gm, "classify")
+        pipeline.verify(stage.gm, "classify")
     assert str(caught.value).count("no precision class") == 3
 
 
+NAMES = [pass_.__name__ for pass_ in pipeline.PASSES]
+
+
 def test_checks_belong_to_passes_that_exist() -> None:
-    assert spec.AFTER.keys() <= {pass_.__name__ for pass_ in pipeline.PASSES}
+    for promise in spec.PROMISES:
+        assert NAMES.index(promise.since) <= NAMES.index(promise.until)
+
+
+# A breakage that is one after every pass at which its check holds; what the complaint says.
+EVERYWHERE: dict[tuple[str, str, Callable[[Stage], None]], str] = {
+    ("classify", "clean", forget_a_mark): "linear has no precision class",
+    ("plan", "outline", leave_a_node_undecided): "mul is still FOLLOW",
+    ("place_casts", "clean", drop_a_cast): "softmax reads linear as torch.float16",
+    ("place_casts", "outline", say_that_the_result_is_low): "output 0 is torch.float16",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "breakage", "message"),
+    [
+        (name, breakage, message)
+        for (since, until, breakage), message in EVERYWHERE.items()
+        for name in NAMES[NAMES.index(since) : NAMES.index(until) + 1]
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_checks_hold_from_their_pass_on(
+    stage: str, breakage: Callable[[Stage], None], message: str
+) -> None:
+    found = after(stage)
+    breakage(found)
+    with pytest.raises(spec.SpecError, match=f"after {stage}: .*{message}"):
+        pipeline.verify(found.gm, stage)
+
+
+def test_a_new_pass_is_held_to_what_held_before_it() -> None:
+    """Wherever it stands, and though no check names it."""
+    order = [*NAMES]
+    order.insert(NAMES.index("read_copies"), "mine")
+    stage = after("place_pads")
+    spec.verify(stage.gm, "mine", order)
+    drop_a_cast(stage)
+    with pytest.raises(spec.SpecError, match="after mine: softmax reads linear"):
+        spec.verify(stage.gm, "mine", order)
+
+
+def test_what_runs_the_graph_is_checked_once() -> None:
+    """It takes as long as all passes together."""
+    checked = [check for name in NAMES for check in spec.checks_after(name, NAMES)]
+    costly = {promise.check: promise.until for promise in spec.PROMISES if promise.costly}
+    assert {check: checked.count(check) for check in costly} == dict.fromkeys(costly, 1)
+    assert all(check in spec.checks_after(until, NAMES) for check, until in costly.items())

@@ -64,7 +64,7 @@ _became: FakeGPU | None = None
 
 
 def become(name: str) -> FakeGPU:
-    """Make this process see one GPU, by a name of `mpcompile.gpus`.
+    """Make this process see one GPU, by a name of `mpcompile.devices.gpus`.
 
     Raises:
         MPCompileError: the name is not known.
@@ -91,6 +91,7 @@ def _describe(device: FakeGPU) -> None:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
+        "current_stream": lambda device=None: None,
         "device_count": lambda: 1,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,

@@ -32,8 +32,9 @@ def _benchmark(name: str, limit: float) -> Piece:
 
 PIECES = (
     Piece("info", (*_MPCOMPILE, "info", "--device", "cuda"), 60,
-          by_name=("-m", "gpu.by_name", "{gpu}", "info")),
-    Piece("smoke", ("-m", "gpu.smoke"), 240, by_name=("-m", "gpu.by_name", "{gpu}", "smoke")),
+          by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "info")),
+    Piece("smoke", ("-m", "benchmarks.gpu.smoke"), 240,
+          by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "smoke")),
     _tests("tests", 480, "gpu"),
     _tests("tests-costs", 300, "gpu_costs", workers=0),  # it measures: nothing else beside it
     _tests("tests-numerics", 420, "gpu_numerics"),

@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..api import compiled_plans, loss_scale_of, mpcompile
-from ..devices.facts import auto_dtype, default_device
+from ..devices.registry import capabilities, default_device
 from ..inspect.plan import Plan
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
@@ -102,10 +102,10 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
         MPCompileError: the dtype or the device is not supported.
     """
     device = default_device() if settings.device == "auto" else torch.device(settings.device)
-    chosen, reason = auto_dtype(device)
+    can = capabilities(device)
     asked = parse_dtype(settings.dtype)
-    dtype = chosen if asked is None else asked
-    why = reason if asked is None else "asked for"
+    dtype = can.auto if asked is None else asked
+    why = can.why_auto() if asked is None else "asked for"
     text = corpus()
     _announce(console, settings, device, dtype, why, len(text.train))
 
@@ -154,8 +154,9 @@ def _announce(
         f"batch {BATCH}) twice on {tokens:,} bytes of Python's documentation, on [b]{device}[/b]."
     )
     console.print(f"Mixed precision: [b]{_short(dtype)}[/b], level {settings.level}. Why: {why}.")
-    if device.type == "cpu" and dtype is torch.float16:
-        console.print("[yellow]FP16 has no fast kernels on CPUs: expect a very slow run.[/yellow]")
+    if dtype in (can := capabilities(device)).slow_dtypes:
+        slow = f"{_short(dtype)} has no fast kernels on {can.word}s: expect a very slow run."
+        console.print(f"[yellow]{slow}[/yellow]")
 
 
 def _trainees(settings: DemoSettings, device: torch.device, low: str) -> tuple[Trainee, Trainee]:

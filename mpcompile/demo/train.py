@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..devices.capabilities import Capabilities
+from ..devices.registry import capabilities
 from .model import GPT
 
 __all__ = ["Trainee", "bytes_saved_for_backward", "held_out_loss"]
@@ -57,9 +59,14 @@ class Trainee:
         return self.model.head.weight.device
 
     @property
+    def can(self) -> Capabilities:
+        """What that device can do."""
+        return capabilities(self.device)
+
+    @property
     def memory_kind(self) -> str:
         """What `memory` counts on this device."""
-        if self.device.type == "cuda":
+        if self.can.counts_memory:
             return "peak memory of a step, above what stays resident"
         return "saved for backward"
 
@@ -86,11 +93,10 @@ class Trainee:
 
     def step_and_measure_memory(self, idx: Tensor, targets: Tensor) -> None:
         """Do one `step` and record its memory; slower than a plain step on CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            resident = torch.cuda.memory_allocated(self.device)
+        if self.can.counts_memory:
+            resident = self.can.allocated_memory()
             self.step(idx, targets)
-            self.memory = torch.cuda.max_memory_allocated(self.device) - resident
+            self.memory = self.can.peak_memory() - resident
         else:
             with bytes_saved_for_backward(self.model) as saved:
                 self.step(idx, targets)
@@ -98,15 +104,11 @@ class Trainee:
 
     @contextlib.contextmanager
     def _clock(self) -> Iterator[None]:
-        self._wait()
+        self.can.synchronize()
         start = time.perf_counter()
         yield
-        self._wait()
+        self.can.synchronize()
         self.seconds.append(time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -11,26 +11,23 @@ import warnings
 
 import torch
 
+from ..devices.registry import capabilities, supported
 from ..errors import MPCompileWarning
-
-_SETTINGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
 def accumulate_in_fp32() -> None:
-    """Let cuBLAS add in FP32 alone; nothing to do for a torch without CUDA."""
-    if torch.backends.cuda.is_built():
-        for name in _SETTINGS:
-            setattr(torch.backends.cuda.matmul, name, False)
+    """Let the libraries of all device types add the terms of low products in FP32 alone."""
+    for kind in supported():
+        capabilities(kind).accumulate_in_fp32()
 
 
-def check_accumulation(low: torch.dtype) -> None:
-    """Warn if sums of products in `low` may be added in it on a CUDA device."""
-    name = _SETTINGS[low is torch.bfloat16]
-    if getattr(torch.backends.cuda.matmul, name):
+def check_accumulation(device: torch.device, low: torch.dtype) -> None:
+    """Warn if sums of products in `low` may be added in it on `device`."""
+    if (setting := capabilities(device).low_accumulation(low)) is not None:
         warnings.warn(
-            f"torch.backends.cuda.matmul.{name} is True: cuBLAS may add parts of a product's sums "
-            "in the low dtype. mpcompile(...) sets it to False; leave it so, or set it to False "
-            "before the model is first called",
+            f"{setting} is True: parts of a product's sums may be added in the low dtype. "
+            "mpcompile(...) sets it to False; leave it so, or set it to False before the model is "
+            "first called",
             MPCompileWarning,
             stacklevel=2,
         )

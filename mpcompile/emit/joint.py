@@ -14,33 +14,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from .. import ir
+from ..devices.registry import capabilities
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Config, Level
 
 JointPass = Callable[[fx.Graph], bool]
 
 OPTION = "joint_custom_post_pass"
-_IR = tuple(map(str, sorted(Path(ir.__file__).parent.glob("*.py"))))
+# What a pass does follows from its own file and from what it asks of these rooms.
+_ASKED = tuple(
+    str(file)
+    for room in ("devices", "ir")
+    for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
+)
 
 
 def joint_passes(config: Config) -> tuple[JointPass, ...]:
     """The passes for the joint graph of a graph compiled under `config`, in their order.
 
-    From O2 on, gradients are stored in the low dtype. `mm` with an FP32 output is CUDA's; with
-    FP16 accumulation allowed, torch refuses to call it.
+    From O2 on, gradients are stored in the low dtype.
     """
-    possible = (
-        config.level is Level.O1
-        and config.device.type == "cuda"
-        and torch.version.hip is None
-        and not torch.backends.cuda.matmul.allow_fp16_accumulation
-    )
+    possible = config.level is Level.O1 and capabilities(config.device).products_leave_in_fp32()
     return (widen_weight_gradients,) if possible else ()
 
 
@@ -77,7 +75,7 @@ class Ours(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """A hash of the files that say what the pass does."""
-        return get_hash_for_files((inspect.getfile(self.pass_), *_IR))
+        return get_hash_for_files((inspect.getfile(self.pass_), *_ASKED))
 
 
 class InOrder(CustomGraphPass):

@@ -11,12 +11,15 @@ log = logging.getLogger("mpcompile")
 
 
 @functools.cache
-def say_nothing_runs_low(device_type: str, low: torch.dtype) -> None:
-    """Say that the products of a graph stay in FP32 under `dtype="auto"`, and what can be done."""
+def say_nothing_runs_low(device: str, low: torch.dtype) -> None:
+    """Say that the products of a graph stay in FP32 under `dtype="auto"`, and what can be done.
+
+    `device` is what messages call it: "CPU", "GPU".
+    """
     name = str(low).removeprefix("torch.")
     log.warning(
         "mpcompile: this %s has no instructions for products in %s, so they stay in FP32, as fast "
         "as torch.compile. To save memory instead: recompute=True, or dtype=torch.%s with "
         'level="O2"; `mpcompile profile` measures what pays here',
-        {"cpu": "CPU", "cuda": "GPU"}[device_type], name, name,
+        device, name, name,
     )  # fmt: skip

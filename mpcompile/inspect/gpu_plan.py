@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from .. import ir
-from ..devices.facts import cuda_tensor_cores
+from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPU
 from .plan import Plan
 from .saved_bytes import Saved
@@ -62,7 +62,7 @@ class GPUPlan:
 
     def __str__(self) -> str:
         data = self.to_dict()
-        units = cuda_tensor_cores(self.gpu.capability, self.gpu.name)
+        units = AbsentGPU(self.gpu).units()
         parts = [f"{name} {_size(n)}" for name, n in data["saved_bytes_by_dtype"].items()]
         if copied := data["saved_bytes_copies_of_inputs"]:
             parts.append(f"of it copies of weights and other inputs {_size(copied)}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from .. import ir
 from ..ir import opaque
 from ..rules.policy import Config
 from .tensor_cores import TensorCoreReport, tensor_core_report
+
+_ADDED = {role.value for role in ir.ADDED}
 
 
 @dataclass(frozen=True)
@@ -48,33 +51,38 @@ class PlanNode:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the passes decided for one captured graph.
+    """What the passes decided for one captured graph, or why it was left in FP32.
 
     Attributes:
-        level, dtype, device: "O1", "float16", "cpu".
+        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph that was left.
         nodes: one line a node, in program order (casts and scaling included).
         casts: casts in the final graph.
         scaled: whether gradients are scaled inside the graph.
         seconds: wall time of capture and of each pass.
-        changed: which passes changed the graph.
+        changed: which passes changed the graph, in their order.
         tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
         dump_dir: where the dump is, or None.
+        left: why the graph was left in FP32, in one sentence; None for one that was rewritten. One
+            that was left has no nodes.
     """
 
     level: str
     dtype: str
     device: str
-    nodes: tuple[PlanNode, ...]
-    casts: int
-    scaled: bool
-    seconds: dict[str, float]
-    changed: tuple[str, ...]
+    nodes: tuple[PlanNode, ...] = ()
+    casts: int = 0
+    scaled: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
     tensor_cores: TensorCoreReport = TensorCoreReport()
     dump_dir: Path | None = None
+    left: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Plain JSON data; `left` is in it only where it says something."""
         data = dataclasses.asdict(self)
+        if self.left is None:
+            del data["left"]
         data["tensor_cores"] |= {
             "share_before": self.tensor_cores.share_before,
             "share": self.tensor_cores.share,
@@ -84,11 +92,11 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
-        return dict(
-            Counter(n.precision for n in self.nodes if n.rule not in ("cast", "scale", "pad"))
-        )
+        return dict(Counter(n.precision for n in self.nodes if n.rule not in _ADDED))
 
     def __str__(self) -> str:
+        if self.left is not None:
+            return f"{self.level} {self.dtype} on {self.device}: left in FP32: {self.left}"
         head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
             f"{count} {name}" for name, count in sorted(self.counts().items())
         )
@@ -103,15 +111,13 @@ class Plan:
         return "\n".join([head, *lines, str(self.tensor_cores)])
 
 
-def plan_of(
-    graph: fx.Graph,
-    config: Config,
-    *,
-    seconds: dict[str, float],
-    changed: tuple[str, ...],
-    dump_dir: Path | None,
-) -> Plan:
-    """Read the plan off a graph whose passes have run (before checkpoints are folded back)."""
+def plan_of_left(reason: str, device: torch.device) -> Plan:
+    """The plan of a graph that is compiled as it came, in FP32."""
+    return Plan(level="O0", dtype="float32", device=str(device), left=reason)
+
+
+def plan_of(graph: fx.Graph, config: Config) -> Plan:
+    """Read the decisions off a graph whose passes have run (before checkpoints are folded back)."""
     nodes = tuple(
         PlanNode(
             name=node.name,
@@ -134,10 +140,7 @@ def plan_of(
         dtype=str(config.low).removeprefix("torch."),
         device=str(config.device),
         nodes=nodes,
-        casts=sum(node.rule == "cast" and node.op == "aten::to" for node in nodes),
-        scaled=any(node.rule == "scale" for node in nodes),
-        seconds=seconds,
-        changed=changed,
+        casts=sum(node.rule == ir.Role.CAST.value and node.op == "aten::to" for node in nodes),
+        scaled=any(node.rule == ir.Role.SCALE.value for node in nodes),
         tensor_cores=tensor_core_report(graph),
-        dump_dir=dump_dir,
     )

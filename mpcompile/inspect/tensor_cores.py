@@ -163,11 +163,12 @@ def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
     """Real size -> how many pads and slices of values that are no weights it takes."""
     counts: dict[int, dict[str, int]] = defaultdict(lambda: {"slice": 0, "pad": 0})
     for node in graph.nodes:
-        if not (ir.is_marked(node) and ir.mark(node).rule == "pad") or ir.tensor(node) is None:
+        if ir.role(node) is not ir.Role.PAD or ir.tensor(node) is None:
             continue
-        kind = {"aten::slice": "slice", "aten::constant_pad_nd": "pad"}.get(ir.op_name(node))
+        name = ir.op_name(node).removeprefix("aten::").removeprefix("constant_")
+        kind = {"slice": "slice", "pad_nd": "pad"}.get(name)
         source = node.all_input_nodes[0]
-        while ir.is_cast(source) or (ir.is_marked(source) and ir.mark(source).rule == "scale"):
+        while ir.is_cast(source) or ir.role(source) is ir.Role.SCALE:
             source = source.all_input_nodes[0]
         if kind is None or ir.is_parameter(source):
             continue

@@ -1,4 +1,4 @@
-"""Names of dtypes."""
+"""Dtypes: their names in text, and which are which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.complex64: "c64", torch.complex128: "c128", torch.int64: "i64", torch.int32: "i32",
     torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def is_floating(dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..rules.formats import FP32, Format
 from ..rules.policy import Precision
 from .shapes import Alignment, Padding
 from .values import aten
@@ -33,26 +35,98 @@ def set_regions(nodes: Iterable[fx.Node], path: tuple[Region, ...]) -> None:
         node.meta["mp_region"] = path
 
 
+class By(enum.Enum):
+    """Who decided a node's precision; what others may still change follows from it.
+
+    TABLE     the operator's row, so guards and the planner may decide otherwise.
+    KERNEL    the device has no low kernel.
+    ALIAS     memory that is shared.
+    GUARD     what the low dtype can't hold.
+    POLICY    the user: nobody overrules it.
+    REGION    an autocast region of the user's.
+    CAPTURED  a value that must stay as it was captured.
+    UPDATE    an update of parameters in place.
+    PLAN      the planner.
+    REWRITE   the pass that put the node there.
+    """
+
+    TABLE = "table"
+    KERNEL = "kernel"
+    ALIAS = "alias"
+    GUARD = "guard"
+    POLICY = "policy"
+    REGION = "region"
+    CAPTURED = "captured"
+    UPDATE = "update"
+    PLAN = "plan"
+    REWRITE = "rewrite"
+
+
+class Role(enum.Enum):
+    """What a node is there for.
+
+    PROGRAM  the user's program.
+    CAST     a cast of ours (captured programs may hold casts of their own).
+    SCALE    the loss scale enters, or leaves.
+    PAD      padding, and what cuts it off.
+    COPY     the copy of a result whose elements overlap.
+    STEP     an optimizer step.
+    """
+
+    PROGRAM = "program"
+    CAST = "cast"
+    SCALE = "scale"
+    PAD = "pad"
+    COPY = "copy"
+    STEP = "step"
+
+
+# The roles of nodes that passes add to a program: they read and give the dtypes they are made with.
+ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD})
+
+
 @dataclass(frozen=True)
 class Mark:
-    """A decision about one node.
+    """A decision about one node, and its explanation.
 
     Attributes:
         precision: LOW or FULL once planned; KEEP leaves captured dtypes; FOLLOW is undecided.
-        rule: who decided: "table", "policy", "guard", "region", "plan", "kernel", "alias", ...
-        reason: one sentence for people.
-        low: the low dtype this node runs in (an autocast region may name another than the rest).
+        by: who decided.
+        reason: one sentence for people; nothing follows from it.
+        format: the low format it runs in (an autocast region may name another than the rest).
+        role: what the node is there for.
     """
 
     precision: Precision
-    rule: str
+    by: By
     reason: str
-    low: torch.dtype
+    format: Format
+    role: Role = Role.PROGRAM
+
+    @property
+    def low(self) -> torch.dtype:
+        """The dtype that the node computes in where it is LOW."""
+        return self.format.compute
+
+    @property
+    def rule(self) -> str:
+        """By which rule, for people."""
+        return self.by.value if self.role is Role.PROGRAM else self.role.value
+
+
+def added(role: Role, reason: str) -> Mark:
+    """The mark of a node that a rewriting pass adds: it keeps the dtypes that it is made with."""
+    return Mark(Precision.KEEP, By.REWRITE, reason, FP32, role)
 
 
 def mark(node: fx.Node) -> Mark:
     """The node's decision; classify gives one to every node that computes a tensor."""
     return node.meta["mp"]  # type: ignore[no-any-return]
+
+
+def role(node: fx.Node) -> Role | None:
+    """What the node is there for, or None for inputs, constants and the output."""
+    return mark(node).role if is_marked(node) else None
 
 
 def precision(node: fx.Node) -> Precision | None:
@@ -137,16 +211,16 @@ def remark(node: fx.Node, **changes: Any) -> None:
 
 def is_cast(node: fx.Node) -> bool:
     """A cast of ours (captured programs may hold `aten.to` of their own)."""
-    return node.target is aten.to.dtype and is_marked(node) and mark(node).rule == "cast"
+    return node.target is aten.to.dtype and role(node) is Role.CAST
 
 
 def copies_for_overlap(node: fx.Node) -> bool:
     """Whether the node is, scaled or not, the copy of a result that overlaps (copy_overlaps)."""
-    while is_marked(node) and mark(node).rule == "scale":
+    while role(node) is Role.SCALE:
         node = node.all_input_nodes[0]
-    return is_marked(node) and mark(node).rule == "copy"
+    return role(node) is Role.COPY
 
 
 def is_write_back(node: fx.Node) -> bool:
     """Whether the node writes an input of the graph, and autograd sees it (scale_gradients)."""
-    return node.target is aten.copy_.default and is_marked(node) and mark(node).rule == "scale"
+    return node.target is aten.copy_.default and role(node) is Role.SCALE

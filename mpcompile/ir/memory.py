@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rules import table
+from .. import rules
 from .values import (
     attribute,
     captured,
@@ -50,7 +50,7 @@ def written(node: fx.Node) -> list[fx.Node]:
             else True  # a function of the user's: nobody knows
         )  # fmt: skip
         return list(node.all_input_nodes) if writes else []
-    places = table.written_args(node.target)
+    places = rules.written_args(node.target)
     return [a for i, a in positions(node) if i in places and isinstance(a, fx.Node)]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .. import ir
-from ..rules import table
+from .. import ir, rules
 
 
 def products_in(node: fx.Node) -> int:
@@ -29,7 +28,7 @@ def _count(module: fx.GraphModule, node: fx.Node) -> int:
     bodies = (
         ir.attribute(module, n) for n in dict.fromkeys(node.all_input_nodes) if n.op == "get_attr"
     )
-    return table.is_product(ir.op_name(node)) + sum(
+    return rules.multiplies(ir.op_name(node)) + sum(
         _count(body, inner)
         for body in bodies
         if isinstance(body, fx.GraphModule)

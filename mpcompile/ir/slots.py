@@ -10,10 +10,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from ..rules.policy import Precision
 from .edit import refresh
-from .marks import Mark, set_mark
-from .step import Slot
+from .marks import Role, added, set_mark
+from .step import Slot, StepNotes
 from .values import aten, fake_mode, value
 
 
@@ -51,7 +50,7 @@ def scale_slot(
     return scalar_slot(graph, Slot("scale", index, key), dtype)
 
 
-def become_number(node: fx.Node) -> None:
+def become_tensor(node: fx.Node) -> None:
     """Turn an input that is a symbolic number into the 0-d FP64 tensor that holds it."""
     device = value(next(iter(slots(node.graph).values()))).device
     with fake_mode(node.graph):
@@ -74,14 +73,10 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     return [(node, *node.all_input_nodes) for node in found]
 
 
-def note(gm: fx.GraphModule, name: str, value: Any) -> None:
-    """Leave something for a later pass over the same step."""
-    gm.meta.setdefault("mp_notes", {})[name] = value
-
-
-def noted(gm: fx.GraphModule, name: str) -> Any:
-    """What an earlier pass left, or None."""
-    return gm.meta.get("mp_notes", {}).get(name)
+def step_notes(gm: fx.GraphModule) -> StepNotes:
+    """What the passes over this step leave for each other."""
+    notes: StepNotes = gm.meta.setdefault("mp_notes", StepNotes())
+    return notes
 
 
 def call(
@@ -90,7 +85,7 @@ def call(
     """Add a call to a step's graph at its insertion point, with its value and its reason."""
     node = graph.create_node("call_function", target, args, kwargs, name=name or None)
     refresh(node)
-    set_mark(node, Mark(Precision.KEEP, "step", why, torch.float32))
+    set_mark(node, added(Role.STEP, why))
     return node
 
 

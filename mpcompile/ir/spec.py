@@ -6,14 +6,14 @@ compiles the graph unchanged and says so, rather than run what might be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .. import ir
-from ..rules import table
+from .. import ir, rules
 from ..rules.policy import Precision
 from . import units
 
@@ -38,7 +38,7 @@ def _nothing_undecided(gm: fx.GraphModule) -> Iterator[str]:
 
 def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
-        if not ir.is_marked(node) or ir.mark(node).rule in ("cast", "scale", "pad"):
+        if not ir.is_marked(node) or ir.role(node) in ir.ADDED:
             continue
         low = ir.precision(node) is Precision.LOW
         for position, operand in ir.float_args(node):
@@ -51,10 +51,10 @@ def _operands_as_planned(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
-    if not table.castable(node.target, position):
+    if not rules.castable(node.target, position):
         return True
     value = ir.captured(operand)
-    return ir.op_name(node) in table.PROMOTES and value is not None and value.ndim == 0
+    return ir.rule(node).promotes and value is not None and value.ndim == 0
 
 
 def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
         wanted = padding.result if padding is not None else None
         if wanted is not None and not ir.same_shape(ir.value(node).shape, wanted):
             yield f"{node.name} is {ir.type_text(ir.value(node))}, planned {wanted}"
-        if padding is None and not (ir.is_marked(node) and ir.mark(node).rule == "pad"):
+        if padding is None and ir.role(node) is not ir.Role.PAD:
             for operand in node.all_input_nodes:
                 lanes = ir.padding(operand)
                 if lanes is not None and lanes.result != lanes.real:
@@ -123,32 +123,59 @@ def _tracked_as_captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} has lost its history"
 
 
-# Checks hold from the named pass on.
-AFTER: dict[str, tuple[Check, ...]] = {
-    "classify": (_everything_marked,),
-    "plan": (_everything_marked, _nothing_undecided),
-    "place_casts": (_nothing_undecided, _operands_as_planned, _outputs_as_captured),
-    "place_pads": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
-    "scale_gradients": (_lanes_as_planned, _operands_as_planned, _outputs_as_captured),
-    "clean": (
-        _lanes_as_planned,
-        _operands_as_planned,
-        _outputs_as_captured,
-        _results_share_as_captured,
-        _units_agree,
-        _tracked_as_captured,
-    ),
-    "outline": (_outputs_as_captured, _regions_folded),
-}
+@dataclass(frozen=True)
+class Promise:
+    """A check, and the passes after which it holds: all from `since` to `until`.
+
+    Attributes:
+        costly: the check runs the graph on FakeTensors, which takes as long as all passes together:
+            it is made once, after `until`.
+    """
+
+    check: Check
+    since: str
+    until: str
+    costly: bool = False
 
 
-def verify(gm: fx.GraphModule, stage: str) -> None:
-    """Raise `SpecError`, naming the pass and the first offending nodes, if the graph is illegal."""
+PROMISES = (
+    # What `outline` inserts, calls of checkpoints, has no class; their bodies' nodes have theirs.
+    Promise(_everything_marked, since="classify", until="clean"),
+    Promise(_nothing_undecided, since="plan", until="outline"),
+    # `outline` moves nodes out of sight, into bodies.
+    Promise(_operands_as_planned, since="place_casts", until="clean"),
+    Promise(_outputs_as_captured, since="place_casts", until="outline"),
+    Promise(_lanes_as_planned, since="place_pads", until="clean"),
+    # The history of a graph is that of the flat one; see `costly`.
+    Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
+    Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
+    Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
+    Promise(_regions_folded, since="outline", until="outline"),
+)
+
+
+def checks_after(stage: str, order: Sequence[str]) -> tuple[Check, ...]:
+    """The checks to make after a pass, of which `order` tells the place in the pipeline."""
+    at = order.index(stage)
+    return tuple(
+        promise.check
+        for promise in PROMISES
+        if order.index(promise.until if promise.costly else promise.since) <= at
+        and at <= order.index(promise.until)
+    )
+
+
+def verify(gm: fx.GraphModule, stage: str, order: Sequence[str]) -> None:
+    """Check what holds after the pass `stage` of a pipeline of passes named `order`.
+
+    Raises:
+        SpecError: the graph is illegal; the error names the pass and the first offending nodes.
+    """
     try:
         gm.graph.lint()
     except RuntimeError as error:
         raise SpecError(f"after {stage}: {error}") from error
-    complaints = [c for check in AFTER.get(stage, ()) for c in check(gm)]
+    complaints = [c for check in checks_after(stage, order) for c in check(gm)]
     if complaints:
         more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
         raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")

@@ -11,8 +11,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
-from ..rules import table
+from .. import rules
 from ..rules.policy import op_key
+from .fakes import like
 from .shapes import Size
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ def backward_is_unknown(node: fx.Node) -> bool:
     """Whether the node's backward is code that nobody here knows, or known not to be linear."""
     if not is_op(node):
         return is_opaque(node) and not in_functorch(node)
-    if op_name(node) in table.NONLINEAR_BACKWARD:
+    if not rule(node).linear_backward:
         return True
     namespace = op_name(node).split("::")[0]
     return namespace not in ("aten", "prims", "prim", "mpcompile")
@@ -47,9 +48,9 @@ def backward_is_unknown(node: fx.Node) -> bool:
 
 def is_constant(node: fx.Node) -> bool:
     """A tensor that depends on no input: baked into the graph, or made of one number."""
-    if is_op(node) and op_name(node) in table.COPIES_A_CONSTANT:
+    if is_op(node) and rule(node).copies_constant:
         return all(is_constant(n) for n in node.all_input_nodes)
-    return node.op == "get_attr" or (is_op(node) and op_name(node) in table.CREATES)
+    return node.op == "get_attr" or (is_op(node) and rule(node).creates)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -113,8 +114,8 @@ def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     """Change the dtype of an input."""
     old = value(node)
     with fake_mode(node.graph):
-        like = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device=old.device)
-    set_value(node, like)
+        changed = like(old, dtype=dtype)
+    set_value(node, changed)
 
 
 def set_value(node: fx.Node, value: torch.Tensor) -> None:
@@ -198,8 +199,11 @@ def layout(node: fx.Node) -> tuple[Any, Any]:
     return (value.shape, value.stride()) if value is not None else ((), ())
 
 
-def kind(node: fx.Node) -> table.Kind:
-    if is_getitem(node):
-        return table.Kind.VIEW
-    rule = table.rule_for(node.target)
-    return rule.kind if rule else table.Kind.COMPUTE
+def rule(node: fx.Node) -> rules.Rule:
+    """What is known about the operator that the node calls."""
+    return rules.rule_for(node.target)
+
+
+def kind(node: fx.Node) -> rules.Kind:
+    """What the node does with a value; taking a part of several results is a view."""
+    return rules.Kind.VIEW if is_getitem(node) else rule(node).kind

@@ -30,25 +30,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices.registry import capabilities
+
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
 
 LOGITS_BYTES = 2**25  # of FP32 logits in a chunk
 # With fewer rows in a chunk, adding up the weight's gradient (8 bytes an element and chunk) costs
-# as much as the products that make it. A CPU has fewer operations to a byte than a GPU.
-FEWEST_ROWS = {"cpu": 256}
-FEWEST_ROWS_ELSEWHERE = 1024
+# as much as the products that make it: `Capabilities.fewest_rows`.
 
 
-def rows_per_chunk(rows: int, classes: int, device: str) -> int:
+def rows_per_chunk(rows: int, classes: int, device: torch.device) -> int:
     """How many rows of logits exist at a time.
 
-        most = max(fewest[device], LOGITS_BYTES / (4 * classes))
+        most = max(fewest_rows, LOGITS_BYTES / (4 * classes))
         ceil(rows / ceil(rows / most)), up to a multiple of 64
 
     The chunks are of one size but for what is left of the last one.
     """
-    fewest = FEWEST_ROWS.get(device, FEWEST_ROWS_ELSEWHERE)
-    most = max(fewest, LOGITS_BYTES // (4 * max(classes, 1)))
+    most = max(capabilities(device).fewest_rows, LOGITS_BYTES // (4 * max(classes, 1)))
     chunks = max(1, -(-rows // most))
     even = -(-rows // chunks)
     return max(64, -(-even // 64) * 64)
@@ -173,7 +172,7 @@ def _forward(
     _check(x, weight, target)
     settings = (target, class_weight, reduction, ignore_index, label_smoothing)
     loss = _Loss(*settings, classes=weight.shape[0], wide=_wide(x))
-    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device.type)
+    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device)
     lse, at_class, at_all = x.new_empty(3, x.shape[0], dtype=loss.wide).unbind()
     for rows, z, _ in _chunks(x, weight, bias, chunk):
         # What log_softmax computes, in place.
@@ -202,7 +201,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     settings = (target, class_weight, reduction, ignore_index, label_smoothing)
     loss = _Loss(*settings, classes=weight.shape[0], wide=_wide(x))
-    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device.type)
+    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device)
     grads = loss.row_gradients(grad)
     at_class = grads * loss.row_weights * (1 - label_smoothing)
     at_all = at_class + grads * (loss.spread * loss.weight_of_all)

@@ -26,7 +26,6 @@ from torch.fx.node import map_aggregate
 from .. import ir
 from ..ir import aten
 from ..ir.shapes import Lanes, Path, Size
-from ..rules import table
 
 Held = Mapping[int, Lanes]  # dimension -> the lanes at its end
 
@@ -48,10 +47,11 @@ def kept(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
     """The dimensions of the node's result that can keep lanes, given those of its operands."""
     if not ir.is_op(node) or ir.is_opaque(node) or ir.is_mutable(node) or ir.tensor(node) is None:
         return {}
-    name = ir.op_name(node)
-    if name in _ELEMENTWISE and node.target not in _UNKNOWN:
+    rule = ir.rule(node)
+    other_cast = rule.converts and node.target is not aten.to.dtype
+    if rule.elementwise and not other_cast:
         found = _through_elementwise(node, held)
-    elif name in _VIEWS:
+    elif rule.dims is not None:
         found = _through_view(node, held)
     else:
         return {}
@@ -62,25 +62,10 @@ def kept(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
 
 # -- elementwise ----------------------------------------------------------------------------------
 
-# Only operators that compute each element of the result from the elements at the same place.
-_ELEMENTWISE = table.keys("""
-    to add sub rsub mul div true_divide neg abs square pow sqrt exp exp2 expm1 log log1p reciprocal
-    rsqrt relu relu6 leaky_relu elu celu selu gelu silu mish sigmoid tanh erf softplus log_sigmoid
-    hardswish hardsigmoid hardtanh hardshrink softshrink threshold clamp clamp_min clamp_max minimum
-    maximum sin cos atan addcmul addcdiv lerp clone contiguous dropout feature_dropout
-    alias detach positive""")  # fmt: skip
-_UNKNOWN = frozenset(getattr(aten.to, overload) for overload in aten.to.overloads()) - {
-    aten.to.dtype
-}
-_PRODUCTS = table.keys("mul dropout feature_dropout")  # 0 times anything is 0
-_RANDOM = table.keys("dropout feature_dropout")
-_ALIASES = table.keys("alias detach positive clone contiguous dropout feature_dropout to")
-
 
 def densifies(node: fx.Node) -> bool:
     """Whether the node makes a dense result of a strided operand, laid out in the same order."""
-    name = ir.op_name(node)
-    return ir.is_cast(node) or (name in _ELEMENTWISE and name not in _ALIASES)
+    return ir.is_cast(node) or (ir.rule(node).elementwise and not ir.rule(node).may_alias)
 
 
 def _through_elementwise(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
@@ -135,10 +120,10 @@ def _is_small(value: torch.Tensor, shape: torch.Size) -> bool:
 
 def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | None:
     """The number that the operator makes of the numbers in its operands' lanes, or None."""
-    name = ir.op_name(node)
-    if name in _PRODUCTS and 0.0 in contents.values():
+    rule = ir.rule(node)
+    if rule.zero_absorbs and 0.0 in contents.values():
         return 0.0
-    if None in contents.values() or name in _RANDOM:
+    if None in contents.values() or rule.random:
         return None
     with torch.inference_mode(False):
         lanes = [torch.tensor(c, requires_grad=True) for c in contents.values()]
@@ -148,7 +133,7 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
         return by_node[argument] if isinstance(argument, fx.Node) else argument
 
     args, kwargs = map_aggregate((node.args, node.kwargs), lane)
-    if name == "aten::to":
+    if rule.converts:
         args = (args[0], torch.float32)
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast():
         try:
@@ -182,7 +167,7 @@ def _survives(content: float | None, dtype: torch.dtype) -> bool:
 def _through_view(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
-    places = _VIEWS[ir.op_name(node)](node)
+    places = _DIMS[ir.rule(node).dims](node)
     return {
         places[dim]: Kept(lanes, {(0,): dim})
         for dim, lanes in held(operand).items()
@@ -234,9 +219,8 @@ def _unsqueezed(node: fx.Node) -> dict[int, int]:
 
 
 # What an operator does with its operand's dimensions: where each one goes that it keeps whole.
-_VIEWS: Mapping[str, Callable[[fx.Node], dict[int, int]]] = {
-    **dict.fromkeys(table.keys("view reshape _unsafe_view"), _reshaped),
-    **dict.fromkeys(table.keys("permute transpose t"), _permuted),
-    "aten::unsqueeze": _unsqueezed,
+_DIMS: Mapping[str | None, Callable[[fx.Node], dict[int, int]]] = {
+    "reshape": _reshaped,
+    "permute": _permuted,
+    "unsqueeze": _unsqueezed,
 }
-RESHAPES = frozenset(name for name, places in _VIEWS.items() if places is _reshaped)

@@ -18,6 +18,7 @@ from torch import fx
 
 from .. import ir
 from ..ir.shapes import Labels, Path, Product, Size
+from ..rules.labels import NAMED, signature
 
 _GEMM_DIMS = ("batch", "m", "n", "k")
 
@@ -29,8 +30,14 @@ def product(node: fx.Node) -> Product | None:
     """
     if not ir.is_op(node):
         return None
-    make = _VIEWS.get(ir.op_name(node))
-    return make(node) if make is not None else None
+    text = ir.rule(node).product
+    if text is None:
+        return None
+    if (named := _NAMED.get(text)) is not None:
+        return named(node)
+    found = signature(text)
+    assert found is not None, f"{ir.op_name(node)}: {text!r} is no product"
+    return _two_factors(node, found.factors, found.result, added=found.added)
 
 
 # -- matrix products ------------------------------------------------------------------------------
@@ -149,12 +156,6 @@ def _broadcast_gemm(
     )
 
 
-def _named(
-    names: Mapping[str, Labels], result: Labels, added: str | None = None
-) -> Callable[[fx.Node], Product | None]:
-    return lambda node: _two_factors(node, names, result, added=added)
-
-
 def _einsum(node: fx.Node) -> Product | None:
     """Only what is one product: two operands, `->` written out, no ellipsis, no diagonal."""
     equation, tensors = ir.argument(node, "equation"), ir.argument(node, "tensors")
@@ -256,9 +257,6 @@ def _attention(node: fx.Node) -> Product:
     )  # fmt: skip
 
 
-_GATES = {"aten::lstm": 4, "aten::gru": 3, "aten::rnn_tanh": 1, "aten::rnn_relu": 1}
-
-
 def _recurrent(node: fx.Node) -> Product:
     """Only the size of the input can be padded: the gates' weights are stacked in one tensor, so
     another hidden size would part them elsewhere.
@@ -272,7 +270,9 @@ def _recurrent(node: fx.Node) -> Product:
     value = node.args[0]
     assert isinstance(value, fx.Node)
     *steps, width = ir.shape(value)
-    gates = _GATES[ir.op_name(node)]
+    recurrent = ir.rule(node).recurrent
+    assert recurrent is not None
+    gates = recurrent.gates
     hidden = ir.shape(params[0])[0] // gates
     sizes = {
         "steps": math.prod(steps), "samples": _samples(node, steps), "input": width,
@@ -304,28 +304,15 @@ def _samples(node: fx.Node, steps: list[Size]) -> Size:
     return steps[0] if ir.argument(node, "batch_first") else steps[1]
 
 
-# -- the operators ---------------------------------------------------------------------------------
+# -- what the table names -------------------------------------------------------------------------
 
-_VIEWS: Mapping[str, Callable[[fx.Node], Product | None]] = {
-    "aten::linear": _linear,
-    "aten::matmul": _matmul,
-    "aten::linalg_matmul": _matmul,
-    "aten::mm": _named({"self": ("m", "k"), "mat2": ("k", "n")}, ("m", "n")),
-    "aten::bmm": _named({"self": ("b", "m", "k"), "mat2": ("b", "k", "n")}, ("b", "m", "n")),
-    "aten::addmm": _named({"mat1": ("m", "k"), "mat2": ("k", "n")}, ("m", "n"), "self"),
-    "aten::baddbmm": _named(
-        {"batch1": ("b", "m", "k"), "batch2": ("b", "k", "n")}, ("b", "m", "n"), "self"
-    ),
-    "aten::addbmm": _named(
-        {"batch1": ("b", "m", "k"), "batch2": ("b", "k", "n")}, ("m", "n"), "self"
-    ),
-    "aten::einsum": _einsum,
-    **dict.fromkeys(
-        (f"aten::conv{way}{rank}d" for way in ("", "_transpose") for rank in (1, 2, 3)),
-        _convolution,
-    ),
-    "aten::convolution": _convolution,
-    "aten::conv_tbc": _conv_tbc,
-    "aten::scaled_dot_product_attention": _attention,
-    **dict.fromkeys(_GATES, _recurrent),
+_NAMED: Mapping[str, Callable[[fx.Node], Product | None]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "einsum": _einsum,
+    "convolution": _convolution,
+    "conv_tbc": _conv_tbc,
+    "attention": _attention,
+    "recurrent": _recurrent,
 }
+assert tuple(_NAMED) == NAMED

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..devices.registry import capabilities
 from ..ir import aten
 from ..rules.policy import Config
 
@@ -36,7 +37,7 @@ def _can_expand(node: fx.Node) -> bool:
 
 
 def _should_expand(node: fx.Node, config: Config) -> bool:
-    if config.device.type != "cpu" or ir.mark(node).low is not torch.bfloat16:
+    if not capabilities(config.device).has_slow_attention(ir.mark(node).low):
         return False
     if ir.argument(node, "dropout_p"):
         return True

@@ -1,7 +1,7 @@
 """What a graph is planned for: the facts of a device, asked of the device or read off a data sheet.
 
-    target = target_of(torch.device("cuda"), None)      # the GPU at hand, dtype="auto"
-    target = target_for(gpu("t4"), torch.float16)       # one that isn't there
+    target = target_of(torch.device("cuda"), None)              # the GPU at hand, dtype="auto"
+    target = target_for(AbsentGPU(gpu("t4")), torch.float16)    # one that isn't there
 
 A plan depends on nothing else of the device. Where tensors lie while a plan is made is another
 question, which no pass asks.
@@ -16,17 +16,9 @@ import torch
 from torch import fx
 
 from .. import profile
-from ..devices.facts import (
-    AUTO,
-    TensorCores,
-    auto_dtype,
-    cuda_matrix_units,
-    cuda_tensor_cores,
-    has_units,
-    matrix_units,
-    multiply_in,
-)
-from ..devices.gpus import GPU
+from ..devices.capabilities import Capabilities
+from ..devices.registry import capabilities
+from ..devices.tensor_cores import TensorCores
 from ..rules import kernels
 
 __all__ = ["Target", "target_for", "target_of"]
@@ -62,43 +54,48 @@ def target_of(device: torch.device, dtype: torch.dtype | None) -> Target:
     Raises:
         MPCompileError: the device type is not supported; `MPCOMPILE_PROFILE` names no profile.
     """
-    auto = auto_dtype(device)[0]
-    low = dtype or auto
-    units = has_units(device, low)
-    return Target(
-        device=device,
-        low=low,
-        profile=profile.load(device) if _for_speed(dtype, auto, units) else None,
-        promised=dtype is not None or units,
-        cores=matrix_units(device),
+    there = capabilities(device)
+    low = dtype or there.auto
+    return _target(
+        there,
+        dtype,
+        load=lambda: profile.load(device),
         has_kernel=lambda node: kernels.has_kernel(node, low, device),
     )
 
 
-def target_for(gpu: GPU, dtype: torch.dtype | None) -> Target:
-    """A GPU known by its data sheet. It is taken to have a kernel for every operator.
+def target_for(absent: Capabilities, dtype: torch.dtype | None) -> Target:
+    """A device that this machine need not have. It is taken to have a kernel for every operator.
 
     Args:
+        absent: what it can do; nothing is asked of the device itself.
         dtype: what was asked for; None: "auto".
 
     Raises:
         MPCompileError: `MPCOMPILE_PROFILE` names no profile.
     """
-    auto = AUTO["cuda"]
-    low = dtype or auto
-    units = multiply_in(cuda_tensor_cores(gpu.capability, gpu.name), low)
-    return Target(
-        device=torch.device("cuda", 0),
-        low=low,
-        profile=profile.load_for(gpu) if _for_speed(dtype, auto, units) else None,
-        promised=dtype is not None or units,
-        cores=cuda_matrix_units(gpu.capability),
-        has_kernel=lambda node: True,
+    return _target(
+        absent, dtype, load=lambda: profile.load_for(absent), has_kernel=lambda node: True
     )
 
 
-def _for_speed(dtype: torch.dtype | None, auto: torch.dtype, units: bool) -> bool:
-    """Whether the profile decides which products are worth it: not where one asked for a dtype that
-    is slow. FP16 on a CPU, say: one wants to see what it does to the numbers.
-    """
-    return dtype is None or (dtype is auto and units)
+def _target(
+    asked: Capabilities,
+    dtype: torch.dtype | None,
+    *,
+    load: Callable[[], profile.Profile | None],
+    has_kernel: Callable[[fx.Node], bool],
+) -> Target:
+    low = dtype or asked.auto
+    units = asked.has_units(low)
+    # The profile decides which products are worth it, but not where one asked for a dtype that is
+    # slow. FP16 on a CPU, say: one wants to see what it does to the numbers.
+    for_speed = dtype is None or (dtype is asked.auto and units)
+    return Target(
+        device=asked.device,
+        low=low,
+        profile=load() if for_speed else None,
+        promised=dtype is not None or units,
+        cores=asked.matrix_units(),
+        has_kernel=has_kernel,
+    )

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .. import ir
 from ..api import matched_nothing
 from ..backend import config_for, reason_of, rewrite
 from ..calls.half_inputs import widened, widens_inputs
+from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..emit.emitter import emit
 from ..emit.rnn_tracing import with_rnns
@@ -37,10 +38,11 @@ from ..inspect.gpu_plan import GPUPlan
 from ..inspect.plan import Plan
 from ..inspect.saved_bytes import Saved, counter
 from ..ir.fakes import fake_of_fixed_size
+from ..ir.inputs import FOUND, SCALE, GraphInputs
 from ..planner.attention import ATTENTION
 from ..planner.target import Target, target_for
 from ..rules.policy import Config, Level, Policy
-from ..settings import Settings, check_module
+from ..settings import OPTIONS, Settings, check_module, documented
 from ..state import copies
 from .failures import described, place
 from .stand_ins import StandIns
@@ -48,6 +50,7 @@ from .stand_ins import StandIns
 __all__ = ["plan_for"]
 
 
+@documented
 def plan_for(
     model: nn.Module,
     *inputs: Any,
@@ -56,10 +59,11 @@ def plan_for(
     level: Level | str = "O1",
     policy: Policy | None = None,
     pad: str = "auto",
+    dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
+    disable_passes: Collection[str] = (),
     mp_optimizer: bool = False,
-    dump: str | Path | None = None,
     **kwargs: Any,
 ) -> GPUPlan:
     """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
@@ -72,7 +76,7 @@ def plan_for(
         model: an nn.Module with FP32 parameters, in the mode (train or eval) to plan for.
         inputs: what the model is called with: tensors of any shapes; their numbers don't matter.
         device: the GPU: "h100", "h200", "a100", "rtx4090", "t4", "v100" or "p100".
-        dtype, level, policy, pad, fuse_head, recompute, dump: as for `mpcompile()`; O1 to O3.
+        {plans}: as for `mpcompile()`; O1 to O3.
         mp_optimizer: whether an `MPOptimizer` is to hold the parameters; makes a difference at O2.
         **kwargs: the other arguments of the model's call.
 
@@ -83,10 +87,7 @@ def plan_for(
         MPCompileError: an unknown GPU, a bad argument, a model that mpcompile refuses or that can't
             be copied, a call of the model that fails, or one that depends on values.
     """
-    options = {
-        "dtype": dtype, "level": level, "policy": policy, "pad": pad, "fuse_head": fuse_head,
-        "recompute": recompute, "dump": dump,
-    }  # fmt: skip
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     return plan_call(
         model, inputs, kwargs, device=device, mp_optimizer=mp_optimizer, options=options
     )
@@ -111,7 +112,7 @@ def plan_call(
     if not isinstance(model, nn.Module):
         raise MPCompileError(f"plan_for({type(model).__name__}): give an nn.Module")
     _check_call(model, args, kwargs)
-    planner = _Planner(settings, target_for(sheet, settings.dtype), mp_optimizer)
+    planner = _Planner(settings, target_for(AbsentGPU(sheet), settings.dtype), mp_optimizer)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
@@ -214,7 +215,7 @@ class _Planner:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         config = self._config(example_inputs)
         try:
-            graph, plan = rewrite(gm, example_inputs, config, dump=self.settings.dump)
+            graph, plan = rewrite(gm, example_inputs, config, self.settings)
         except MPCompileError:
             raise
         except Exception as error:
@@ -222,15 +223,15 @@ class _Planner:
             return self._emit(gm, example_inputs, untouched=True)
         self.plans.append(plan)
         _attend_as_fused(graph)
-        made = self._working_copies(graph, example_inputs)
-        behind = [x for k, x in made.items() if k >= len(example_inputs)]
-        if plan.scaled:
+        inputs = GraphInputs.of(graph.graph)
+        working = self._working_copies(graph, inputs, example_inputs)
+        scaling = []
+        if inputs.scaled:
             beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
-            behind += [torch.zeros((), device=beside.device) for _ in ("scale", "overflows")]
-        fixed = {k: fake_of_fixed_size(x) for k, x in made.items()}
-        given = [fixed.get(k, x) for k, x in enumerate((*example_inputs, *behind))]
-        run = self._emit(graph, given)
-        return lambda *args: run(*(made.get(k, x) for k, x in enumerate((*args, *behind))))
+            scaling = [torch.zeros((), device=beside.device) for _ in (SCALE, FOUND)]
+        fixed = [fake_of_fixed_size(copy) for copy in working]
+        run = self._emit(graph, inputs.assembled(example_inputs, fixed, scaling))
+        return lambda *args: run(*inputs.assembled(args, working, scaling))
 
     def _config(self, example_inputs: Sequence[Any]) -> Config:
         masters = [
@@ -247,16 +248,16 @@ class _Planner:
         )
 
     def _working_copies(
-        self, graph: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> dict[int, torch.Tensor]:
+        self, graph: fx.GraphModule, inputs: GraphInputs, example_inputs: Sequence[Any]
+    ) -> list[torch.Tensor]:
         """What an `MPOptimizer` would hand to the inputs that read its low copies."""
-        made = {}
-        for k, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-            if (of := ir.copy_of(node)) is not None:
-                master, shape = example_inputs[of], ir.value(node).shape
-                stored = copies.memory_for(master, self.target.low, shape)
-                made[k] = stored.requires_grad_(master.requires_grad)
-        return made
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        working = []
+        for k, of in inputs.copies.items():
+            master, shape = example_inputs[of], ir.value(placeholders[k]).shape
+            stored = copies.memory_for(master, self.target.low, shape)
+            working.append(stored.requires_grad_(master.requires_grad))
+        return working
 
     def _emit(
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, untouched: bool = False

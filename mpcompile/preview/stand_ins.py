@@ -70,7 +70,7 @@ class StandIns:
         """The one stand-in of a tensor: a leaf, which requires a gradient if the tensor does."""
         if id(tensor) not in self._memo:
             plain = tensor.detach()
-            if plain.device.type == "meta":
+            if plain.is_meta:
                 fake: Any = self.mode.fake_tensor_converter.from_meta_and_device(
                     self.mode, plain, _CPU
                 )

@@ -76,7 +76,7 @@ _RNNS = (
 )
 _COPIES = tuple(2**power for power in range(12, 29, 2))
 
-# What keeps a GPU busy takes a CPU minutes.
+# What keeps a GPU busy would take a CPU minutes.
 _LARGE = (
     *(Point("gemm", (1, 4096, *nk)) for nk in ((4096, 1024), (1024, 4096), (4096, 4096))),
     *(Point("gemm", (1, 16384, *nk)) for nk in ((1024, 1024), (4096, 1024), (4096, 4096))),
@@ -91,8 +91,8 @@ _LARGE = (
 )  # fmt: skip
 
 
-def points(device_type: str) -> Sequence[Point]:
-    """The sizes to measure on a device of this type."""
+def points(*, large: bool) -> Sequence[Point]:
+    """The sizes to measure: with `large`, those too that keep only an accelerator busy."""
     common = (
         *(Point("gemm", (1, *dims)) for dims in _GEMMS),
         *(Point("gemm", dims) for dims in _BATCHED),
@@ -102,4 +102,4 @@ def points(device_type: str) -> Sequence[Point]:
         *(Point("rnn", dims) for dims in _RNNS),
         *(Point("copy", (size,)) for size in _COPIES),
     )
-    return (*common, *_LARGE) if device_type == "cuda" else common
+    return (*common, *_LARGE) if large else common

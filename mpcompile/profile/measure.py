@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from . import calls, grid
 from .grid import Point
@@ -30,7 +31,6 @@ __all__ = ["measure"]
 ROUNDS = 50  # at most; the fastest of more is hardly faster
 WARM_UPS = 3
 PART = 1 / 8  # of a size's share that one call may take
-BLOCK = {"cpu": 1e-4, "cuda": 2e-3}  # seconds of one turn, at least
 
 
 def measure(
@@ -57,10 +57,11 @@ def measure(
     Raises:
         MPCompileError: the time was too short for any size, or the device is not supported.
     """
+    can = capabilities(device)
     if clock is None:
-        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        alone = not can.asynchronous and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-    ordered = sorted(points or grid.points(device.type), key=_work)
+    ordered = sorted(points or grid.points(large=can.large_sizes), key=_work)
     timer = _Timer(device, clock, dtypes, build)
     deadline = clock() + seconds
     samples: list[Sample] = []
@@ -82,7 +83,7 @@ class _Timer:
         dtypes: Sequence[torch.dtype],
         build: Callable[[Point, torch.dtype, torch.device], calls.Calls],
     ) -> None:
-        self.device = device
+        self.device, self.can = device, capabilities(device)
         self.clock = clock
         self.dtypes = dtypes
         self.build = build
@@ -104,7 +105,7 @@ class _Timer:
             started = self.clock()
             for dtype in _rotated(list(timed), turn):
                 both, cost = timed[dtype]
-                count = max(1, math.ceil(BLOCK[self.device.type] / cost))
+                count = max(1, math.ceil(self.can.turn / cost))
                 times = [self._block(call, count) for call in (both.forward, both.both)]
                 rounds[dtype].append((times[0], times[1]))
             if 2 * self.clock() - started > end:  # another round would not fit
@@ -142,16 +143,12 @@ class _Timer:
 
     def _block(self, call: Callable[[], object], count: int) -> float:
         """Seconds of one call, of `count` in a row."""
-        self._wait()
+        self.can.synchronize()
         start = self.clock()
         for _ in range(count):
             call()
-        self._wait()
+        self.can.synchronize()
         return max(1e-9, (self.clock() - start) / count)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _work(point: Point) -> float:

@@ -157,7 +157,7 @@ class Profile:
 
     Attributes:
         device: name of the part: a CPU's or a GPU's.
-        device_type: `"cpu"` or `"cuda"`.
+        device_type: its `torch.device.type`, e.g. `"cuda"`.
         torch_version: `torch.__version__`.
         driver: version of the GPU's driver, `""` on a CPU.
         threads: those that torch computes with on a CPU, 0 on a GPU.

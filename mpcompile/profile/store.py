@@ -23,10 +23,10 @@ from typing import Any
 import platformdirs
 import torch
 
-from ..devices.facts import SUPPORTED
-from ..devices.gpus import GPU
+from ..devices.capabilities import Capabilities
+from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .key import class_of, class_of_gpu, key_of
+from .key import key_of
 from .model import DTYPES, ORIGINS, Profile, Sample
 
 __all__ = ["VARIABLE", "builtin", "cache_path", "load", "load_for", "read", "write"]
@@ -48,23 +48,24 @@ def load(device: torch.device) -> Profile | None:
     1. The one that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means none at all.
     2. The one that `mpcompile profile` left in the user's cache for this very device, torch, driver
        and number of threads. A damaged one is passed over with an `MPCompileWarning`.
-    3. The built-in profile of the device's class.
+    3. The built-in profile that comes closest to the device.
 
     Every file is read once in a process.
 
     Raises:
         MPCompileError: `MPCOMPILE_PROFILE` names no file, or one that holds no profile.
     """
-    return _first(device.type, lambda: _from_cache(device) or _of_class(class_of(device)))
+    there = capabilities(device)
+    return _first(there, lambda: _from_cache(device) or _built_in_for(there))
 
 
-def load_for(gpu: GPU) -> Profile | None:
-    """The profile that a GPU which isn't there gets: the user's, or the built-in one of its class.
+def load_for(absent: Capabilities) -> Profile | None:
+    """The profile that a device which isn't there gets: the user's, or the built-in one.
 
     Raises:
         MPCompileError: as `load`.
     """
-    return _first("cuda", lambda: _of_class(class_of_gpu(gpu.capability)))
+    return _first(absent, lambda: _built_in_for(absent))
 
 
 def cache_path(device: torch.device) -> Path:
@@ -116,7 +117,7 @@ def write(profile: Profile, path: Path) -> None:
     _loaded.pop(path.absolute(), None)
 
 
-def _first(device_type: str, otherwise: Callable[[], Profile | None]) -> Profile | None:
+def _first(device: Capabilities, otherwise: Callable[[], Profile | None]) -> Profile | None:
     """What the user names for devices of this type, or else what `otherwise` finds."""
     if wanted := os.environ.get(VARIABLE, ""):
         if wanted.lower() == "none":
@@ -125,12 +126,13 @@ def _first(device_type: str, otherwise: Callable[[], Profile | None]) -> Profile
         if path not in _loaded:
             _loaded[path] = _named_by_user(path)
         chosen = _loaded[path]
-        if chosen is not None and chosen.device_type == device_type:
+        if chosen is not None and chosen.device_type == device.device.type:
             return chosen
     return otherwise()
 
 
-def _of_class(stem: str | None) -> Profile | None:
+def _built_in_for(device: Capabilities) -> Profile | None:
+    stem = device.builtin_profile()
     return None if stem is None else builtin(stem)
 
 
@@ -182,7 +184,7 @@ def _parse(text: str) -> Profile:
         raise MPCompileError(f"it is no JSON object with format {FORMAT}")
     del data["format"]
     _check(data, Profile, "the profile")
-    if data["device_type"] not in SUPPORTED or data["origin"] not in ORIGINS:
+    if data["device_type"] not in supported() or data["origin"] not in ORIGINS:
         raise MPCompileError(f"device_type {data['device_type']!r}, origin {data['origin']!r}")
     if data["threads"] < 0:
         raise MPCompileError(f"threads {data['threads']}")

@@ -1,1 +1,34 @@
-"""What is known about operators, and what a user may ask for."""
+"""What is known about operators, and what a user may ask for.
+
+`table.py` is the one place that names operators; `lookup.py` answers questions about them.
+"""
+
+from .lookup import (
+    PACKETS,
+    RNN_OPS,
+    castable,
+    known_ops,
+    masked_args,
+    multiplies,
+    register_rule,
+    rule_for,
+    written_args,
+)
+from .rule import UNKNOWN, Keeps, Kind, Recurrent, Rule
+
+__all__ = [
+    "PACKETS",
+    "RNN_OPS",
+    "UNKNOWN",
+    "Keeps",
+    "Kind",
+    "Recurrent",
+    "Rule",
+    "castable",
+    "known_ops",
+    "masked_args",
+    "multiplies",
+    "register_rule",
+    "rule_for",
+    "written_args",
+]

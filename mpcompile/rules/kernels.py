@@ -13,7 +13,7 @@ registers it as low promises the kernels.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,20 +22,14 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from . import table
-from .policy import op_key
+from ..devices.generators import unchanged
+from .lookup import castable, rule_for
 
 _CAP = 8
 _REFUSALS = (
     "not implemented for", "not support", "unsupported dtype", "expected scalar type",
     "could not create a primitive",  # oneDNN: a BF16 LSTM on a CPU with AVX2
 )  # fmt: skip
-_RECURRENT: dict[str, Callable[[int, int], torch.nn.RNNBase]] = {
-    "aten::lstm": torch.nn.LSTM,
-    "aten::gru": torch.nn.GRU,
-    "aten::rnn_tanh": torch.nn.RNN,
-    "aten::rnn_relu": torch.nn.RNN,
-}
 _answers: dict[Any, bool] = {}
 
 
@@ -68,13 +62,13 @@ def _runs(
     node: fx.Node, target: torch._ops.OpOverload, low: torch.dtype, device: torch.device
 ) -> bool:
     def sample(argument: Any, position: int) -> Any:
-        dtype = low if table.castable(target, position) else torch.float32
+        dtype = low if castable(target, position) else torch.float32
         return map_aggregate(argument, lambda x: _sample(x, dtype, device))
 
     try:
         with _aside(device):
-            if (layer := _RECURRENT.get(op_key(target))) is not None:
-                made = layer(_CAP, _CAP).to(device, low)
+            if (recurrent := rule_for(target).recurrent) is not None:
+                made = recurrent.module(_CAP, _CAP).to(device, low)
                 results = [made(torch.rand(1, 1, _CAP, device=device, dtype=low))[0]]
             else:
                 args = [sample(a, i) for i, a in enumerate(node.args)]
@@ -93,7 +87,7 @@ def _aside(device: torch.device) -> Iterator[None]:
     """Leave no trace (random numbers, warnings), and take no notice of the modes around us."""
     with (
         warnings.catch_warnings(),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        unchanged([device]),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch._C._DisableAutocast(),

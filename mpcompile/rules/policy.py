@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ..devices.facts import TensorCores as TensorCores
+from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.model import Profile
+from .formats import Format
 
 
 class Precision(enum.Enum):
@@ -232,7 +233,7 @@ class Config:
 
     Attributes:
         level: O1, O2 or O3 (O0 never reaches the passes).
-        low: torch.float16 or torch.bfloat16.
+        format: the low number format.
         device: where the graph's parameters live.
         policy: the user's overrides.
         scaled: whether gradients are scaled inside the graph.
@@ -247,7 +248,7 @@ class Config:
     """
 
     level: Level
-    low: torch.dtype
+    format: Format
     device: torch.device
     policy: Policy = Policy()
     scaled: bool = False
@@ -258,3 +259,8 @@ class Config:
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True
+
+    @property
+    def low(self) -> torch.dtype:
+        """The dtype that LOW operators compute in."""
+        return self.format.compute

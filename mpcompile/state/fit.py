@@ -18,13 +18,14 @@ for the device and runs one or a few steps more, beside a compilation that takes
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..devices.generators import RandomState, unchanged
+from ..ir.inputs import GraphInputs
 from ..ir.scale import INIT_SCALE
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
@@ -35,19 +36,20 @@ Function = Callable[..., Any]
 Saved = Callable[[], Sequence[Any]]  # the inputs of the call, if nobody wrote to them since
 
 
-def fitting(compiled: Function, scale: LossScale, copied: Collection[int]) -> Function:
+def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Function:
     """What the backend calls: `compiled`, but for the backward passes that find the scale.
 
     Args:
-        compiled: the graph as emitted; its last two inputs are the scale and the overflow leaf.
-        copied: which inputs are O2's working copies: their gradients leave multiplied by the scale,
-            so that there is one for all backward passes of a step.
+        compiled: the graph as emitted.
+        scale: what it is scaled by.
+        inputs: which of the graph's inputs is what. The gradients of O2's working copies leave
+            multiplied by the scale, so that there is one for all backward passes of a step.
     """
 
     def call(*args: Any) -> Any:
         if not scale.fitting or not torch.is_grad_enabled():
             return compiled(*args)
-        trial = _Trial(compiled, scale, copied, args)
+        trial = _Trial(compiled, scale, inputs, args)
         return trial.shown(_Fitted.apply(trial, *args))  # type: ignore[no-untyped-call]
 
     return call
@@ -57,32 +59,33 @@ class _Trial:
     """One call of the compiled function, which can be made again under another scale."""
 
     def __init__(
-        self, compiled: Function, scale: LossScale, copied: Collection[int], args: Sequence[Any]
+        self, compiled: Function, scale: LossScale, inputs: GraphInputs, args: Sequence[Any]
     ) -> None:
-        self.compiled, self.scale, self.copied = compiled, scale, copied
+        self.compiled, self.scale, self.inputs = compiled, scale, inputs
+        values, self.used, _ = inputs.scaling_apart(args)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        self.devices = sorted({x.device.index for x in tensors if x.device.type == "cuda"})
-        self.random = _random_state(self.devices)
+        self.devices = {x.device for x in tensors}
+        self.random = RandomState(self.devices)
         # What the graph may write to (a buffer), as it was.
         self.before = {
             i: x.clone()
-            for i, x in enumerate(args[:-2])
+            for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
-        self.used: torch.Tensor = args[-2]
         self.top = min(INIT_SCALE, scale.max_scale) * HEADROOM
         self.at = self.top
         self.results: Any = None
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Call the function on leaves of its own; returns what its results are, or are views of."""
+        values, _, found = self.inputs.scaling_apart(args)
         with torch.enable_grad():
             self.own = [
                 x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-                for x in args[:-2]
+                for x in values
             ]
             scale = torch.full_like(self.used, self.at)
-            self.found = torch.zeros_like(args[-1], requires_grad=True)
+            self.found = torch.zeros_like(found, requires_grad=True)
             self.results = self.compiled(*self.own, scale, self.found)
         tensors = [x for x in self.results if isinstance(x, torch.Tensor)]
         self.bases = list({id(base): base for base in map(_base, tensors)}.values())
@@ -100,8 +103,8 @@ class _Trial:
         """The same call once more, at another scale."""
         given = [self.before[i].clone() if i in self.before else x for i, x in enumerate(saved())]
         self.at = at
-        with torch.random.fork_rng(self.devices):
-            _set_random_state(self.random, self.devices)
+        with unchanged(self.devices):
+            self.random.restore()
             self.forward(given)
 
     def backward(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -130,7 +133,8 @@ class _Trial:
         """The gradients at the first scale, from above, at which they fit."""
         scale = self.scale
         # Gradients of this step may be stored under it: another graph's, or a failed search's.
-        stored = bool(self.copied) and (scale.search.found or scale.search.was_in_vain(self.used))
+        held = scale.search.found or scale.search.was_in_vain(self.used)
+        stored = bool(self.inputs.copies) and held
         fixed = stored or not scale.fitting
         if fixed:
             self.top = float(self.used)
@@ -167,7 +171,7 @@ class _Trial:
 
     def _multiply(self, gradients: list[torch.Tensor | None], scale: float) -> None:
         """By the scale that they are known to leave with, in place of the one that was tried."""
-        for i in self.copied:
+        for i in self.inputs.copies:
             gradient = gradients[i]
             if gradient is not None:
                 gradients[i] = gradient * (scale / self.at)
@@ -180,7 +184,8 @@ class _Fitted(torch.autograd.Function):
         ctx.trial = trial
         # Buffers may have changed by the time of the backward; the trial has what they were.
         ctx.places = [i for i, x in enumerate(args) if _is_tracked(x)]
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in args[:-2]] + [*args[-2:]]
+        values, *scaling = trial.inputs.scaling_apart(args)
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in values] + scaling
         ctx.save_for_backward(*(args[i] for i in ctx.places))
         ctx.set_materialize_grads(False)
         own = [base.detach() for base in bases]
@@ -222,13 +227,3 @@ def _is_tracked(value: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _random_state(devices: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-
-def _set_random_state(state: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
-    torch.set_rng_state(state[0])
-    for device, theirs in zip(devices, itertools.islice(state, 1, None), strict=True):
-        torch.cuda.set_rng_state(theirs, device)

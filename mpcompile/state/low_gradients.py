@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from . import optimizers, parameters
 from .loss_scale import LossScale
@@ -197,8 +198,8 @@ class LowGradient:
             grad, by = aside
             if before is None or self.stored is None:
                 self.stored = by
-            elif before.is_cpu and self._was_changed(before) and bool(before.any()):
-                self._refuse_changed()  # a GPU would have to be waited for
+            elif self._was_changed(before) and _is_known_nonzero(before):
+                self._refuse_changed()
             if before is not None and self.stored.moves != by.moves:
                 self.restate(before, Multiplied.least([self.stored, by]))
             return (self.stored.bring(grad, by),)
@@ -268,6 +269,11 @@ def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch
     for low, grad in gradients:
         low.restate(grad, common)
     return common.by
+
+
+def _is_known_nonzero(gradient: torch.Tensor) -> bool:
+    """Whether some element is not 0; False where the host would have to wait for the device."""
+    return not capabilities(gradient.device).asynchronous and bool(gradient.any())
 
 
 def _stores(node: Any) -> bool | None:

@@ -6,7 +6,7 @@ The first rule that applies wins:
    what parameters are updated from                                                    -> KEEP
 2. the user's word: policy by node, by module, by operator                            -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
-4. the table in table.py; an operator in no row                                         -> KEEP
+4. the table (rules/table.py); an operator in no row                                  -> KEEP
 5. no low-precision kernel on this device                                             -> FULL
 """
 
@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mpcompile import ir
-from mpcompile.ir import Mark, opaque
+from mpcompile import ir, rules
+from mpcompile.ir import By, Mark, opaque
 from mpcompile.ir.updates import nodes_of_updates
-from mpcompile.rules import table
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 
 
@@ -33,33 +33,30 @@ def classify(gm: fx.GraphModule, config: Config) -> bool:
 
 def _update(config: Config) -> Mark:
     reason = "a parameter or its gradient is written from it"
-    return Mark(Precision.KEEP, "update", reason, config.low)
+    return Mark(Precision.KEEP, By.UPDATE, reason, config.format)
 
 
 def _decide(node: fx.Node, config: Config) -> Mark:
     if (reason := _hands_off(node)) is not None:
-        return Mark(Precision.KEEP, "captured", reason, config.low)
+        return Mark(Precision.KEEP, By.CAPTURED, reason, config.format)
     if (asked := _policy(node, config)) is not None:
         return asked
-    low = config.low
+    low = config.format
     if (region := ir.autocast_region(node)) is not None:
         enabled, dtype = region
         if not enabled:
-            return Mark(Precision.KEEP, "region", "autocast is disabled here", low)
+            return Mark(Precision.KEEP, By.REGION, "autocast is disabled here", low)
         if dtype is not None and dtype not in LOW_DTYPES.values():
-            return Mark(Precision.KEEP, "region", f"inside autocast({dtype})", low)
-        low = dtype or low
+            return Mark(Precision.KEEP, By.REGION, f"inside autocast({dtype})", low)
+        low = _format(dtype, config)
     if ir.is_getitem(node):
-        return Mark(Precision.FOLLOW, "table", "part of a result", low)
-    rule = table.rule_for(node.target)
-    if rule is None:
-        reason = "no rule for this operator: it keeps its dtypes"
-        return Mark(Precision.KEEP, "table", reason, low)
+        return Mark(Precision.FOLLOW, By.TABLE, "part of a result", low)
+    rule = ir.rule(node)
     runs_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
-    if runs_low and rule.kind is not table.Kind.VIEW and not config.has_kernel(node):
-        reason = f"no {ir.SHORT[low]} kernel on {config.device.type}"
-        return Mark(Precision.FULL, "kernel", reason, low)
-    return Mark(rule.precision, "table", rule.reason, low)
+    if runs_low and rule.kind is not rules.Kind.VIEW and not config.has_kernel(node):
+        reason = f"no {ir.SHORT[low.compute]} kernel on {config.device.type}"
+        return Mark(Precision.FULL, By.KERNEL, reason, low)
+    return Mark(rule.precision, By.TABLE, rule.reason, low)
 
 
 def _hands_off(node: fx.Node) -> str | None:
@@ -90,15 +87,21 @@ def _hands_off(node: fx.Node) -> str | None:
 def _policy(node: fx.Node, config: Config) -> Mark | None:
     policy = config.policy
     if node.name in policy.nodes:
-        low = policy.low_dtypes.get(("nodes", node.name), config.low)
-        return Mark(policy.nodes[node.name], "policy", f"policy: node {node.name!r}", low)
+        low = _format(policy.low_dtypes.get(("nodes", node.name)), config)
+        return Mark(policy.nodes[node.name], By.POLICY, f"policy: node {node.name!r}", low)
     if (hit := policy.for_module(ir.module_path(node))) is not None:
         pattern, word = hit
-        low = policy.low_dtypes.get(("modules", pattern), config.low)
-        return Mark(word, "policy", f"policy: module {pattern!r}", low)
+        low = _format(policy.low_dtypes.get(("modules", pattern)), config)
+        return Mark(word, By.POLICY, f"policy: module {pattern!r}", low)
     if (word_for_op := policy.for_op(ir.op_name(node))) is not None:
-        return Mark(word_for_op, "policy", f"policy: operator {ir.op_name(node)!r}", config.low)
+        reason = f"policy: operator {ir.op_name(node)!r}"
+        return Mark(word_for_op, By.POLICY, reason, config.format)
     return None
+
+
+def _format(dtype: torch.dtype | None, config: Config) -> Format:
+    """The low format of a node for which somebody named a dtype, or nobody did."""
+    return config.format if dtype in (None, config.low) else Format(dtype)
 
 
 def _find_mutable(graph: fx.Graph) -> None:

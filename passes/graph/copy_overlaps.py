@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from mpcompile import ir
-from mpcompile.ir import Mark, aten
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.ir import aten
+from mpcompile.rules.policy import Config
 
 
 def copy_overlaps(gm: fx.GraphModule, config: Config) -> bool:
@@ -56,7 +56,7 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     why = "its elements share memory, and their gradients would"
-    decision = Mark(Precision.KEEP, "copy", why, ir.dtype(node))
+    decision = ir.added(ir.Role.COPY, why)
     with graph.inserting_before(graph.output_node()):
         name = f"{node.name}_copy"
         target = aten.contiguous.default

@@ -12,25 +12,16 @@ classify pins it. Casts that change dtype or device, or that must copy, stay too
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.rules.policy import Config
 
-_CASTS = (
-    torch.ops.aten.to.dtype,
-    torch.ops.aten.to.dtype_layout,
-    torch.ops.aten.to.device,
-    torch.ops.aten.to.other,
-    torch.ops.aten.type_as.default,
-)
-
 
 def drop_noop_casts(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for node in gm.graph.nodes:
-        if node.target in _CASTS and _is_noop(node) and not ir.is_float_call(node):
+        if ir.rule(node).converts and _is_noop(node) and not ir.is_float_call(node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
             changed = True

@@ -50,9 +50,9 @@ def _size(node: fx.Node, dimension: int) -> int | torch.SymInt:
 
 
 def _expand(graph: fx.Graph, node: fx.Node) -> None:
-    low = ir.mark(node).low
-    product = Mark(Precision.LOW, "attention", "attention written out: matrix product", low)
-    between = Mark(Precision.FULL, "attention", "attention written out: softmax in FP32", low)
+    by, low = ir.By.REWRITE, ir.mark(node).format
+    product = Mark(Precision.LOW, by, "attention written out: matrix product", low)
+    between = Mark(Precision.FULL, by, "attention written out: softmax in FP32", low)
     arguments = _arguments(node)
     query, key, value, mask = (arguments[n] for n in ("query", "key", "value", "attn_mask"))
 

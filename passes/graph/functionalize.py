@@ -21,9 +21,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mpcompile import ir
-from mpcompile.rules import table
-from mpcompile.rules.policy import Config
+from mpcompile import ir, rules
+from mpcompile.rules.policy import Config, Precision
 
 
 def functionalize(gm: fx.GraphModule, config: Config) -> bool:
@@ -49,11 +48,11 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     if not ir.is_op(node) or not isinstance(node.target, torch._ops.OpOverload):
         return None
     namespace, name = ir.op_name(node).split("::")
-    if not name.endswith("_") or table.written_args(node.target) != {0}:
+    if not name.endswith("_") or rules.written_args(node.target) != {0}:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     overload = getattr(packet, node.target._overloadname, None)
-    if overload is None or table.rule_for(overload) is None:
+    if overload is None or rules.rule_for(overload).precision is Precision.KEEP:
         return None
     if _argument_names(overload) != _argument_names(node.target):
         return None  # polygamma(n, self), but polygamma_(self, n)

@@ -27,11 +27,6 @@ from mpcompile.rules.policy import Config, Precision
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default
-# What may stand between the two, as long as the classes stay last.
-BETWEEN = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default,
-    aten.flatten.using_ints, aten.unflatten.int, aten.to.dtype,
-)  # fmt: skip
 
 
 class _Apart(Exception):
@@ -61,7 +56,7 @@ def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     if len(_shape(loss.args[0])) != 2:
         raise _Apart("its logits are not rows of classes, (N, V)")
     node, between = _node(loss.args[0]), []
-    while node.target in BETWEEN:
+    while ir.rule(node).in_order or node.target is aten.to.dtype:
         between.append(node)
         node = _node(node.args[0])
     if node.target is not LINEAR:
@@ -93,7 +88,7 @@ def _check_precision(linear: fx.Node, loss: fx.Node) -> None:
     head, own = ir.mark(linear), ir.mark(loss)
     if head.precision is not Precision.LOW:
         raise _Apart(f"{linear.name} is {head.precision.value}, {head.reason}")
-    by_user = own.rule == "policy" and own.precision is not Precision.FULL
+    by_user = own.by is ir.By.POLICY and own.precision is not Precision.FULL
     if by_user or own.precision is Precision.KEEP:
         raise _Apart(f"it is {own.precision.value}, {own.reason}")
 
@@ -115,7 +110,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
     x, weight, bias = (*linear.args, None)[:3]
     _, target, class_weight, reduction, ignore_index, smoothing = _arguments(loss)
     reason = f"{linear.name} and its loss in one: logits in FP32, some rows at a time, never stored"
-    decision = Mark(Precision.LOW, "fuse_head", reason, ir.mark(linear).low)
+    decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).format)
 
     def call(name: str, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
         new = ir.insert(graph, target, args, name=name, like=loss, decision=decision)

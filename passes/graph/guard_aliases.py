@@ -56,5 +56,5 @@ def _pin(result: fx.Node, reason: str) -> None:
             continue
         pending += shown
         decided = ir.precision(node)
-        if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).rule != "policy":
-            ir.remark(node, precision=Precision.FULL, rule="alias", reason=reason)
+        if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).by is not ir.By.POLICY:
+            ir.remark(node, precision=Precision.FULL, by=ir.By.ALIAS, reason=reason)

@@ -25,15 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mpcompile import ir
-from mpcompile.rules import table
+from mpcompile import ir, rules
 from mpcompile.rules.policy import Config, Level, Precision
 
-_FILLS = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
-_RANGES = ("aten::arange", "aten::linspace", "aten::logspace")
-_CONVERTS = ("aten::to", "aten::_to_copy", "aten::type_as")
-_PASSES_ON = ("aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach_", "aten::clone")
-_AVERAGES = ("aten::mean", "aten::nanmean")
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
@@ -85,24 +79,22 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
         return None
     if not ir.is_op(node):
         return None
-    name = ir.op_name(node)
-    if name in _FILLS:
-        arguments = dict(ir.positions(node))
-        number = arguments.get(_FILLS[name])
+    rule = ir.rule(node)
+    if rule.fill is not None:
+        number = ir.argument(node, rule.fill)
         if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
-    if name in _RANGES and value is not None and value.is_floating_point():
+    if rule.makes_positions and value is not None and value.is_floating_point():
         limit = _whole_numbers_up_to(config.low)
         bounds = [a for a in node.args if not isinstance(a, (int, float)) or abs(a) > limit]
         if bounds:
             return Wide("positions past the low dtype's last whole number", exact=True)
-    if name in _CONVERTS and value is not None and value.is_floating_point():
+    if rule.converts and value is not None and value.is_floating_point():
         source = ir.captured(node.args[0])  # type: ignore[arg-type]
         if source is not None and source.dtype in _WIDE_INTEGERS:
             return Wide("integers that the low dtype can't tell apart", exact=True)
-    rule = table.rule_for(node.target)
-    if rule is not None and rule.grows:
-        return Wide(f"{name.removeprefix('aten::')} can leave the low dtype's range")
+    if rule.grows:
+        return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
     return None
 
 
@@ -118,33 +110,34 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide |
     """Pin the node where a constant or a wide operand asks for it; what it hands on."""
     decision = ir.mark(node)
     operands = [
-        wide[n] for i, n in ir.float_args(node) if n in wide and table.castable(node.target, i)
+        wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
     ]
     if decision.precision is Precision.KEEP:
-        return operands[0] if operands and ir.op_name(node) in _PASSES_ON else None
-    if decision.precision is Precision.FULL and ir.op_name(node) in _AVERAGES:
+        return operands[0] if operands and ir.rule(node).copies_constant else None
+    if decision.precision is Precision.FULL and ir.rule(node).averages:
         return operands[0] if operands else None  # as large as what it averages
-    if decision.rule == "policy" or decision.precision is Precision.FULL:
+    if decision.by is ir.By.POLICY or decision.precision is Precision.FULL:
         return None
     if (number := _bad_scalar(node, decision.low)) is not None:
         why = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
-        ir.remark(node, precision=Precision.FULL, rule="guard", reason=why)
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=why)
         return Wide(f"constant {number:g}")
     if not operands:
         return None
     if decision.precision is Precision.LOW and not any(w.exact for w in operands):
         return None
     first = next((w for w in operands if w.exact), operands[0])
-    ir.remark(node, precision=Precision.FULL, rule="guard", reason=f"an input is wide: {first.why}")
-    rule = table.rule_for(node.target)
-    return None if rule is not None and rule.bounded else first
+    ir.remark(
+        node, precision=Precision.FULL, by=ir.By.GUARD, reason=f"an input is wide: {first.why}"
+    )
+    return None if ir.rule(node).bounded else first
 
 
 def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     """The first number among the node's scalar operands that `low` can't hold."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if not all(table.castable(node.target, i) for i in range(len(node.args))):
+    if not all(rules.castable(node.target, i) for i in range(len(node.args))):
         return None  # batch_norm: its eps lives in FP32 inside the kernel
     schema = node.target._schema.arguments
     for i, argument in ir.positions(node):

@@ -16,7 +16,6 @@ from __future__ import annotations
 from torch import fx
 
 from mpcompile import ir
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Level, Precision
 
 
@@ -24,8 +23,7 @@ def guard_factorisations(gm: fx.GraphModule, config: Config) -> bool:
     if config.level is Level.O3:
         return False
     for node in gm.graph.nodes:
-        rule = table.rule_for(node.target)
-        if rule is not None and rule.sensitive and ir.precision(node) is Precision.FULL:
+        if ir.rule(node).sensitive and ir.precision(node) is Precision.FULL:
             _pin_producers(node)
     return False
 
@@ -36,9 +34,9 @@ def _pin_producers(reader: fx.Node) -> None:
     while pending:
         node = pending.pop()
         decided = ir.precision(node)
-        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).rule == "policy":
+        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).by is ir.By.POLICY:
             continue
         reason = f"{name} reads it, and would multiply its rounding"
-        ir.remark(node, precision=Precision.FULL, rule="guard", reason=reason)
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
         if decided is Precision.FOLLOW:
             pending += node.all_input_nodes

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from mpcompile import ir
-from mpcompile.planner import costs
+from mpcompile.planner.times import seconds
 from mpcompile.rules.policy import Config, Level, Precision
 
 
@@ -22,11 +22,11 @@ def leave_unpromised(gm: fx.GraphModule, config: Config) -> bool:
     if config.promised or config.level is Level.O3:
         return False
     for node in gm.graph.nodes:
-        by_rule = ir.precision(node) is Precision.LOW and ir.mark(node).rule == "table"
-        if by_rule and costs.seconds(node, config) is None:
+        by_rule = ir.precision(node) is Precision.LOW and ir.mark(node).by is ir.By.TABLE
+        if by_rule and seconds(node, config) is None:
             reason = (
                 f"{ir.mark(node).reason}; but {config.device.type} has no matrix units for "
                 f"{ir.SHORT[config.low]} here, and no profile knows this product"
             )
-            ir.remark(node, precision=Precision.FULL, rule="plan", reason=reason)
+            ir.remark(node, precision=Precision.FULL, by=ir.By.PLAN, reason=reason)
     return False

@@ -22,13 +22,13 @@ from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.rules.policy import Config, Level, Precision
 
-SOFTMAX = {aten.softmax.int: False, aten._safe_softmax.default: True}
+_LOW_FORM = "mpcompile::softmax_low"
 
 
 def narrow_softmax(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for node in gm.graph.nodes if config.level is Level.O2 else ():
-        if node.target in SOFTMAX and _is_rounded(node):
+        if ir.rule(node).low_form == _LOW_FORM and _is_rounded(node):
             _narrow(gm.graph, node)
             changed = True
     return changed
@@ -50,7 +50,7 @@ def _is_rounded(node: fx.Node) -> bool:
 def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     (cast,) = node.users
     operand, dim = node.args[0], ir.argument(node, "dim")
-    safe = SOFTMAX[node.target]  # type: ignore[index]
+    safe = node.target is aten._safe_softmax.default
     reason = f"{ir.mark(node).reason}; its backward reads the low result"
     with graph.inserting_before(cast):
         new = ir.insert(
@@ -59,7 +59,7 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
             (operand, dim, ir.dtype(cast), safe),
             name=f"{node.name}_low",
             like=node,
-            decision=ir.Mark(Precision.FULL, "softmax", reason, ir.mark(node).low),
+            decision=ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).format),
         )
     cast.replace_all_uses_with(new)
     graph.erase_node(cast)

@@ -29,11 +29,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.ir.shapes import Alignment, Lanes, Padding, Path, Product, Size
 from mpcompile.padding.lanes import Held, Kept, kept
 from mpcompile.padding.products import product
-from mpcompile.rules import table
 from mpcompile.rules.policy import Config, Precision
 
 
@@ -272,6 +271,6 @@ def _product_shapes(node: fx.Node, decided: Alignment) -> Padding:
 
 def _is_stored(node: fx.Node) -> bool:
     """Whether it is a parameter, or made of one by casts and views: padded in the cast's kernel."""
-    while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is table.Kind.VIEW):
+    while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW):
         node = node.all_input_nodes[0]
     return ir.is_parameter(node)

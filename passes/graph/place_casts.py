@@ -1,4 +1,4 @@
-"""Put the casts where the plan asks for them. A rewriting pass; it decides nothing.
+"""Put the casts where the plan asks for them. A rewriting pass.
 
     linear: f32 = linear(x, w)                to: f16 = to(x, f16)
     softmax: f32 = softmax(linear)     ->     to_1: f16 = to(w, f16)
@@ -14,6 +14,17 @@ below fuses it wherever it likes. A value whose memory is written in place is ca
 What the plan stores low is cast down once, and up again for each reader in FP32: they read two
 bytes an element, and so does the backward.
 
+Where the format names a narrower dtype for the operands of products (FP8), these are rounded to it,
+and given back in the dtype that the product computes in:
+
+    scale = max(abs(x)) / 448;    rounded: f8 = to(x / scale, f8);    to(rounded, bf16) * scale
+
+Compilers know that pattern for a product in the narrower dtype; run as it is, it gives the same
+numbers.
+
+The pass decides two things, which only a try can tell: a node whose operator refuses the low
+operands stays FULL, and so does all that reads it as planned.
+
 An additive attention mask is clamped into the low range by its cast (`-3.4e38` would become `-inf`
 and a fully masked row NaN); a true `-inf` stays.
 """
@@ -24,17 +35,18 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.ir import Mark, aten
-from mpcompile.rules import table
+from mpcompile.padding.products import product
+from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Precision
 
 
 def place_casts(gm: fx.GraphModule, config: Config) -> bool:
-    return _Placer(gm, config).run()
+    return _CastPlacer(gm, config).run()
 
 
-class _Placer:
+class _CastPlacer:
     def __init__(self, gm: fx.GraphModule, config: Config) -> None:
         self.gm = gm
         self.graph = gm.graph
@@ -46,7 +58,7 @@ class _Placer:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._restore_outputs(node)
-            elif ir.is_marked(node) and ir.mark(node).rule not in ("cast", "scale", "pad"):
+            elif ir.is_marked(node) and ir.role(node) not in ir.ADDED:
                 self._rewrite(node)
         return bool(self.casts)
 
@@ -62,7 +74,7 @@ class _Placer:
             # The operator refuses these dtypes together: leave it as it was captured.
             node.args, node.kwargs = before
             reason = f"refuses low operands: {str(error).splitlines()[0][:120]}"
-            ir.remark(node, precision=Precision.FULL, rule="kernel", reason=reason)
+            ir.remark(node, precision=Precision.FULL, by=ir.By.KERNEL, reason=reason)
             self._take_operands(node, low=False)
             ir.restore(node)  # not a refresh: a shape that depends on data can't be computed twice
 
@@ -76,15 +88,18 @@ class _Placer:
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
         """Point the node's operands at values of the dtype it wants."""
-        keep_numbers = low and ir.op_name(node) in table.PROMOTES
+        factors = _factors(node) if low else frozenset()
+        keep_numbers = low and ir.rule(node).promotes
         for position, operand in ir.float_args(node):
             dtype = torch.float32
-            if low and table.castable(node.target, position):
+            if low and rules.castable(node.target, position):
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
-            masked = position in table.MASK_ARGS.get(ir.op_name(node), ())
+            masked = position in rules.masked_args(node.target)
             masked = masked and not ir.is_parameter(operand)  # a bias is no mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
+            if low and position in factors:
+                cast = self._rounded(cast, ir.mark(node).format, node)
             if cast is not operand:
                 _replace_operand(node, position, operand, cast)
 
@@ -116,7 +131,7 @@ class _Placer:
         like = user if before is user else value
         reader = "the caller" if user.op == "output" else user.name
         reason = f"{reader} reads {ir.SHORT[dtype]}"
-        decision = Mark(Precision.KEEP, "cast", reason, self.config.low)
+        decision = ir.added(ir.Role.CAST, reason)
         with self.graph.inserting_before(before):
             if masked:
                 value = self._clamp(value, dtype, like, decision)
@@ -129,6 +144,30 @@ class _Placer:
                 decision=decision,
             )
 
+    def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
+        """An operand of a product, rounded to the format's dtype for operands."""
+        narrow = format_.operands
+        if narrow is None:
+            return value
+        if (key := (value, narrow, False)) in self.casts:
+            return self.casts[key]
+        before = user if ir.is_mutable(value) else ir.after(value)
+        decision = ir.added(ir.Role.CAST, f"{user.name} multiplies {ir.SHORT[narrow]}")
+
+        def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+            name = f"{value.name}_rounded"
+            return ir.insert(self.graph, target, args, name=name, like=value, decision=decision)
+
+        largest, smallest = torch.finfo(narrow).max, torch.finfo(format_.compute).smallest_normal
+        with self.graph.inserting_before(before):
+            size = call(aten.abs.default, call(aten.detach.default, value))
+            scale = call(aten.div.Tensor, call(aten.amax.default, size), largest)
+            scale = call(aten.clamp_min.default, scale, smallest)
+            rounded = call(aten.to.dtype, call(aten.div.Tensor, value, scale), narrow)
+            back = call(aten.to.dtype, rounded, format_.compute)
+            self.casts[key] = call(aten.mul.Tensor, back, scale)
+        return self.casts[key]
+
     def _clamp(self, mask: fx.Node, dtype: torch.dtype, like: fx.Node, decision: Mark) -> fx.Node:
         """`mask`, finite values inside the low range; half of it leaves room for a score."""
         floor = torch.finfo(dtype).min / 2
@@ -140,6 +179,14 @@ class _Placer:
         minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
         clamped = call(aten.clamp_min.default, mask, floor)
         return call(aten.masked_fill.Scalar, clamped, minus_inf, float("-inf"))
+
+
+def _factors(node: fx.Node) -> frozenset[int]:
+    """Positions of the operands that a product multiplies, where its format rounds these."""
+    found = product(node) if ir.mark(node).format.operands is not None else None
+    if found is None:
+        return frozenset()
+    return frozenset(path[0] for path in found.operands if path not in found.added)
 
 
 def _replace_operand(node: fx.Node, position: int, old: fx.Node, new: fx.Node) -> None:

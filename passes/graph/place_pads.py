@@ -28,10 +28,10 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
-from mpcompile.ir import Mark, aten
+from mpcompile.ir import aten
 from mpcompile.ir.shapes import Padding, Path, Size
-from mpcompile.padding.lanes import RESHAPES, densifies
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.padding.lanes import densifies
+from mpcompile.rules.policy import Config
 
 # What sizes are computed with (torch 2.13: sympy's sums and products, and torch's own division).
 _ARITHMETIC = {
@@ -41,16 +41,15 @@ _ARITHMETIC = {
 
 
 def place_pads(gm: fx.GraphModule, config: Config) -> bool:
-    return _Placer(gm.graph, config).run()
+    return _PadPlacer(gm.graph).run()
 
 
-class _Placer:
-    def __init__(self, graph: fx.Graph, config: Config) -> None:
+class _PadPlacer:
+    def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.config = config
         self.captured: dict[fx.Node, torch.Tensor] = {}  # what a value with lanes was without them
         self.fitted: dict[tuple[fx.Node, str, bool], fx.Node] = {}
-        self.numbers = _Numbers(graph, config.low)
+        self.numbers = _Numbers(graph)
 
     def run(self) -> bool:
         placed = [node for node in self.graph.nodes if ir.padding(node) is not None]
@@ -85,7 +84,7 @@ class _Placer:
         before = ir.tensor(node)
         if before is not None and padding.result is not None:
             self.captured[node] = before
-            if ir.op_name(node) in RESHAPES:
+            if ir.rule(node).dims == "reshape":
                 _resize_reshape(node, before.shape, padding.result)
         ir.refresh(node)
         if padding.result is not None:
@@ -167,16 +166,16 @@ class _Placer:
     def _insert(
         self, target: Any, args: tuple[Any, ...], name: str, like: fx.Node, why: str
     ) -> fx.Node:
-        decision = Mark(Precision.KEEP, "pad", why, self.config.low)
+        decision = ir.added(ir.Role.PAD, why)
         return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
 
 
 class _Numbers:
     """Symbolic sizes as arguments of calls: computed behind the graph's inputs, once each."""
 
-    def __init__(self, graph: fx.Graph, low: torch.dtype) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.decision = Mark(Precision.KEEP, "pad", "a size that is known at run time", low)
+        self.decision = ir.added(ir.Role.PAD, "a size that is known at run time")
         self.nodes: dict[sympy.Expr, fx.Node] = {}
         self.first = ir.first_call(graph)
         self.inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))

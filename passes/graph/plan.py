@@ -1,7 +1,7 @@
 """Decide the FOLLOW nodes: LOW or FULL. A deciding pass; afterwards no node is FOLLOW.
 
 One minimum cut over the whole graph. Its objective, term by term and with units, stands in
-costs.py: bytes that values occupy where they are stored or kept for the backward, casts that no
+objective.py: bytes that values occupy where they are stored or kept for the backward, casts that no
 fusion absorbs, measured time of products where a device profile knows them. Terminals are the nodes
 that a rule, the user, a guard or the level has pinned. At O2 a product that comes out FULL is
 settled, and the cut made anew: what is low for its sake has lost its reason.
@@ -25,10 +25,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mpcompile import ir
-from mpcompile.planner.costs import UNIT, Costs, Item, Objective, Stored
+from mpcompile import ir, rules
+from mpcompile.planner.constraints import Item, Rounded
 from mpcompile.planner.cut import NEVER, minimum_cut
-from mpcompile.rules import table
+from mpcompile.planner.objective import UNIT, Costs, Objective
 from mpcompile.rules.policy import Config, Level, Precision
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
@@ -47,7 +47,7 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
         objective = Objective(gm.graph, config)
         best = _best(objective)
     for item, low in best.items():
-        if not isinstance(item, Stored):
+        if not isinstance(item, Rounded):
             _settle(objective, item, low=low)
         elif low:
             _store_low(objective, item.node)
@@ -64,32 +64,32 @@ def _settle(objective: Objective, node: fx.Node, *, low: bool) -> None:
     ir.set_costs(node, _shown(objective.terms[node]))
     if ir.precision(node) is FOLLOW or not low:
         reason = _reason(objective, node, low)
-        ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+        ir.remark(node, precision=LOW if low else FULL, by=ir.By.PLAN, reason=reason)
 
 
 def _best(objective: Objective) -> dict[Item, bool]:
     """Which of the open items are LOW at the least total cost."""
-    number = {item: i for i, item in enumerate(objective.open)}
-    low = [sum(objective.terms[item].low.values()) for item in objective.open]
-    full = [sum(objective.terms[item].full.values()) for item in objective.open]
+    number = {item: i for i, item in enumerate(objective.constraints.open)}
+    low = [sum(objective.terms[item].low.values()) for item in objective.constraints.open]
+    full = [sum(objective.terms[item].full.values()) for item in objective.constraints.open]
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
         a, b = number.get(operand), number.get(reader)
         if a is not None and b is not None:
             pairs[a, b] = operand_low, reader_low
         elif a is not None:  # the reader's precision is known
-            (full if objective.is_low(reader) else low)[a] += (
-                reader_low if objective.is_low(reader) else operand_low
+            (full if objective.constraints.is_low(reader) else low)[a] += (
+                reader_low if objective.constraints.is_low(reader) else operand_low
             )
         elif b is not None:
-            (full if objective.is_low(operand) else low)[b] += (
-                operand_low if objective.is_low(operand) else reader_low
+            (full if objective.constraints.is_low(operand) else low)[b] += (
+                operand_low if objective.constraints.is_low(operand) else reader_low
             )
-    return dict(zip(objective.open, minimum_cut(low, full, pairs), strict=True))
+    return dict(zip(objective.constraints.open, minimum_cut(low, full, pairs), strict=True))
 
 
 def _store_low(objective: Objective, node: fx.Node) -> None:
-    saved = _bytes_text(objective.terms[Stored(node)].full.get("stored", 0))
+    saved = _bytes_text(objective.terms[Rounded(node)].full.get("stored", 0))
     reason = f"{ir.mark(node).reason}; its result is stored low, {saved} less traffic"
     ir.set_stored_low(node)
     ir.remark(node, reason=reason)
@@ -110,10 +110,10 @@ def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
         return f"{rule}; one number: FP32 costs nothing"
     if "no operand" in costs.low:
         return f"{rule}; FP32 in"
-    wide = [n.name for n in objective.forced_by(node) if ir.precision(n) is not LOW]
+    wide = [n.name for n in objective.constraints.forced_by(node) if ir.precision(n) is not LOW]
     if wide and not low:
         return f"{rule}; the widest operand wins: {wide[0]} is FP32"
-    if ir.kind(node) is table.Kind.VIEW:
+    if ir.kind(node) is rules.Kind.VIEW:
         return f"{rule}; a cast costs less {'before' if low else 'behind'} it"
     stored = costs.full.get("stored", 0)
     if low and stored:
@@ -141,14 +141,14 @@ def _bytes_text(cost: int) -> str:
 
 def _lower_everything(graph: fx.Graph, config: Config) -> None:
     for node in graph.nodes:
-        pinned = ir.precision(node) is FULL and ir.mark(node).rule == "table"
+        pinned = ir.precision(node) is FULL and ir.mark(node).by is ir.By.TABLE
         if pinned and config.has_kernel(node):
-            ir.remark(node, precision=LOW, rule="plan", reason="O3: everything low")
+            ir.remark(node, precision=LOW, by=ir.By.PLAN, reason="O3: everything low")
     for node in graph.nodes:
         if ir.precision(node) is FOLLOW:
-            low = ir.kind(node) is table.Kind.COMPUTE or _reads_low(node)
+            low = ir.kind(node) is rules.Kind.COMPUTE or _reads_low(node)
             reason = f"{ir.mark(node).reason}; O3: everything low"
-            ir.remark(node, precision=LOW if low else FULL, rule="plan", reason=reason)
+            ir.remark(node, precision=LOW if low else FULL, by=ir.By.PLAN, reason=reason)
 
 
 def _reads_low(node: fx.Node) -> bool:

@@ -26,8 +26,8 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from mpcompile import ir
-from mpcompile.ir import Mark, aten
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.ir import aten
+from mpcompile.rules.policy import Config
 
 
 def read_copies(gm: fx.GraphModule, config: Config) -> bool:
@@ -80,7 +80,7 @@ def _read(
 
 
 def _is_pad(node: fx.Node) -> bool:
-    return node.target is aten.constant_pad_nd.default and ir.mark(node).rule == "pad"
+    return node.target is aten.constant_pad_nd.default and ir.role(node) is ir.Role.PAD
 
 
 def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Config) -> fx.Node:
@@ -96,6 +96,6 @@ def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Confi
                     (part, dim, 0, size),
                     name=f"{copy.name}_cut",
                     like=copy,
-                    decision=Mark(Precision.KEEP, "pad", why, config.low),
+                    decision=ir.added(ir.Role.PAD, why),
                 )
     return part

@@ -23,18 +23,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mpcompile import ir
+from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
-from mpcompile.ir import Mark
-from mpcompile.ir.units import FOUND, SCALE, History
-from mpcompile.rules import table
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
+from mpcompile.ir.units import History
+from mpcompile.rules.policy import Config
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
-    if not config.scaled or any(node.target == SCALE for node in inputs):
+    if not config.scaled or GraphInputs.of(graph).scaled:
         return False
     if not any(ir.requires_grad(n) for n in inputs):
         return False
@@ -149,9 +148,7 @@ class _Scaler:
         source = self.unscale(node) if ir.requires_grad(node) else node
         users = list(source.users)
         aten = torch.ops.aten
-        decision = Mark(
-            Precision.KEEP, "scale", "the caller's tensor is written last", torch.float32
-        )
+        decision = ir.added(ir.Role.SCALE, "the caller's tensor is written last")
         with self.graph.inserting_before(ir.after(source)):
             target, name = aten.clone.default, f"{node.name}_own"
             own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
@@ -169,7 +166,7 @@ class _Scaler:
     def unscale(self, node: fx.Node) -> fx.Node:
         # An input that is returned as it is has a gradient that never enters the graph.
         users = [user for user in node.users if user.op != "output" or node.op != "placeholder"]
-        decision = Mark(Precision.KEEP, "scale", "the gradient leaves true to size", torch.float32)
+        decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
         with self.graph.inserting_before(ir.after(node)):
             target = torch.ops.mpcompile.unscale_grad.default
             args = (node, self.scale, self.found)
@@ -229,7 +226,7 @@ class _Scaler:
         if ir.is_getitem(node):
             several = node.all_input_nodes[0]
             return several if self._source(several) is not None else None
-        view = ir.is_op(node) and ir.kind(node) is table.Kind.VIEW
+        view = ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW
         if node in self.owned or not view or not ir.grad_enabled(node) or ir.regions(node):
             return None
         operands = node.all_input_nodes
@@ -265,7 +262,7 @@ class _Scaler:
         return shown[node]
 
     def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        decision = Mark(Precision.KEEP, "scale", "the gradient enters scaled", torch.float32)
+        decision = ir.added(ir.Role.SCALE, "the gradient enters scaled")
         target = torch.ops.mpcompile.scale_grad.default
         new = ir.insert(
             self.graph,

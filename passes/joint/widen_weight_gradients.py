@@ -19,7 +19,7 @@ before.
 
 Contract. ATen after autograd and Inductor's decompositions; placeholders of gradients are named
 "tangents", as the partitioner needs it too. Each node carries its FakeTensor, which is kept true.
-FP16 and BF16 values on CUDA only: no other device has `mm.dtype`. Gradients that stay in the graph
+FP16 and BF16 values only where a device has `mm.dtype` (CUDA). Gradients that stay in the graph
 keep their dtype: there FP32 would cost bandwidth.
 """
 
@@ -29,7 +29,9 @@ import torch
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 
 UPCAST = torch.ops.prims.convert_element_type.default
 GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
@@ -88,8 +90,9 @@ def _is_low(node: fx.Node) -> bool:
     value = ir.tensor(node)
     return (
         value is not None
-        and value.dtype in (torch.float16, torch.bfloat16)
-        and value.device.type == "cuda"
+        and value.dtype in HALF
+        and is_supported(value.device)
+        and capabilities(value.device).products_leave_in_fp32()
     )
 
 

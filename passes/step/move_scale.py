@@ -24,9 +24,9 @@ _WHY = "the loss scale moves"
 
 
 def move_scale(gm: fx.GraphModule, config: StepConfig) -> bool:
-    overflows = ir.noted(gm, "overflows")
-    if overflows is None:
+    if not config.checked:
         return False
+    overflows = ir.step_notes(gm).overflows
     for k, (overflow, rule) in enumerate(zip(overflows, config.scales, strict=True)):
         with gm.graph.inserting_before(gm.graph.output_node()):
             _move(gm.graph, k, rule, overflow)

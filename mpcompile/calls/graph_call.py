@@ -1,0 +1,95 @@
+"""What a call of one compiled graph runs: its extra inputs are put beside those of the caller.
+
+Dynamo calls with the inputs of the graph that it traced. The rewritten graph may read working
+copies in place of parameters, and the loss scale (`ir/inputs.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.inputs import GraphInputs
+from ..state import guard
+from ..state.copies import Reader
+from ..state.loss_scale import LossScale
+
+__all__ = ["is_leaf", "with_extra_inputs"]
+
+Function = Callable[..., Any]
+
+
+def with_extra_inputs(
+    compiled: Function,
+    inputs: GraphInputs,
+    reader: Reader | None,
+    scale: LossScale | None,
+    examples: Sequence[Any],
+    device: torch.device,
+) -> Function:
+    """The compiled graph as Dynamo calls it.
+
+    Args:
+        compiled: takes all inputs of the rewritten graph.
+        inputs: which of them is what.
+        reader: hands out the working copies; None where the graph reads none.
+        scale: the loss scale; None where the graph is not scaled.
+        examples: the caller's inputs that the graph was compiled with.
+        device: where the graph wants the scale.
+    """
+    if scale is not None:
+        return _scaled(compiled, inputs, reader, scale, examples, device)
+    if reader is not None:
+        return _reading(compiled, inputs, reader)
+    return compiled
+
+
+def _reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function:
+    masters = tuple(inputs.copies.values())
+
+    def call(*args: Any) -> Any:
+        copies = reader.read([args[i] for i in masters])
+        return compiled(*inputs.assembled(args, copies))
+
+    return call
+
+
+def _scaled(
+    compiled: Function,
+    inputs: GraphInputs,
+    reader: Reader | None,
+    scale: LossScale,
+    examples: Sequence[Any],
+    device: torch.device,
+) -> Function:
+    """Hand the live scale to the graph, and let optimizers of its parameters know whose it is."""
+    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+    masters = tuple(inputs.copies.values())
+
+    def watch(args: Sequence[Any]) -> list[weakref.ref[torch.Tensor]]:
+        guard.watch([args[i] for i in leaves], scale)
+        return [weakref.ref(args[i]) for i in leaves]
+
+    known = watch(examples)
+
+    def call(*args: Any) -> Any:
+        nonlocal known
+        # Dynamo may run this graph with another module's parameters of the same shapes.
+        if any(ref() is not args[i] for ref, i in zip(known, leaves, strict=True)):
+            known = watch(args)
+        scale.saw_forward()
+        scaling = scale.inputs(device)
+        if reader is None:
+            return compiled(*args, *scaling)
+        copies = reader.read([args[i] for i in masters])
+        return compiled(*inputs.assembled(args, copies, scaling))
+
+    return call
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether autograd leaves a gradient on it."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf

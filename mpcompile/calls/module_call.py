@@ -1,0 +1,123 @@
+"""What a call of a compiled module or function runs: the compiled call, and what Dynamo needs help
+with.
+
+* It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and it
+  counts recompiles per code object, which all instances of a class share: each module gets an entry
+  function, in this file, with a code object of its own.
+* Recurrent layers break the graph unless that is prevented (`rnn_tracing.py`).
+* Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
+  first LOW op narrows them again.
+* It guards neither on hooks of the module itself nor on whose parameters these are: the module is
+  compiled anew when a hook is put on or taken off, and when an `MPOptimizer` takes over parameters
+  of an O2 model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from ..emit.rnn_tracing import with_rnns
+from ..errors import MPCompileError
+from ..state import parameters
+from . import uncalled
+from .half_inputs import widened, widens_inputs
+
+__all__ = ["ModuleCall", "running"]
+
+_numbers = itertools.count()
+
+
+def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
+    """Calls what torch.compile returned; recurrent layers are traced, errors of ours come out as
+    they are.
+    """
+    inner = with_rnns(compiled) if has_rnns else compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            error = failed.inner_exception
+            if isinstance(error, MPCompileError):
+                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
+            raise
+
+    return run
+
+
+class ModuleCall:
+    """A compiled module's call.
+
+    Args:
+        module: the module.
+        compile_kwargs: of torch.compile.
+        reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        called: told of the module after a call, until it returns True: nothing more is to be said.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compile_kwargs: Mapping[str, Any],
+        *,
+        reads_copies: bool,
+        called: Callable[[nn.Module], bool],
+    ) -> None:
+        self._module, self._compile_kwargs = module, compile_kwargs
+        self._reads_copies, self._called = reads_copies, called
+        self._widens = widens_inputs(module)
+        self._told = not any(True for _ in module.parameters())
+        self._hooks, self._owners = self._hooks_now(), self._owners_now()
+        self._generation = parameters.changes()
+        self._compiled = self._compile()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_stale():
+            self._compiled = self._compile()
+        if self._widens:
+            args, kwargs = widened(args, kwargs)
+        result = self._compiled(*args, **kwargs)
+        if not self._told and not torch.compiler.is_compiling():
+            uncalled.called(self._module)
+            self._told = self._called(self._module)
+        return result
+
+    def _compile(self) -> Callable[..., Any]:
+        module = self._module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        name = f"{type(module).__name__}_{next(_numbers)}"
+        forward.__code__ = forward.__code__.replace(co_name=name)
+        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
+        return running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+
+    def _is_stale(self) -> bool:
+        """Whether something has changed on which Dynamo puts no guard."""
+        stale = False
+        if (hooks := self._hooks_now()) != self._hooks:
+            self._hooks, stale = hooks, True
+        if self._reads_copies and (generation := parameters.changes()) != self._generation:
+            self._generation = generation
+            owners = self._owners_now()
+            if owners != self._owners:  # an MPOptimizer came: its copies are read
+                self._owners, stale = owners, True
+        return stale
+
+    def _hooks_now(self) -> tuple[int, ...]:
+        module = self._module
+        kinds = (module._forward_pre_hooks, module._forward_hooks,
+                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
+        return tuple(number for kind in kinds for number in kind)
+
+    def _owners_now(self) -> list[int]:
+        return [id(parameters.owner_of(p)) for p in self._module.parameters()]

@@ -1,0 +1,228 @@
+"""Find the decision that breaks a model: `bisect(model, args)`, `mpcompile bisect pkg.module:make`.
+
+The model is run in FP32 and as it is compiled. Where these disagree, passes are left out one at a
+time; if none is to blame, operators that run low are put back to FP32, half of the suspects at a
+time. Each trial compiles a copy of the model and runs one forward and backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..api import compiled_plans, mpcompile
+from ..errors import MPCompileError, MPCompileWarning
+from ..inspect.plan import PlanNode
+from ..pipeline import MAY_BE_DISABLED
+from ..rules.policy import Policy
+
+# These put others in place of the operators that a policy knows by name.
+RENAMING = ("expand_attention", "fuse_head", "narrow_softmax")
+
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        loss: the model's result if that is one number, else the mean over all that it returns.
+        gradients: of the loss, by the parameter's name; None where a parameter got none.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+
+
+Agrees = Callable[[Outcome, Outcome], bool]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What was found.
+
+    Attributes:
+        passes: without these the model agrees with FP32.
+        nodes: with these in FP32 it agrees; each tells its module, source line, rule and reason.
+            More than one: none of the two halves breaks the model alone.
+        trials: how often the model was compiled.
+    """
+
+    passes: tuple[str, ...] = ()
+    nodes: tuple[PlanNode, ...] = ()
+    trials: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"pass {name}: without it, {MAY_BE_DISABLED[name]}" for name in self.passes]
+        for node in self.nodes:
+            where = " ".join(filter(None, (node.module and f"({node.module})", node.source)))
+            lines.append(f"{node.name}: {node.op} {where}".rstrip())
+            lines.append(f"    {node.precision} by rule {node.rule}: {node.reason}")
+        if self.nodes:
+            pins = ", ".join(f"{node.name!r}: 'fp32'" for node in self.nodes)
+            lines.append(f"Policy(nodes={{{pins}}}) runs it in FP32")
+        if not lines:
+            lines.append("neither a pass that can be disabled nor an operator that runs low")
+        return "\n".join([*lines, f"compilations: {self.trials}"])
+
+
+def within(tolerance: float) -> Agrees:
+    """Finite, and loss and gradients within `tolerance` of FP32's, relative to their norms."""
+
+    def agrees(ours: Outcome, full: Outcome) -> bool:
+        if not abs(ours.loss - full.loss) <= tolerance * max(abs(full.loss), 1e-3):
+            return False
+        norms = {name: _norm(gradient) for name, gradient in full.gradients.items()}
+        slack = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()))
+        return all(
+            _distance(ours.gradients[name], gradient) <= tolerance * (norms[name] + slack)
+            for name, gradient in full.gradients.items()
+        )
+
+    return agrees
+
+
+def bisect(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    agrees: Agrees | None = None,
+) -> Culprit | None:
+    """Find what in the compilation of a model makes its loss or gradients wrong.
+
+    Args:
+        model: called as `model(*args, **kwargs)`; only copies of it are run.
+        args, kwargs: what it is called with.
+        options: of `mpcompile()`. Without "emit", graphs run op by op, which takes less time.
+        agrees: whether an outcome, the first argument, is as good as that of FP32, the second; by
+            default `within(TOLERANCE)`.
+
+    Returns:
+        The culprit, or None: the compiled model agrees with FP32.
+
+    Raises:
+        MPCompileError: the model disagrees with itself in FP32: it is not finite, or random.
+    """
+    agrees = agrees or within(TOLERANCE)
+    trials = _Trials(model, args, kwargs or {}, {"emit": "eager", **(options or {})}, agrees)
+    if trials.agree():
+        return None
+    disabled = tuple(trials.options.get("disable_passes", ()))
+    for name in MAY_BE_DISABLED:
+        if name not in disabled and trials.agree(disable_passes=[*disabled, name]):
+            return Culprit(passes=(name,), trials=trials.count)
+    trials.options["disable_passes"] = [*disabled, *RENAMING]
+    if trials.agree():
+        return Culprit(passes=RENAMING, trials=trials.count)
+    low = {n.name: n for n in trials.nodes if n.precision == "LOW" and not _is_added(n)}
+    if not trials.agree(policy=trials.pinned(low)):
+        return Culprit(trials=trials.count)
+    found = _halved(list(low), list(low), trials)
+    return Culprit(nodes=tuple(low[name] for name in found), trials=trials.count)
+
+
+def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
+    """The suspects that break the model when all the other operators run in FP32."""
+    while len(suspects) > 1:
+        middle = len(suspects) // 2
+        for half in (suspects[:middle], suspects[middle:]):
+            others = [name for name in low if name not in half]
+            if not trials.agree(policy=trials.pinned(others)):
+                suspects = half
+                break
+        else:
+            break
+    return suspects
+
+
+class _Trials:
+    """Runs of copies of one model, each compiled in another way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: dict[str, Any],
+        agrees: Agrees,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.options, self.agrees = options, agrees
+        self.count = 0
+        self.nodes: list[PlanNode] = []  # of the last trial
+        self.full = self._outcome(copy.deepcopy(model))
+        if not agrees(self._outcome(copy.deepcopy(model)), self.full):
+            raise MPCompileError(
+                f"{type(model).__name__} disagrees with itself in FP32: its loss or a gradient is "
+                "not finite, or the same call gives different numbers"
+            )
+
+    def agree(self, **changes: Any) -> bool:
+        """Whether the model compiled with these options agrees with FP32."""
+        self.count += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MPCompileWarning)
+            twin = mpcompile(copy.deepcopy(self.model), **{**self.options, **changes})
+            outcome = self._outcome(twin)
+        self.nodes = [node for plan in compiled_plans(twin) for node in plan.nodes]
+        return self.agrees(outcome, self.full)
+
+    def pinned(self, names: Sequence[str] | Mapping[str, Any]) -> Policy:
+        """The user's policy, and these nodes in FP32."""
+        own: Policy = self.options.get("policy") or Policy()
+        words = {
+            where: {
+                key: str(own.low_dtypes.get((where, key), "")).removeprefix("torch.") or precision
+                for key, precision in table.items()
+            }
+            for where, table in (("modules", own.modules), ("nodes", own.nodes))
+        }
+        return Policy(
+            own.low, own.full, own.keep, words["modules"],
+            {**words["nodes"], **dict.fromkeys(names, "fp32")},
+        )  # fmt: skip
+
+    def _outcome(self, model: nn.Module) -> Outcome:
+        args, kwargs = copy.deepcopy((tuple(self.args), dict(self.kwargs)))
+        model.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            loss = _loss(model(*args, **kwargs))
+            loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return Outcome(float(loss.detach()), gradients)
+
+
+def _loss(result: Any) -> torch.Tensor:
+    tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    means = [x.float().mean() for x in tensors if x.requires_grad]
+    if not means:
+        raise MPCompileError("the model returns nothing that has a gradient")
+    return torch.stack(means).sum()
+
+
+def _is_added(node: PlanNode) -> bool:
+    """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
+    return node.rule in ("cast", "scale", "pad")
+
+
+def _norm(gradient: torch.Tensor | None) -> float:
+    return 0.0 if gradient is None else float(gradient.double().norm())
+
+
+def _distance(ours: torch.Tensor | None, full: torch.Tensor | None) -> float:
+    if ours is None or full is None:
+        return 0.0 if ours is full else math.inf
+    distance = float((ours.double() - full.double()).norm())
+    return distance if math.isfinite(distance) else math.inf

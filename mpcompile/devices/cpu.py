@@ -1,0 +1,120 @@
+"""The host's CPU: a call returns when its work is done; instructions decide what is fast."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+
+import torch
+
+from .capabilities import Capabilities
+from .instructions import cpu_flags, cpu_units, vectors
+
+__all__ = ["CPU"]
+
+# (flag of `cpu_flags()`, built-in profile), best first
+_PROFILES = (
+    ("avx512_bf16", "cpu-avx512-bf16"), ("avx512_f", "cpu-avx512"), ("avx2", "cpu-avx2"),
+)  # fmt: skip
+
+
+class CPU(Capabilities):
+    """The CPU. Its kernels repack their operands, so nothing is lost by odd sizes."""
+
+    word = "CPU"
+    auto = torch.bfloat16
+    slow_dtypes = (torch.float16,)
+    asynchronous = False
+    multi_tensor = False
+    counts_memory = False
+    fewest_rows = 256  # fewer operations to a byte than on a GPU
+    turn = 1e-4
+    large_sizes = False  # they would take minutes
+
+    def units(self) -> str:
+        """Describe the low-precision dot-product instructions."""
+        names = [name for name, _ in cpu_units(cpu_flags())]
+        return ", ".join(names) if names else "none (no BF16 or FP16 matrix instructions)"
+
+    def has_units(self, dtype: torch.dtype) -> bool:
+        """Whether there are instructions that multiply in `dtype`."""
+        return any(found is dtype for _, found in cpu_units(cpu_flags()))
+
+    def why_auto(self) -> str:
+        """Why BF16."""
+        names = [name for name, dtype in cpu_units(cpu_flags()) if dtype is self.auto]
+        if not names:
+            return super().why_auto()
+        return f"BF16 has instructions of its own here ({names[0]}), FP16 is slow"
+
+    def has_slow_attention(self, dtype: torch.dtype) -> bool:
+        """In BF16: its backward runs at a fraction of FP32's speed (torch 2.13)."""
+        return dtype is torch.bfloat16
+
+    def is_there(self) -> bool:
+        """Always."""
+        return True
+
+    def count(self) -> int:
+        """The host has no number."""
+        return 0
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def random_state(self) -> torch.Tensor:
+        """The state of the host's own random numbers."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put back what `random_state` gave."""
+        torch.set_rng_state(state)
+
+    def name(self) -> str:
+        """The model, and with how many threads torch computes on it."""
+        return f"{self._model()}, {torch.get_num_threads()} threads"
+
+    def part(self) -> str:
+        """The maker's name, which a virtual machine may shorten, and what it multiplies with.
+
+        Without matrix units these are its vectors: what is fast with one kind is not with another.
+        """
+        units = self.units().partition(" (")[0]
+        return f"{self._model()} ({vectors() if units == 'none' else units})"
+
+    def memory(self) -> int | None:
+        """The host's."""
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # not a POSIX system
+            return None
+
+    def libraries(self) -> Mapping[str, str]:
+        """The libraries of products, and the vectors that ATen uses."""
+        return {
+            "oneDNN": "yes" if torch.backends.mkldnn.is_available() else "no",
+            "MKL": "yes" if torch.backends.mkl.is_available() else "no",
+            "vectors": vectors(),
+        }
+
+    def threads(self) -> int:
+        """How many threads torch computes with."""
+        return torch.get_num_threads()
+
+    def builtin_profile(self) -> str | None:
+        """Of an x86 CPU, by the best of `_PROFILES` it has.
+
+        Its BF16 instructions, or else its vectors, decide which dtype is fast at which size. One
+        with AMX has AVX512-BF16 too and gets that profile, which promises it too little. The ratio
+        of two dtypes, which a choice depends on, is about the same with any number of threads for
+        large sizes; for small ones BF16 starts to win at about twice the work. Other CPUs have no
+        built-in profile: with BF16 instructions their products run low, without them in FP32.
+        """
+        flags = cpu_flags()
+        if not str(flags.get("architecture", "")).startswith("x86"):
+            return None
+        return next((profile for flag, profile in _PROFILES if flags.get(flag)), None)
+
+    def _model(self) -> str:
+        return str(cpu_flags().get("cpu_name") or platform.processor() or platform.machine())

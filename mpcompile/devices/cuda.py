@@ -1,0 +1,155 @@
+"""GPUs that torch calls "cuda": NVIDIA's, AMD's under ROCm, and NVIDIA's by their data sheets.
+
+AMD's list of targets with matrix instructions is that of ROCm's "GPU hardware specifications".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .capabilities import Capabilities
+from .gpus import GPU
+from .tensor_cores import TensorCores, cuda_matrix_units, cuda_tensor_cores, multiply_in
+
+__all__ = ["CUDA", "AbsentGPU", "ROCm", "cuda_or_rocm"]
+
+_LOW_SUMS = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
+
+# AMD's targets with matrix instructions: CDNA's MFMA, RDNA 3's and 4's WMMA.
+_AMD_UNITS = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+
+
+class CUDA(Capabilities):
+    """An NVIDIA GPU of this machine."""
+
+    word = "GPU"
+    auto = torch.float16
+    cuda_graphs = True
+
+    def capability(self) -> tuple[int, int]:
+        """The compute capability, (major, minor)."""
+        return torch.cuda.get_device_capability(self.device)
+
+    def units(self) -> str:
+        """Describe the Tensor Cores."""
+        return cuda_tensor_cores(self.capability(), self.name())
+
+    def has_units(self, dtype: torch.dtype) -> bool:
+        """Whether the Tensor Cores multiply in `dtype`."""
+        return multiply_in(self.units(), dtype)
+
+    def matrix_units(self) -> TensorCores:
+        """What the Tensor Cores ask of dimensions."""
+        return cuda_matrix_units(self.capability())
+
+    def why_auto(self) -> str:
+        """Why FP16."""
+        if not self.has_units(self.auto):
+            return super().why_auto()
+        return f"FP16 runs on Tensor Cores ({self.units()}); the loss scale keeps its range"
+
+    def products_leave_in_fp32(self) -> bool:
+        """`mm.dtype` is cuBLAS's. With FP16 accumulation allowed, torch refuses to call it."""
+        return not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+    def accumulate_in_fp32(self) -> None:
+        """Let cuBLAS add in FP32 alone; nothing to do for a torch without CUDA."""
+        if torch.backends.cuda.is_built():
+            for setting in _LOW_SUMS.values():
+                setattr(torch.backends.cuda.matmul, setting, False)
+
+    def low_accumulation(self, dtype: torch.dtype) -> str | None:
+        """Whether cuBLAS may add parts of a product's sums in `dtype`."""
+        setting = _LOW_SUMS[dtype]
+        if not getattr(torch.backends.cuda.matmul, setting):
+            return None
+        return f"torch.backends.cuda.matmul.{setting}"
+
+    def libraries(self) -> Mapping[str, str]:
+        """CUDA or ROCm, cuDNN, and Triton, which Inductor needs."""
+        cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        return {
+            "CUDA": str(torch.version.cuda or torch.version.hip),
+            "cuDNN": "no" if cudnn is None else str(cudnn),
+            "Triton": _triton_version(),
+        }
+
+    def driver(self) -> str:
+        """The version of NVIDIA's kernel module, as Linux tells it; `""` where it does not."""
+        try:
+            text = Path("/proc/driver/nvidia/version").read_text()
+        except OSError:
+            return ""
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+        return found.group(1) if found else ""
+
+    def builtin_profile(self) -> str | None:
+        """By the compute capability."""
+        return "cuda-hopper" if self.capability()[0] == 9 else None
+
+
+class ROCm(CUDA):
+    """An AMD GPU, which torch built for ROCm calls "cuda". What NVIDIA says is not true of it:
+    compute capabilities, what Tensor Cores ask of dimensions, `mm.dtype`, the built-in profiles.
+    """
+
+    def units(self) -> str:
+        """Describe the matrix cores."""
+        target = self._target()
+        found = "FP16, BF16" if target.startswith(_AMD_UNITS) else "none known to mpcompile"
+        return f"{found} (AMD {target})"
+
+    def has_units(self, dtype: torch.dtype) -> bool:
+        """Whether it is one of AMD's targets with matrix instructions."""
+        return self._target().startswith(_AMD_UNITS)
+
+    def matrix_units(self) -> TensorCores:
+        """Nothing is known of what unaligned sizes cost, so nothing is padded for it."""
+        return TensorCores()
+
+    def products_leave_in_fp32(self) -> bool:
+        """No: `mm.dtype` is CUDA's alone."""
+        return False
+
+    def builtin_profile(self) -> str | None:
+        """None: no AMD GPU was measured."""
+        return None
+
+    def _target(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).gcnArchName)
+
+
+class AbsentGPU(CUDA):
+    """An NVIDIA GPU that this machine need not have: what it can do follows from its data sheet."""
+
+    def __init__(self, gpu: GPU) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.gpu = gpu
+
+    def capability(self) -> tuple[int, int]:
+        """The compute capability, (major, minor)."""
+        return self.gpu.capability
+
+    def name(self) -> str:
+        """As `torch.cuda.get_device_name()` would tell it."""
+        return self.gpu.name
+
+
+def cuda_or_rocm(device: torch.device) -> CUDA:
+    """A "cuda" device, by what torch was built for."""
+    return CUDA(device) if torch.version.hip is None else ROCm(device)
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "no (Inductor needs it to compile for CUDA)"

@@ -1,0 +1,72 @@
+"""The inputs of a rewritten graph, by number: the caller's, O2's working copies, the loss scale's.
+
+    0 ... given-1          what the caller of Dynamo's graph hands over; where the graph reads a
+                           parameter only in the low dtype, its working copy stands in its place
+    given ...              working copies of parameters that the graph reads in FP32 as well
+    the last two           the loss scale, and the leaf whose "gradient" counts the overflows; only
+                           in a graph that is scaled
+
+`passes/graph/read_copies.py` adds the copies, `passes/graph/scale_gradients.py` the last two. What
+calls the graph is told by `GraphInputs` alone what goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .marks import copy_of
+
+# The names of the two inputs that scaling adds.
+SCALE, FOUND = "mp_scale", "mp_found"
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """Which input of a graph is what.
+
+    Attributes:
+        given: how many inputs the caller hands over; they come first.
+        copies: input that reads a working copy -> the caller's input that it is the copy of.
+        scaled: whether the last two inputs are the loss scale and the overflow leaf.
+    """
+
+    given: int
+    copies: Mapping[int, int] = field(default_factory=dict)
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> GraphInputs:
+        """Read the layout off a graph, at any point of the pipeline."""
+        inputs = graph.find_nodes(op="placeholder")
+        scaled = any(node.target == SCALE for node in inputs)
+        copies = {k: of for k, node in enumerate(inputs) if (of := copy_of(node)) is not None}
+        behind = sum(k != of for k, of in copies.items())
+        return cls(len(inputs) - behind - 2 * scaled, copies, scaled)
+
+    def assembled(
+        self, given: Sequence[Any], copies: Sequence[Any] = (), scaling: Sequence[Any] = ()
+    ) -> list[Any]:
+        """All inputs of a call.
+
+        Args:
+            given: the caller's.
+            copies: working copies, in the order of `self.copies`.
+            scaling: the loss scale and the overflow leaf, if the graph is scaled.
+        """
+        behind = [copy for k, copy in zip(self.copies, copies, strict=True) if k >= self.given]
+        inputs = [*given, *behind, *scaling]
+        for k, copy in zip(self.copies, copies, strict=True):
+            inputs[k] = copy
+        return inputs
+
+    def scaling_apart(
+        self, inputs: Sequence[Any]
+    ) -> tuple[Sequence[Any], torch.Tensor, torch.Tensor]:
+        """The inputs of a call of a scaled graph: all others, the loss scale, the overflow leaf."""
+        assert self.scaled
+        return inputs[:-2], inputs[-2], inputs[-1]

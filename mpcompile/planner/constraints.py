@@ -1,0 +1,187 @@
+"""What the planner decides, and what it must not decide: numerical risk is no number.
+
+At O1 a FOLLOW operator that does arithmetic on an FP32 value is FULL, whatever that costs: a path
+that accumulates stays FP32. At O2 an operator is FULL that reads only what a guard or the user
+wants in FP32 (its range is unknown), that no path of undecided operators joins to a LOW one, or
+that hands a probability on to FP32 arithmetic; and no result is rounded that such arithmetic goes
+on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from .. import ir
+from ..rules import Kind
+from ..rules.policy import Config, Level, Precision
+from .reads import counted_operands, is_trained, read_by, root
+from .times import seconds
+
+LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Whether the result of an FP32 operator is rounded to the low dtype where it is made (O2): an
+    item of its own, to be decided between the operator and its readers.
+    """
+
+    node: fx.Node
+
+
+Item = fx.Node | Rounded
+
+
+class Constraints:
+    """What is to be decided in one graph, and what of it is settled beforehand.
+
+    Attributes:
+        open: the nodes to decide, in program order, then which results are rounded.
+        rounded: node -> the item that says whether its result is rounded.
+    """
+
+    def __init__(self, graph: fx.Graph, config: Config) -> None:
+        self.config = config
+        nodes = [n for n in graph.nodes if self._is_open(n)]
+        self.rounded = {n: Rounded(n) for n in graph.nodes if self._may_be_rounded(n)}
+        self.open: list[Item] = [*nodes, *self.rounded.values()]
+        self._members = set(self.open)
+        self._follow = {n for n in nodes if ir.precision(n) is FOLLOW}
+        self._wide = self._find_wide(graph)
+        self._near_low = self._find_near_low()
+        self._tiny = self._find_tiny(graph)
+
+    def is_open(self, item: Item) -> bool:
+        """Whether this is to be decided."""
+        return item in self._members
+
+    def is_low(self, item: Item) -> bool | None:
+        """Whether an item is LOW, where that is decided already; or None."""
+        if item in self._members or isinstance(item, Rounded):
+            return None
+        return ir.precision(item) is LOW
+
+    def against_low(self, item: Item) -> Iterator[str]:
+        """Why the item must not be low, whatever that costs."""
+        if isinstance(item, Rounded):
+            if self._read_exactly(item.node) or self._stays_tiny(item.node):
+                yield "read exactly"
+            if not any(ir.precision(n) is LOW or n in self._near_low for n in item.node.users):
+                yield "nothing low near"
+        elif item in self._follow:
+            if self.config.level is Level.O2 and self._stays_tiny(item):
+                yield "read exactly"
+            if self.config.level is Level.O2 and item not in self._near_low:
+                yield "nothing low near"
+            if self.config.level is Level.O1 and not counted_operands(item):
+                yield "no operand"
+            value = ir.captured(item)
+            if value is not None and value.ndim == 0:
+                yield "one number"
+
+    def forced_by(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that force an open node to FP32 if they are FP32."""
+        if node not in self._follow:
+            return []
+        if ir.kind(node) is Kind.MOVE:  # it would cast all of a table to look up some rows
+            return read_by(node)
+        if ir.kind(node) is Kind.VIEW:
+            return []
+        if self.config.level is Level.O1:
+            return counted_operands(node)
+        return counted_operands(node) if node in self._wide else []
+
+    # -- which nodes ------------------------------------------------------------------------------
+
+    def _is_open(self, node: fx.Node) -> bool:
+        if ir.precision(node) is FOLLOW:
+            return True
+        return (
+            ir.precision(node) is LOW
+            and ir.mark(node).by is ir.By.TABLE
+            and ir.mark(node).low is self.config.low
+            and seconds(node, self.config) is not None
+        )
+
+    def _may_be_rounded(self, node: fx.Node) -> bool:
+        """FP32 inside, low in and out: O2's norms, softmax, and rows looked up in a parameter."""
+        wide = ir.precision(node) is FULL and ir.mark(node).by is ir.By.TABLE
+        moves = ir.precision(node) is FOLLOW and ir.kind(node) is Kind.MOVE
+        looked_up = moves and all(is_trained(root(n)) for n in read_by(node))
+        may = looked_up or (wide and ir.rule(node).rounds_result)
+        return self.config.level is Level.O2 and may and ir.was_f32(node)
+
+    def _find_wide(self, graph: fx.Graph) -> set[fx.Node]:
+        """What is computed from nothing but values of any magnitude: those that somebody wants in
+        FP32 (a guard, the user, a `.float()`), the results of operators that grow or invert.
+        """
+        wide: set[fx.Node] = set()
+        for node in graph.nodes:
+            if ir.precision(node) is KEEP or (ir.precision(node) is FULL and _is_wide(node)):
+                wide.add(node)
+            elif node in self._follow:
+                operands = counted_operands(node)
+                if operands and all(operand in wide for operand in operands):
+                    wide.add(node)
+        return wide
+
+    def _find_near_low(self) -> set[fx.Node]:
+        """FOLLOW nodes that a path of FOLLOW nodes joins to a LOW one, as producer or consumer."""
+        around = {n: [*n.all_input_nodes, *n.users] for n in self._follow}
+        work = [n for n in self._follow if any(ir.precision(m) is LOW for m in around[n])]
+        near = set(work)
+        while work:
+            fresh = [n for n in around[work.pop()] if n in self._follow and n not in near]
+            near.update(fresh)
+            work += fresh
+        return near
+
+    def _find_tiny(self, graph: fx.Graph) -> set[fx.Node]:
+        """Probabilities, and FOLLOW nodes that hand them on: by a gate, as a mixture, as a view."""
+        tiny: set[fx.Node] = set()
+        for node in graph.nodes:
+            if ir.precision(node) is FULL and ir.rule(node).tiny:
+                tiny.add(node)
+            elif node in self._follow and (operands := counted_operands(node)):
+                enough = any if ir.rule(node).hands_on_tiny else all
+                if enough(operand in tiny for operand in operands):
+                    tiny.add(node)
+        return tiny
+
+    # -- what FP32 arithmetic goes on with --------------------------------------------------------
+
+    def _stays_tiny(self, node: fx.Node) -> bool:
+        """Whether something in FP32 reads a probability, handed on or not: its logarithm, say."""
+        return node in self._tiny and self._goes_on_in_full(node, self._tiny.__contains__)
+
+    def _read_exactly(self, node: fx.Node) -> bool:
+        """Whether something in FP32 reads the value, or what is computed from it and from nothing
+        low: a logarithm behind a softmax. It must not be handed what underflowed.
+        """
+
+        def beside_nothing_low(reader: fx.Node) -> bool:
+            return not any(ir.precision(n) is LOW for n in map(root, read_by(reader)))
+
+        return self._goes_on_in_full(node, beside_nothing_low)
+
+    def _goes_on_in_full(self, node: fx.Node, through: Callable[[fx.Node], bool]) -> bool:
+        """Whether the value reaches an FP32 operator by way of such FOLLOW nodes alone."""
+        readers = dict.fromkeys(node.users)
+        for reader in (work := list(readers)):  # it grows
+            if reader not in self._follow:
+                if ir.precision(reader) is not LOW and not ir.rule(reader).rounds_result:
+                    return True
+            elif through(reader):
+                work += [user for user in reader.users if user not in readers]
+                readers.update(dict.fromkeys(reader.users))
+        return False
+
+
+def _is_wide(node: fx.Node) -> bool:
+    """Whether an FP32 node's result may leave the low dtype's range, for all that is known."""
+    if ir.mark(node).by not in (ir.By.TABLE, ir.By.KERNEL, ir.By.ALIAS):
+        return True
+    return ir.rule(node).grows or ir.rule(node).sensitive

@@ -1,0 +1,186 @@
+"""What a precision costs: the objective that the planner minimises, in bytes of memory traffic.
+
+    total = sum over values  stored(v) + time(v) + doubt(v) + weights(v)
+          + sum over edges   cast(u, v)   where u and v differ
+
+stored   A value that leaves its kernel is written once and read by each reader behind it: 4 bytes
+         an element each time in FP32, 2 in FP16 and BF16; counted is the difference. It leaves if a
+         reader stands in another kernel (see fusion.py), or if the backward reads it. A reader that
+         is bound to be LOW doesn't count: it gets a low copy anyway.
+time     What the device profile predicts for a product in either dtype, forward and backward,
+         counted in the bytes that memory moves meanwhile. Without a profile products stay LOW.
+doubt    A tenth of the time in the low dtype: what is no faster for certain stays FP32.
+weights  A LOW product casts its FP32 weights (read and written), and their gradients back; nothing
+         where it reads a working copy.
+cast     Where one reader's kernel can't cast, a second copy: written, in place of what the other
+         readers share. What no fusion absorbs, a read, a write and a launch: from an input or a
+         product straight into a product. Any other cast rides in a kernel that runs anyway: up
+         it is free, down it rounds, which counts a sixteenth of a byte an element: enough to break
+         a tie.
+
+At O1 what the backward reads doesn't count: it reads what the forward stored, and computes the rest
+again. What must not be low at any cost says constraints.py.
+
+All costs are whole numbers, in sixteenths of a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..padding.products import product
+from ..rules import Keeps, Kind
+from ..rules.policy import Config, Level
+from .constraints import Constraints, Item, Rounded
+from .cut import NEVER
+from .fusion import Fusion
+from .reads import cast_weights, elements, is_view, read_by, readers, root
+from .times import seconds
+
+UNIT = 16  # of a byte
+DOUBT = 10  # a tenth of a predicted time: about how far predictions are off
+FULL_BYTES = torch.float32.itemsize
+
+
+@dataclass
+class Costs:
+    """The terms of one node, in units of a sixteenth byte: term -> cost.
+
+    Attributes:
+        low, full: what either precision costs.
+    """
+
+    low: dict[str, int] = field(default_factory=dict)
+    full: dict[str, int] = field(default_factory=dict)
+
+
+class Objective:
+    """The costs of one graph, for what is to be decided in it.
+
+    Attributes:
+        constraints: what is to be decided, and what must not be low.
+        launch: the launch of a kernel, in units of a sixteenth byte.
+        terms: item -> its own costs.
+        pairs: (operand, reader) -> (cost if only the operand is LOW, if only the reader is). A
+            node that is decided already stands in pairs, too.
+    """
+
+    def __init__(self, graph: fx.Graph, config: Config) -> None:
+        self.config = config
+        self.constraints = Constraints(graph, config)
+        self._fusion = Fusion(graph)
+        self.launch = _launch(config)
+        low = config.format.compute.itemsize
+        self._difference = (FULL_BYTES - low) * UNIT  # an element, stored in either dtype
+        self._cast = (FULL_BYTES + low) * UNIT  # an element, read in one dtype, written in another
+        self.terms = {item: self._own(item) for item in self.constraints.open}
+        self.pairs = self._pairs(graph)
+
+    def milliseconds(self, cost: int) -> str:
+        """A cost that stands for time, as time."""
+        assert self.config.profile is not None
+        return f"{cost / UNIT / self.config.profile.bandwidth * 1e3:.3g}"
+
+    # -- costs of a node --------------------------------------------------------------------------
+
+    def _own(self, item: Item) -> Costs:
+        costs = Costs()
+        node = item.node if isinstance(item, Rounded) else item
+        if ir.kind(node) is Kind.VIEW:
+            # Where a cast may stand before or behind a view, it stands before: once for all views.
+            costs.full["view"] = elements(node) // 2 if self._shows_full(node) else 1
+            return costs
+        if (times := seconds(node, self.config)) is not None:
+            costs.low["time"], costs.full["time"] = (self._as_bytes(s) for s in times)
+            costs.low["doubt"] = costs.low["time"] // DOUBT
+            costs.low["weights"] = sum(self._weight(n) for n in cast_weights(node, self.config))
+        of_its_result = node in self.constraints.rounded and not isinstance(item, Rounded)
+        if not of_its_result and (stored := self._times_stored(node)):
+            costs.full["stored"] = self._difference * elements(node) * stored
+        costs.low.update(dict.fromkeys(self.constraints.against_low(item), NEVER))
+        return costs
+
+    def _times_stored(self, node: fx.Node) -> int:
+        """How often FP32 would be written or read where the low dtype could be."""
+        reads = 0
+        keeps = self.config.level is Level.O2  # in no_grad, too: evaluation rounds as training does
+        for reader in readers(node):
+            if reader.op == "output" or self.constraints.is_low(reader):
+                continue
+            casts = self._fusion.is_apart(reader) and not self._fusion.is_apart(node)
+            if self._fusion.leaves(node, reader) and not casts:
+                reads += 1
+            if keeps and _keeps_operand(reader):
+                reads += 1
+        if keeps and ir.rule(node).keeps is Keeps.RESULT:
+            reads += 1
+        return reads + 1 if reads else 0
+
+    def _shows_full(self, node: fx.Node) -> bool:
+        """Whether it is a view of something that is FP32 in any case."""
+        return is_view(node) and self.constraints.is_low(root(node)) is False
+
+    # -- costs of an edge -------------------------------------------------------------------------
+
+    def _pairs(self, graph: fx.Graph) -> dict[tuple[Item, Item], tuple[int, int]]:
+        rounded = self.constraints.rounded
+        pairs: dict[tuple[Item, Item], tuple[int, int]] = {
+            (node, item): (0, elements(node)) for node, item in rounded.items()
+        }
+        for reader in graph.nodes:
+            forced = self.constraints.forced_by(reader)
+            for operand in read_by(reader):
+                if self._either_is_open(shown := rounded.get(operand, operand), reader):
+                    up, down = self._casts(operand, reader)
+                    pairs[shown, reader] = up, NEVER if operand in forced else down
+            for operand in map(root, forced):  # rounding a view of it would not change that
+                if self._either_is_open(shown := rounded.get(operand, operand), reader):
+                    up, _ = pairs.get((shown, reader), (0, 0))
+                    pairs[shown, reader] = up, NEVER
+        return pairs
+
+    def _either_is_open(self, operand: Item, reader: fx.Node) -> bool:
+        return self.constraints.is_open(operand) or self.constraints.is_open(reader)
+
+    def _casts(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
+        """What it costs if the two differ: to cast up for the reader, and to cast down."""
+        count = elements(operand)
+        if ir.is_parameter(operand) or ir.is_constant(operand):
+            return 0, 0  # counted by the product that reads it; a kernel reads a vector as it is
+        if self._fusion.absorbs_below(operand) and self._fusion.is_apart(reader):
+            # The operand's kernel writes a copy for this reader, beside what it stores for others.
+            again = self._difference * count if self._times_stored(operand) else 0
+            return 2 * again, again + count
+        if self._fusion.absorbs_below(operand) or self._fusion.absorbs_above(reader):
+            # What shows FP32 memory is not rounded for the sake of one reader among others.
+            return 3 * count // 4 if self._shows_full(operand) else 0, count
+        alone = self._cast * count + self.launch
+        return alone, alone
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _as_bytes(self, seconds: float) -> int:
+        assert self.config.profile is not None
+        return round(seconds * self.config.profile.bandwidth * UNIT)
+
+    def _weight(self, weight: fx.Node) -> int:
+        """The cast of an FP32 weight, and of its gradient."""
+        forward = FULL_BYTES + self.config.format.operand_bytes
+        backward = FULL_BYTES if ir.requires_grad(weight) else 0
+        return (forward + backward) * UNIT * elements(weight) + self.launch
+
+
+def _keeps_operand(node: fx.Node) -> bool:
+    """Whether its backward reads what the node read; a product has a copy of its own."""
+    return ir.rule(node).keeps is Keeps.OPERANDS and product(node) is None
+
+
+def _launch(config: Config) -> int:
+    """A kernel's launch, in the bytes that memory moves meanwhile."""
+    if config.profile is None:
+        return 0
+    return round(config.profile.launch * config.profile.bandwidth * UNIT)

@@ -1,0 +1,83 @@
+"""How long a product takes, low and in FP32, as far as the device profile knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir.shapes import Product
+from ..padding.products import product
+from ..profile.model import Profile
+from ..rules.policy import Config
+from . import attention
+
+FULL = torch.float32
+
+
+def seconds(node: fx.Node, config: Config) -> tuple[float, float] | None:
+    """What the profile predicts for a product, low and FP32, forward and backward; None: it knows
+    nothing of it.
+    """
+    found = product(node) if config.profile is not None else None
+    if found is None or config.profile is None:
+        return None
+    low = ir.mark(node).low
+    backward = ir.requires_grad(node) or any(map(ir.requires_grad, node.all_input_nodes))
+    full_time = _predicted(config.profile, found, FULL, backward)
+    if attention.is_written_out(node, config):
+        low_time = _written_out(config.profile, found, low, backward)
+    else:
+        low_time = _predicted(config.profile, found, low, backward)
+    return None if low_time is None or full_time is None else (low_time, full_time)
+
+
+def _predicted(
+    profile: Profile, found: Product, dtype: torch.dtype, backward: bool
+) -> float | None:
+    dims = {name: ir.hint(size) for name, size in found.measured().items()}
+    if found.kind == "conv":
+        groups = dims["groups"]
+        dims |= {side: dims[side] * groups for side in ("in_channels", "out_channels")}
+    elif found.kind == "attention":
+        del dims["value_head"]
+    elif found.kind == "rnn":
+        return _layers(profile, found, dtype, backward)
+    return profile.seconds(found.kind, dtype, dims, backward=backward)
+
+
+def _layers(profile: Profile, found: Product, dtype: torch.dtype, backward: bool) -> float | None:
+    """A recurrent operator: its layers, in both directions, one after the other."""
+    sizes = {label: ir.hint(size) for label, size in found.sizes.items()}
+    steps = max(1, sizes["steps"] // sizes["samples"])
+    total = 0.0
+    for width, count in (("input", 1), ("below", sizes["later"])):
+        dims = {
+            "batch": sizes["samples"], "steps": steps, "input": sizes[width],
+            "hidden": sizes["hidden"], "gates": sizes["gates"],
+        }  # fmt: skip
+        seconds = profile.seconds("rnn", dtype, dims, backward=backward) if count else 0.0
+        if seconds is None:
+            return None
+        total += seconds * count * sizes["both"]
+    return total
+
+
+def _written_out(
+    profile: Profile, found: Product, low: torch.dtype, backward: bool
+) -> float | None:
+    """Attention as two batched products around a softmax."""
+    dims = {name: ir.hint(size) for name, size in found.measured().items()}
+    batch, queries, keys = dims["batch"], dims["queries"], dims["keys"]
+    products = [
+        profile.seconds(
+            "gemm", low, {"batch": batch, "m": queries, "n": n, "k": k}, backward=backward
+        )
+        for n, k in ((keys, dims["head"]), (dims["value_head"], keys))
+    ]
+    if None in products:
+        return None
+    # The scores are written and read twice forward, and once more with their gradients backward.
+    traffic = low.itemsize * (4 + 6 * backward) * batch * queries * keys
+    kernels = 2 + 2 * backward  # the softmax, and copies of what the products read transposed
+    return sum(filter(None, products)) + traffic / profile.bandwidth + kernels * profile.launch

@@ -1,0 +1,174 @@
+"""Questions about operators, answered from the table and from the rows that users registered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ..errors import MPCompileError, did_you_mean
+from .labels import NAMED, signature
+from .policy import Precision, op_exists, op_key
+from .rule import UNKNOWN, Recurrent, Rule
+from .table import TABLE
+
+_REGISTERED: dict[str, Rule] = {}
+
+# Functions of Python's and of Dynamo's that are no operators of the table, but come down to one.
+_MADE_OF_PRODUCTS = frozenset(("imatmul", "higher_order::flex_attention"))
+
+
+def rule_for(op: object) -> Rule:
+    """The row of an operator (OpOverload), `UNKNOWN` where there is none. User rows come first."""
+    if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return UNKNOWN
+    return _row(op_key(op))
+
+
+def known_ops() -> frozenset[str]:
+    """Every operator with a row, built in or registered."""
+    return frozenset(TABLE) | frozenset(_REGISTERED)
+
+
+def multiplies(name: str) -> bool:
+    """Whether this is the name of a matrix product, convolution or attention: an operator's, or
+    that of the function or method a program calls (`"matmul"`).
+    """
+    return name in _MADE_OF_PRODUCTS or _row(op_key(name)).multiplies
+
+
+def castable(op: object, position: int) -> bool:
+    """Whether the argument at this position may be handed over in another dtype."""
+    return position not in _places(op, rule_for(op).uncast)
+
+
+def masked_args(op: object) -> frozenset[int]:
+    """Positions of the arguments that hold an additive mask."""
+    return _places(op, rule_for(op).masks)
+
+
+def written_args(op: object) -> frozenset[int]:
+    """Positions of the arguments an operator writes to, declared in its schema or not."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return frozenset()
+    declared = {
+        i
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return frozenset(declared) | _places(op, rule_for(op).writes)
+
+
+def register_rule(op: object, precision: Precision | str, why: str, **facts: Any) -> None:
+    """Say what is known about an operator, process-wide; replaces an earlier row of the user's.
+
+    Args:
+        op: `"mylib::op"`, or the `torch.ops` object.
+        precision: "low", "full" or "follow" (or a `Precision`). "low" promises kernels, forward and
+            backward, for FP16/BF16 inputs; "keep" is what an unregistered op gets anyway.
+        why: the reason shown beside every node of this op in plans and dumps.
+        **facts: the other attributes of `mpcompile.rules.Rule`, as `grows=True` or
+            `product="x[m,k] w[n,k] -> [m,n]"`. What isn't said stays as the table has it; of an
+            operator without a row, the defaults of `Rule`, but it is a kernel of its own
+            (`fuses=False`).
+
+    Raises:
+        MPCompileError: no such operator, an unknown precision, an empty reason, a fact that `Rule`
+            doesn't have or of another type, an argument that the operator doesn't have.
+    """
+    key = op_key(op)
+    if not op_exists(key):
+        raise MPCompileError(
+            f"register_rule({op!r}): no such operator is registered with torch; "
+            "define it first (torch.library.custom_op), then register its rule"
+        )
+    if isinstance(precision, str):
+        if precision.upper() not in Precision.__members__:
+            raise MPCompileError(
+                f"register_rule({op!r}): unknown precision {precision!r}; "
+                "use 'low', 'full', 'follow' or 'keep'"
+            )
+        precision = Precision[precision.upper()]
+    if not why.strip():
+        raise MPCompileError(f"register_rule({op!r}): say why; the plan shows it")
+    _check_facts(key, facts)
+    known = TABLE.get(key, UNKNOWN)
+    _REGISTERED[key] = dataclasses.replace(known, precision=precision, reason=why, **facts)
+
+
+def _row(key: str) -> Rule:
+    return _REGISTERED.get(key) or TABLE.get(key, UNKNOWN)
+
+
+@functools.cache
+def _places(op: object, names: str) -> frozenset[int]:
+    """Positions of some arguments, by their names in the operator's schema."""
+    if not names or not isinstance(op, torch._ops.OpOverload):
+        return frozenset()
+    wanted = names.split()
+    return frozenset(i for i, a in enumerate(op._schema.arguments) if a.name in wanted)
+
+
+def _check_facts(key: str, facts: dict[str, Any]) -> None:
+    known = {field.name: field.default for field in dataclasses.fields(Rule)}
+    for name in ("precision", "reason"):
+        del known[name]
+    for name, value in facts.items():
+        if name not in known:
+            raise MPCompileError(
+                f"register_rule({key!r}): unknown fact {name!r}{did_you_mean(name, known)}; "
+                f"known: {', '.join(known)}"
+            )
+        kind = _TYPES.get(name, type(known[name]))
+        if not isinstance(value, kind):
+            raise MPCompileError(
+                f"register_rule({key!r}): {name}={value!r}: give a {kind.__name__}"
+            )
+    arguments = _argument_names(key)
+    for name in _named_arguments(key, facts):
+        if name not in arguments:
+            hint = did_you_mean(name, arguments)
+            raise MPCompileError(f"register_rule({key!r}): it has no argument {name!r}{hint}")
+
+
+# The facts whose default, None, doesn't show their type.
+_TYPES: dict[str, type] = {
+    "product": str, "recurrent": Recurrent, "low_form": str, "fill": str, "dims": str,
+}  # fmt: skip
+
+
+def _named_arguments(key: str, facts: dict[str, Any]) -> list[str]:
+    """The arguments of the operator that some facts are about."""
+    named = " ".join(facts.get(name, "") for name in ("uncast", "writes", "masks", "fill")).split()
+    if (text := facts.get("product")) is not None and text not in NAMED:
+        if (found := signature(text)) is None:
+            raise MPCompileError(
+                f"register_rule({key!r}): product={text!r}: write it as 'x[m,k] w[n,k] -> [m,n]', "
+                f"or use one of {', '.join(NAMED)}{did_you_mean(text, NAMED)}"
+            )
+        named += [*found.factors, *([found.added] if found.added else [])]
+    return named
+
+
+def _argument_names(key: str) -> set[str]:
+    namespace, name = key.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return {argument.name for overload in overloads for argument in overload._schema.arguments}
+
+
+# -- recurrent operators --------------------------------------------------------------------------
+
+_RECURRENT = [key.removeprefix("aten::") for key, rule in TABLE.items() if rule.recurrent]
+
+RNN_OPS: frozenset[Any] = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in _RECURRENT
+    for overload in ("input", "data")  # padded, packed
+)
+
+# As Dynamo names them, in the graph that capture replays; one that could not be captured comes to
+# `emit` so.
+PACKETS: dict[Any, Any] = {getattr(torch, n): getattr(torch.ops.aten, n) for n in _RECURRENT}

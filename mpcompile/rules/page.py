@@ -1,0 +1,91 @@
+"""The table as a page of documentation: `python -m mpcompile.rules.page > docs/operators.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import textwrap
+from itertools import groupby
+
+from .policy import Precision
+from .rule import Rule
+from .table import TABLE
+
+_TITLE = "# What is known about operators"
+_ABOUT = (
+    "This page is the table in `mpcompile/rules/`, printed by `python -m mpcompile.rules.page`."
+    " Each operator stands in one row; all its overloads share it. An operator that is not on this "
+    "page keeps the dtypes that it was captured with. `mpcompile.register_rule` adds a row for an "
+    "operator of your own, with any of these facts:"
+)
+_PRECISIONS = {
+    Precision.LOW: "LOW: runs in the low dtype",
+    Precision.FULL: "FULL: runs in FP32",
+    Precision.FOLLOW: "FOLLOW: runs in either; the planner decides",
+    Precision.KEEP: "KEEP: keeps the dtypes that the program names",
+}
+
+
+def page() -> str:
+    """The table as Markdown: a section a precision, a paragraph a reason, a line a set of facts."""
+    parts = [_TITLE, "", _filled(_ABOUT, ""), "", _legend()]
+    for precision, title in _PRECISIONS.items():
+        parts.append(f"\n## {title}\n")
+        rows = [(key, rule) for key, rule in TABLE.items() if rule.precision is precision]
+        for reason, group in groupby(rows, key=lambda row: row[1].reason):
+            parts.append(f"\n**{reason[0].upper()}{reason[1:]}.**\n")
+            parts += [_line(keys, facts) for facts, keys in _by_facts(list(group)).items()]
+    return "\n".join(parts) + "\n"
+
+
+def _legend() -> str:
+    """What each fact means: the attributes of `Rule`, from its docstring."""
+    text = inspect.getdoc(Rule) or ""
+    paragraphs = text.partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", paragraphs, re.S | re.M)
+    lines = (f"* `{name}`: {' '.join(meaning.split())}" for name, meaning in entries)
+    return "\n".join(_filled(line) for line in lines) + "\n"
+
+
+def _by_facts(rows: list[tuple[str, Rule]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, rule in rows:
+        found.setdefault(_facts(rule), []).append(key.removeprefix("aten::"))
+    return found
+
+
+def _facts(rule: Rule) -> str:
+    """What the rule says beside precision and reason, where it is not the default."""
+    said = []
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if field.name in ("precision", "reason") or value == field.default:
+            continue
+        if value is True:
+            said.append(field.name)
+        elif value is False:
+            said.append(f"not {field.name}")
+        elif isinstance(value, enum.Enum):
+            said.append(f"{field.name}: {value.value}")
+        elif dataclasses.is_dataclass(value):
+            said.append(field.name)
+        else:
+            said.append(f"{field.name}: `{value}`")
+    return "; ".join(said)
+
+
+def _line(keys: list[str], facts: str) -> str:
+    names = ", ".join(f"`{key}`" for key in keys)
+    text = f"{names}: {facts}" if facts else names
+    return _filled(f"* {text}")
+
+
+def _filled(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, 110, subsequent_indent=indent,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,150 @@
+"""What can be said about an operator: one `Rule`, which every part of the compiler asks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import nn
+
+from .policy import Precision
+
+
+class Kind(enum.Enum):
+    """What the operator does with a value; the planner treats the three differently.
+
+    COMPUTE  arithmetic: the dtype decides the rounding.
+    VIEW     the same elements under another shape: takes its input's dtype, costs nothing.
+    MOVE     copies some elements of a larger tensor (embedding, gather): cast what comes out.
+    """
+
+    COMPUTE = "compute"
+    VIEW = "view"
+    MOVE = "move"
+
+
+class Keeps(enum.Enum):
+    """What the operator stores for its backward (torch's derivatives.yaml).
+
+    OPERANDS  what it reads (and perhaps its result).
+    RESULT    its result alone.
+    NOTHING   no floating-point tensor.
+    """
+
+    OPERANDS = "operands"
+    RESULT = "result"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A recurrent operator, which runs on the device's own kernel.
+
+    Attributes:
+        gates: how many weight matrices are stacked in one tensor.
+        module: the layer that calls it.
+    """
+
+    gates: int
+    module: type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: everything that is known about one operator.
+
+    Arguments are named as in the operator's schema, several in one string: `"weight bias"`.
+
+    Attributes:
+        precision: LOW, FULL or FOLLOW; KEEP: its dtypes are not ours to change.
+        reason: why, in one sentence; shown beside every node.
+        kind: what the operator does with a value.
+
+        grows: the result may leave FP16's range although the inputs are inside it, so that what
+            follows directly stays in FP32 too.
+        bounded: the result lies within FP16's range whatever the inputs.
+        sensitive: a rounding of the input may change the result altogether (a rank, a definite
+            matrix that no longer is), so that what feeds it is computed in FP32 too.
+        tiny: the result reaches down to FP32's smallest numbers, of which FP16 makes zeros.
+        hands_on_tiny: one tiny operand makes the result tiny; elsewhere all operands must be.
+        averages: the result is as large as what is read, though computed in FP32.
+
+        product: the operator as a product of labelled arrays, for padding and for the device
+            profile: the labels of each operand, as `"self[m,k] mat2[k,n] -> [m,n]"`, or the name of
+            one whose rank varies, in `mpcompile/padding/products.py`.
+        multiplies: comes down to matrix products; counted where a body that no pass sees holds it.
+        recurrent: a recurrent operator, or None.
+
+        uncast: arguments that are never cast.
+        writes: arguments written in place without the schema saying so.
+        masks: arguments that hold an additive mask: finite values below the low dtype's range are
+            clamped into it by their cast, so that a fully masked row stays finite.
+        promotes: promotes its operands by itself, so that a 0-d FP32 operand (a learned
+            temperature) may stay FP32 beside a low one.
+        linear_backward: its backward is linear in the gradient in floating point, too; where not,
+            it is handed gradients without the loss scale.
+
+        keeps: what it stores for its backward.
+        fuses: the compiler fuses it with its neighbours; otherwise it is a kernel of its own, whose
+            operands and result lie in memory.
+        rounds_result: computes in FP32 inside, and its result keeps the magnitude of what it reads,
+            or less, so that O2 may store the result in the low dtype (Paddle's O2 has norms so).
+        low_form: the operator that gives the low result of this one, with a backward that reads it.
+
+        creates: makes a tensor out of sizes and at most one number.
+        fill: the argument that holds this number.
+        copies_constant: of a constant it makes a constant.
+        makes_positions: its result holds positions, 0, 1, 2, ...
+        converts: changes the dtype, as the program asks.
+
+        elementwise: computes each element of the result from the elements at the same place.
+        zero_absorbs: zero in one operand makes zero, whatever the others hold.
+        random: its result depends on random numbers.
+        may_alias: may return its operand itself, or a copy with the same strides.
+        dims: what it does with the dimensions: "reshape", "permute" or "unsqueeze"; None: something
+            else.
+        in_order: hands on all elements in their order.
+    """
+
+    precision: Precision
+    reason: str
+    kind: Kind = Kind.COMPUTE
+
+    grows: bool = False
+    bounded: bool = False
+    sensitive: bool = False
+    tiny: bool = False
+    hands_on_tiny: bool = False
+    averages: bool = False
+
+    product: str | None = None
+    multiplies: bool = False
+    recurrent: Recurrent | None = None
+
+    uncast: str = ""
+    writes: str = ""
+    masks: str = ""
+    promotes: bool = False
+    linear_backward: bool = True
+
+    keeps: Keeps = Keeps.OPERANDS
+    fuses: bool = True
+    rounds_result: bool = False
+    low_form: str | None = None
+
+    creates: bool = False
+    fill: str | None = None
+    copies_constant: bool = False
+    makes_positions: bool = False
+    converts: bool = False
+
+    elementwise: bool = False
+    zero_absorbs: bool = False
+    random: bool = False
+    may_alias: bool = False
+    dims: str | None = None
+    in_order: bool = False
+
+
+# Of an operator that nobody vouched for (the rule of TVM's ToMixedPrecision).
+UNKNOWN = Rule(Precision.KEEP, "no rule for this operator: it keeps its dtypes", fuses=False)

@@ -1,0 +1,89 @@
+"""What data sheets, instructions and `mpcompile info` say of devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpcompile import MPCompileError
+from mpcompile.devices.facts import device_facts
+from mpcompile.devices.registry import capabilities, is_supported
+from mpcompile.devices.tensor_cores import cuda_tensor_cores
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "expected"),
+    [
+        ((6, 1), "GTX 1080", "none (compute capability 6.1; they start with Volta, 7.0)"),
+        ((7, 0), "V100", "FP16 (Volta, compute capability 7.0)"),
+        ((7, 2), "Xavier", "FP16 (Volta, compute capability 7.2)"),
+        ((7, 5), "T4", "FP16 (Turing, compute capability 7.5)"),
+        ((7, 5), "NVIDIA GeForce GTX 1650", "none (GTX 16 series, compute capability 7.5)"),
+        ((8, 0), "A100", "FP16, BF16, TF32 (Ampere, compute capability 8.0)"),
+        ((8, 6), "RTX 3090", "FP16, BF16, TF32 (Ampere, compute capability 8.6)"),
+        ((8, 9), "L40", "FP16, BF16, TF32, FP8 (Ada, compute capability 8.9)"),
+        ((9, 0), "H200", "FP16, BF16, TF32, FP8 (Hopper, compute capability 9.0)"),
+        ((10, 0), "B200", "FP16, BF16, TF32, FP8, FP4 (Blackwell, compute capability 10.0)"),
+        ((12, 0), "RTX 5090", "FP16, BF16, TF32, FP8, FP4 (Blackwell, compute capability 12.0)"),
+    ],
+)
+def test_tensor_cores_by_capability(capability: tuple[int, int], name: str, expected: str) -> None:
+    assert cuda_tensor_cores(capability, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "AVX512-BF16"),
+        (
+            {"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": True},
+            "AMX-BF16, AVX512-BF16",
+        ),
+        ({"architecture": "aarch64", "sve_bf16": True, "bf16": True}, "SVE-BF16, NEON-BF16"),
+        (
+            {"architecture": "x86_64", "avx2": True, "bf16": True},
+            "none (no BF16 or FP16 matrix instructions)",
+        ),
+    ],
+)
+def test_matrix_units_of_a_cpu(
+    flags: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpcompile.devices.cpu.cpu_flags", lambda: flags)
+    assert capabilities("cpu").units() == expected
+
+
+@pytest.mark.this_machine
+@pytest.mark.parametrize("units", [True, False])
+def test_auto_is_bf16_on_cpu(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"architecture": "x86_64", "avx512_bf16": units}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(limit, raising=False)
+    cpu = capabilities("cpu")
+    assert cpu.auto is torch.bfloat16
+    assert ("stay FP32" in cpu.why_auto()) is not units
+
+
+@pytest.mark.parametrize("capability", [(6, 0), (9, 0)])
+def test_auto_is_fp16_on_cuda(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    gpu = capabilities("cuda")
+    assert gpu.auto is torch.float16
+    expected = "products stay FP32" if capability < (7, 0) else "Tensor Cores (FP16, BF16, TF32"
+    assert expected in gpu.why_auto()
+
+
+def test_a_device_type_nobody_supports() -> None:
+    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
+        capabilities("meta")
+    assert not is_supported("meta")
+
+
+@pytest.mark.gpu
+def test_facts_of_the_gpu_at_hand() -> None:
+    facts = device_facts("cuda")
+    assert facts.dtype is torch.float16
+    assert facts.name == torch.cuda.get_device_name(0)
+    assert set(facts.libraries) == {"CUDA", "cuDNN", "Triton"}

@@ -1,0 +1,204 @@
+"""`disable_passes=`: each pass that may be left out is, alone; the others refuse."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import MLP, check, leaf
+from exact import InFP64, results
+from torch import nn
+
+from mpcompile import MPCompileError, MPOptimizer, compiled_plans, mpcompile, pipeline, plan_for
+
+PASSES = tuple(pipeline.MAY_BE_DISABLED)
+
+
+class Attention(nn.Module):
+    """Attention with a mask, a softmax beside it, and dims that are worth padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1).to(q.dtype)
+        out: torch.Tensor = self.out(own + weights @ v)
+        return out
+
+
+class Convolutions(nn.Module):
+    """Values written in place, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.conv(x), inplace=True) * 3
+        hidden = self.norm(hidden.add_(hidden.mean()))
+        out: torch.Tensor = self.head(hidden.mean((2, 3)).mul_(2))
+        return out
+
+
+class Classifier(nn.Module):
+    """A head and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.body(x).tanh()), torch.arange(4) % 11)
+
+
+MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "mlp": (MLP, (3, 16)),
+    "attention": (Attention, (2, 9, 12)),
+    "convolutions": (Convolutions, (2, 3, 6, 6)),
+    "classifier": (Classifier, (4, 6)),
+}
+EACH_MODEL = pytest.mark.parametrize("model", MODELS)
+
+
+@EACH_MODEL
+@pytest.mark.parametrize("name", PASSES)
+def test_gradients_without_it_are_those_of_fp64(name: str, model: str) -> None:
+    """The graph run in FP64, where nothing but the rewriting can change a number; it is verified
+    after each pass.
+    """
+    torch.manual_seed(0)
+    kind, size = MODELS[model]
+    program, x = kind(), leaf(*size)
+    exact = copy.deepcopy(program).double()
+    # What makes the pass do something, where it isn't the program.
+    asks = {"leave_unpromised": {"promised": False}, "read_copies": {"copied": {0: None, 1: None}}}
+    backend = InFP64("always", "O2", without=[name], fuse_head=True, **asks.get(name, {}))
+    found = results(program, [x], backend)
+    wanted = results(exact, [x.double()], "eager")
+    assert found.keys() == wanted.keys()
+    for what, value in wanted.items():
+        scale = value.abs().max().item()
+        tolerance = 1e-11 if what.startswith("output") else 1e-5
+        torch.testing.assert_close(
+            found[what].double(), value, rtol=tolerance, atol=tolerance * max(scale, 1e-3)
+        )
+
+
+@EACH_MODEL
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_trains_without_all_of_them(level: str, model: str) -> None:
+    kind, size = MODELS[model]
+    check(
+        kind(),
+        leaf(*size),
+        level=level,
+        disable_passes=PASSES,
+        pad="always",
+        fuse_head=kind is Classifier,
+    )
+
+
+def test_the_models_give_the_passes_something_to_do() -> None:
+    """But for one that only decides, and reports no change."""
+    changed: set[str] = set()
+    for kind, size in MODELS.values():
+        model = kind()
+        options = {"level": "O2", "emit": "eager", "pad": "always", "fuse_head": kind is Classifier}
+        run = mpcompile(model, dtype=torch.bfloat16, **options)
+        optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        run(leaf(*size)).sum().backward()
+        optimizer.step()
+        changed.update(name for plan in compiled_plans(run) for name in plan.changed)
+    reported = {*PASSES} - {"leave_unpromised", "pad"}  # both only decide
+    assert reported <= changed
+
+
+def test_a_disabled_pass_does_not_run() -> None:
+    def plan(**options: Any) -> Any:
+        run = mpcompile(Attention(), dtype=torch.bfloat16, emit="eager", pad="always", **options)
+        run(leaf(2, 9, 12)).sum().backward()
+        return compiled_plans(run)[0]
+
+    ran, disabled = plan(), plan(disable_passes=["pad", "expand_attention"])
+    assert {"pad", "expand_attention"} <= ran.seconds.keys()
+    assert not {"pad", "expand_attention"} & disabled.seconds.keys()
+    assert "scaled_dot_product_attention" not in {n.name for n in ran.nodes}
+    assert "scaled_dot_product_attention" in {n.name for n in disabled.nodes}
+
+
+def test_an_o2_model_trains_without_reading_copies() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(3, 16)
+    full = copy.deepcopy(model)
+    optimizers = []
+    mpcompile(model, level="O2", dtype=torch.float16, emit="eager", disable_passes=["read_copies"])
+    for one in (model, full):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        optimizers.append(MPOptimizer(optimizer) if one is model else optimizer)
+    for _ in range(3):
+        for one, optimizer in zip((model, full), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    assert all(n.planned.startswith("f16") for n in compiled_plans(model)[0].nodes
+               if n.name.endswith("weight_f16"))  # fmt: skip
+    for ours, theirs in zip(model.parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_two_compilations_that_differ_in_it_are_two() -> None:
+    """Neither Dynamo's cache nor a compiler's confuses them."""
+    x = torch.randn(4, 4)
+    program = lambda x: x @ x  # noqa: E731
+    found = []
+    for disabled in ([], ["pad"], []):
+        options = {"dtype": torch.bfloat16, "emit": "aot_eager", "pad": "always",
+                   "disable_passes": disabled}  # fmt: skip
+        compiled = torch.compile(program, backend="mpcompile", options=options)
+        found.append(compiled(x))
+    for one in found:
+        torch.testing.assert_close(one, x @ x, rtol=3e-2, atol=3e-2)
+
+
+def test_a_plan_for_a_gpu_without_it() -> None:
+    model, x = nn.Linear(64, 61), torch.ones(64, 64)
+    ops = []
+    for disabled in ((), ("pad",)):
+        (plan,) = plan_for(model, x, device="t4", pad="always", disable_passes=disabled).plans
+        ops.append({node.op for node in plan.nodes})
+    assert ops[0] - ops[1] == {"aten::constant_pad_nd", "aten::slice"}
+
+
+# -- what can't be left out ------------------------------------------------------------------------
+
+
+def test_every_pass_is_in_one_of_the_tables() -> None:
+    names = {pass_.__name__ for pass_ in pipeline.PASSES}
+    assert pipeline.MAY_BE_DISABLED.keys() | pipeline.MUST_RUN.keys() == names
+    assert not pipeline.MAY_BE_DISABLED.keys() & pipeline.MUST_RUN.keys()
+
+
+@pytest.mark.parametrize("name", pipeline.MUST_RUN)
+def test_the_others_refuse_and_say_why(name: str) -> None:
+    with pytest.raises(MPCompileError) as caught:
+        mpcompile(MLP(), disable_passes=[name])
+    assert f"{name!r} can't be disabled: {pipeline.MUST_RUN[name]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["padd"], "no pass 'padd'; did you mean 'pad'"),
+        ("pad", "give a list of names of passes"),
+        (3, "give a list of names of passes"),
+    ],
+)
+def test_what_is_no_list_of_passes(value: Any, message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        mpcompile(MLP(), disable_passes=value)

@@ -1,0 +1,193 @@
+"""What the table says about torch's operators is so: each fact is tried on those that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mpcompile.rules.policy import Precision
+from mpcompile.rules.rule import Keeps, Kind, Rule
+from mpcompile.rules.table import TABLE
+
+aten = torch.ops.aten
+
+
+def having(fact: Callable[[Rule], Any]) -> list[str]:
+    return [key.removeprefix("aten::") for key, rule in TABLE.items() if fact(rule)]
+
+
+def generated(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+
+
+X = generated(4, 6)
+MASK = X > 0.5
+IMAGE = generated(1, 2, 8, 8)
+
+# How operators are called that take more than tensors of one shape.
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "addcdiv": lambda x: aten.addcdiv(x, x, x),
+    "addcmul": lambda x: aten.addcmul(x, x, x),
+    "cat": lambda x: aten.cat([x, x]),
+    "clamp": lambda x: aten.clamp(x, 0.2, 0.7),
+    "clamp_max": lambda x: aten.clamp_max(x, 0.7),
+    "clamp_min": lambda x: aten.clamp_min(x, 0.2),
+    "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [1, 2]),
+    "flatten": lambda x: aten.flatten(x),
+    "flip": lambda x: aten.flip(x, [0]),
+    "index_put": lambda x: aten.index_put(x, [torch.tensor([0, 1])], x[:2]),
+    "lerp": lambda x: aten.lerp(x, x, 0.3),
+    "log_softmax": lambda x: aten.log_softmax(x, -1),
+    "_log_softmax": lambda x: aten._log_softmax(x, -1, False),
+    "masked_fill": lambda x: aten.masked_fill(x, MASK, 0.0),
+    "pad": lambda x: aten.pad(x, [1, 2]),
+    "pow": lambda x: aten.pow(x, 3),
+    "repeat": lambda x: aten.repeat(x, [2, 1]),
+    "reshape": lambda x: aten.reshape(x, [-1]),
+    "roll": lambda x: aten.roll(x, [1], [0]),
+    "slice_scatter": lambda x: aten.slice_scatter(x, x[:2], 0, 0, 2),
+    "softmax": lambda x: aten.softmax(x, -1),
+    "_softmax": lambda x: aten._softmax(x, -1, False),
+    "_safe_softmax": lambda x: aten._safe_softmax(x, -1),
+    "stack": lambda x: aten.stack([x, x]),
+    "threshold": lambda x: aten.threshold(x, 0.5, 0.0),
+    "to": lambda x: aten.to(x, torch.float64),
+    "unflatten": lambda x: aten.unflatten(x, 0, [2, -1]),
+    "_unsafe_view": lambda x: aten._unsafe_view(x, [-1]),
+    "view": lambda x: aten.view(x, [-1]),
+    "where": lambda x: aten.where(MASK, x, x),
+}  # fmt: skip
+BINARY = ("add", "atan2", "div", "maximum", "minimum", "mul", "rsub", "sub", "true_divide")
+
+
+def call(name: str, x: torch.Tensor) -> Any:
+    if name in CALLS:
+        return CALLS[name](x)
+    return getattr(aten, name)(*([x, x] if name in BINARY else [x]))
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.bounded))
+def test_bounded(name: str) -> None:
+    for sign in (1.0, -1.0):
+        assert call(name, sign * X * 1e30).abs().max() <= torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.elementwise and not r.random))
+def test_elementwise(name: str) -> None:
+    """One element changed: the result has changed there, or nowhere."""
+    changed = X.clone()
+    changed[2, 3] += 0.05
+    differs = call(name, changed) != call(name, X)
+    assert call(name, X).shape == X.shape
+    differs[2, 3] = False
+    assert not differs.any()
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.zero_absorbs))
+def test_zero_absorbs(name: str) -> None:
+    zero = torch.zeros_like(X)
+    huge = torch.full_like(X, 1e30)
+    results = {
+        "mul": lambda: (aten.mul(zero, huge), aten.mul(huge, zero)),
+        "dropout": lambda: (aten.dropout(zero, 0.5, True),),
+        "feature_dropout": lambda: (aten.feature_dropout(zero, 0.5, True),),
+    }[name]()
+    assert all(torch.equal(result, zero) for result in results)
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.promotes))
+def test_promotes(name: str) -> None:
+    low, number = X.half(), torch.tensor(0.3)
+    operands = (MASK, low, number) if name == "where" else (low, number)
+    assert getattr(aten, name)(*operands).dtype is torch.float16
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.in_order))
+def test_in_order(name: str) -> None:
+    assert torch.equal(call(name, X).flatten(), X.flatten())
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.kind is Kind.VIEW and r.dims == "reshape"))
+def test_reshapes_keep_the_order(name: str) -> None:
+    assert TABLE[f"aten::{name}"].in_order
+
+
+def test_hidden_writes() -> None:
+    """What the schema doesn't say: running statistics and noise are written in place."""
+    assert sorted(having(lambda r: r.writes)) == ["batch_norm", "instance_norm", "rrelu_with_noise"]
+    for norm in (aten.batch_norm, aten.instance_norm):
+        mean, var = torch.zeros(2), torch.ones(2)
+        norm(IMAGE, None, None, mean, var, True, 0.1, 1e-5, False)
+        assert bool(mean.any())
+        assert bool((var != 1).any())
+    noise = torch.zeros_like(X)
+    aten.rrelu_with_noise(-X, noise, 0.1, 0.3, True)
+    assert bool(noise.any())
+
+
+# Where eager differs, and why the fact stands.
+KEPT_OTHERWISE = {
+    "dropout": "eager keeps the mask; compiled, it is drawn again from the seed",
+    "max_pool2d": "eager keeps the operand for its shape; compiled, small offsets",
+    "leaky_relu": "eager keeps the operand; the sign of the result says the same",
+    "elu": "the same, where it isn't told that it works in place",
+}
+
+
+def kept(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The result, and the floating-point tensors that autograd keeps, single numbers left out."""
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            found.append(tensor)
+        return tensor
+
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        result = call(name, x)
+    return result, found
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in having(lambda r: r.keeps is Keeps.NOTHING) if n not in KEPT_OTHERWISE]
+)
+def test_keeps_nothing(name: str) -> None:
+    assert kept(name)[1] == []
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in having(lambda r: r.keeps is Keeps.RESULT) if n not in KEPT_OTHERWISE]
+)
+def test_keeps_its_result(name: str) -> None:
+    result, found = kept(name)
+    assert found
+    assert all(tensor.data_ptr() == result.data_ptr() for tensor in found)
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.keeps is not Keeps.OPERANDS))
+def test_what_keeps_less_is_an_operator_with_a_backward(name: str) -> None:
+    assert TABLE[f"aten::{name}"].precision is not Precision.KEEP
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.recurrent))
+def test_recurrent(name: str) -> None:
+    """The layer's first weight stacks as many matrices as there are gates."""
+    rule = TABLE[f"aten::{name}"].recurrent
+    assert rule is not None
+    layer = rule.module(3, 5)
+    assert layer.weight_ih_l0.shape == (rule.gates * 5, 3)
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.fill))
+def test_fill(name: str) -> None:
+    """Every overload has the argument, and all elements hold it."""
+    argument = TABLE[f"aten::{name}"].fill
+    packet = getattr(aten, name)
+    for overload in map(packet.__getattr__, packet.overloads()):
+        assert argument in [a.name for a in overload._schema.arguments]
+    given = {"full": ([3], 2.5), "full_like": (X, 2.5), "new_full": (X, [3], 2.5)}
+    assert bool((packet(*given.get(name, (2.5,))) == 2.5).all())
