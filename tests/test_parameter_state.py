@@ -76,16 +76,16 @@ def test_what_is_known_goes_with_the_parameter_and_its_optimizer() -> None:
     optimizer = owner(p)
     guard.watch([p], scale)
     copies.copy_of(p, torch.float16)
-    known, optimizers_known = len(parameters._states), len(optimizers._states)
-    gone = weakref.ref(optimizer)
-    del optimizer
+    its_state, of_optimizer = parameters.state_of(p), optimizers.state_of(optimizer)
+    gone = [weakref.ref(x) for x in (optimizer, of_optimizer, its_state, p)]
+    del optimizer, of_optimizer, its_state
     gc.collect()
-    assert gone() is None
+    assert gone[0]() is gone[1]() is None
     assert parameters.owner_of(p) is None
-    assert len(optimizers._states) == optimizers_known - 1
+    assert parameters.scales_of(p) == (scale,)
     del p
     gc.collect()
-    assert len(parameters._states) == known - 1
+    assert gone[2]() is gone[3]() is None
 
 
 def test_a_given_scale_is_that_of_a_living_optimizer() -> None:
