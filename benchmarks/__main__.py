@@ -1,8 +1,9 @@
 """`python -m benchmarks list` and `python -m benchmarks run [NAME ...]`.
 
-A benchmark is a module of this package with a public `run(settings: Settings) -> Report`. Its name
-is the module's, its summary the first line of its docstring; there is no list to keep up. One that
-makes no sense on every device names those it is for: `DEVICES = ("cpu",)`.
+A benchmark is a module or a folder of this package with a public
+`run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its
+docstring. There is no list of them to keep up, only one of what lies beside them (`_BESIDE`). A
+benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 
 import benchmarks
 
-from .harness import RESULTS, SCRATCH, Settings
+from .harness.report import RESULTS, SCRATCH, Settings
 
-_SHARED = ("__main__", "fakecuda", "gpu", "harness")
+_BESIDE = ("__main__", "digits", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
+"""What lies beside the benchmarks: tools that they share, and the run of everything on a GPU."""
 DEVICES = ("cpu", "cuda")
 
 
 def registry() -> dict[str, ModuleType]:
     """Every benchmark: name -> module."""
     names = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
-    modules = {n: importlib.import_module(f"benchmarks.{n}") for n in names if n not in _SHARED}
-    return {name: module for name, module in modules.items() if hasattr(module, "run")}
+    return {n: importlib.import_module(f"benchmarks.{n}") for n in names if n not in _BESIDE}
 
 
 def summary(module: ModuleType) -> str:

@@ -8,16 +8,11 @@ NCHW; whoever wants another has to change to it within the step.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
-if __package__ in (None, ""):  # started as a file: `python benchmarks/conv.py`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks import step_times
-from benchmarks.harness import Report, Settings
+from benchmarks.harness.report import Report, Settings
 from benchmarks.models import Sample, UNet, resnet18
-from benchmarks.step_times import Timed, Work
+from benchmarks.step_times import compare
+from benchmarks.step_times.measure import Timed, Work
 
 CPU = Work(
     models=(
@@ -47,17 +42,10 @@ TINY = Work(
 
 def run(settings: Settings) -> Report:
     """Time both networks; under `settings.quick` narrow ones, once, without compiling."""
-    return step_times.measure(
-        f"conv_{settings.device.type}",
-        f"Convolutional networks in BF16 on {settings.where}",
-        ["ResNet-18 is the original, on a CPU at a smaller image; the U-Net has four levels, 32 "
-         "channels at the first, batch norm and padding. Both in NCHW."],
-        TINY if settings.quick else CUDA if settings.device.type == "cuda" else CPU,
-        settings.device,
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main(["run", "conv", *sys.argv[1:]]))
+    full = CUDA if settings.device.type == "cuda" else CPU
+    note = (
+        "ResNet-18 is the original, on a CPU at a smaller image; the U-Net has four levels, 32 "
+        "channels at the first, batch norm and padding. Both in NCHW."
+    )
+    work = TINY if settings.quick else full
+    return compare("conv", "Convolutional networks in BF16", [note], work, settings.device)

@@ -320,7 +320,7 @@ def seconds(launch: fakecuda.Launch, gpu: GPU, *, tf32: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpu", help="a name of mpcompile.gpus")
+    parser.add_argument("gpu", help="a name of mpcompile.devices.gpus")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes

@@ -9,20 +9,17 @@ no Triton.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FP32, OURS, SHORT
-from benchmarks.harness import Report, Settings, Table, environment
+from benchmarks.harness.processes import ROOT, json_from_process
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, Table
 from mpcompile.devices.gpus import gpu
 
-__all__ = ["run"]
+__all__ = ["make_report", "run"]
 
 DEVICES = ("cpu",)  # a GPU that is there is none that exists by name only
 GPUS = ("h100", "t4")
@@ -39,28 +36,18 @@ def run(settings: Settings) -> Report:
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda name: _counted(name, settings.quick), names)
         counted = dict(zip(names, found, strict=True))
-    return report(counted, environment(settings.device))
+    return make_report(counted, environment(settings.device))
 
 
 def _counted(name: str, quick: bool) -> dict[str, dict[str, Counts]]:
-    """What `gpu_steps` finds for one GPU.
-
-    Raises:
-        RuntimeError: it failed; its last words follow.
-    """
-    command = [sys.executable, "-m", "benchmarks.gpu_steps", name, *(["--quick"] if quick else [])]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False,
-        env={**os.environ, "MPCOMPILE_PROFILE": "", "PYTHONPATH": str(root)},
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"counting for {name} failed: {done.stderr[-2000:]}")
-    found: dict[str, dict[str, Counts]] = json.loads(done.stdout)
+    """What `gpu_steps` finds for one GPU."""
+    arguments = ("-m", "benchmarks.gpu_steps", name, *(["--quick"] if quick else []))
+    variables = {"MPCOMPILE_PROFILE": "", "PYTHONPATH": str(ROOT)}
+    found: dict[str, dict[str, Counts]] = json_from_process(*arguments, environment=variables)
     return found
 
 
-def report(counted: Counted, record: dict[str, str]) -> Report:
+def make_report(counted: Counted, record: dict[str, str]) -> Report:
     return Report(
         name="gpu_traffic",
         title="A training step on a GPU, by arithmetic",
@@ -220,9 +207,9 @@ def _notes() -> list[str]:
         "Nothing here was measured. The third training step is counted: forward, backward, the "
         "optimizer's step, `zero_grad` (which launches nothing). A kernel's time is the larger of "
         "its bytes over the bandwidth and its FLOPs over the rate, a step's the sum over its "
-        f"kernels. {ceilings} (data sheets, `mpcompile/gpus.py`). TF32 runs at half of FP16's rate "
-        "where it exists, which is not on a T4; torch's default has it on in convolutions and off "
-        "in matrix products, and the time with it in both stands in brackets.",
+        f"kernels. {ceilings} (data sheets, `mpcompile/devices/gpus.py`). TF32 runs at half of "
+        "FP16's rate where it exists, which is not on a T4; torch's default has it on in "
+        "convolutions and off in matrix products, and the time with it in both stands in brackets.",
         "Bytes of a generated kernel: each buffer that it reads or writes, once, by Inductor's own "
         "count. Of a library's kernel (products with their attention; other): operands and "
         "results. FLOPs by torch's formulas, where a causal attention counts as a full one. AdamW "
@@ -248,9 +235,3 @@ def _notes() -> list[str]:
         "Inductor's padding of products, which is decided by timing, is off: on a GPU autocast "
         "would pad GPT-2's head, which costs it a copy, or run it slower.",
     ]
-
-
-if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main(["run", "gpu_traffic", *sys.argv[1:]]))

@@ -7,18 +7,15 @@ makes the minimum cut; the others capture, classify, rewrite and check.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ""):  # started as a file: `python benchmarks/planning.py`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness import Report, Settings, Table, environment, idle_wait
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, Table, plain
+from benchmarks.harness.timing import idle_wait
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
 
@@ -55,7 +52,7 @@ def run(settings: Settings) -> Report:
             f"{one['plan'] / one['cold']:.2%}": one["plan"] <= SHARE * one["cold"]
             for level, one in found.items()
         },
-        data={"work": dataclasses.asdict(work), "seconds": found},
+        data={"work": plain(work), "seconds": found},
         environment=record,
     )
 
@@ -87,9 +84,3 @@ def _table(found: dict[str, dict[str, float]]) -> Table:
         for level, one in found.items()
     ]
     return Table("Cold compile", columns, rows)
-
-
-if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main(["run", "planning", *sys.argv[1:]]))

@@ -8,16 +8,11 @@ are launches of kernels that take no time: what counts is how many.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
-if __package__ in (None, ""):  # started as a file: `python benchmarks/small.py`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks import step_times
-from benchmarks.harness import Report, Settings
+from benchmarks.harness.report import Report, Settings
 from benchmarks.models import GPT2, MLP, Sample, Tagger
-from benchmarks.step_times import Timed, Work
+from benchmarks.step_times import compare
+from benchmarks.step_times.measure import Timed, Work
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
@@ -43,6 +38,12 @@ WORK = Work(
     rounds=80,
 )  # fmt: skip
 
+NOTE = (
+    "B examples, T tokens, width D, L layers; two heads, a vocabulary of 128 (256 for the LSTM). "
+    "torch.compile leaves the graph at the LSTM, which then runs on torch's own kernel, as it does "
+    "under mpcompile."
+)
+
 TINY = Work(
     models=(
         Timed("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
@@ -57,18 +58,5 @@ TINY = Work(
 
 def run(settings: Settings) -> Report:
     """Time each network; under `settings.quick` smaller ones, once, without compiling."""
-    return step_times.measure(
-        f"small_{settings.device.type}",
-        f"Networks of small matrix products on {settings.where}",
-        ["B examples, T tokens, width D, L layers; two heads, a vocabulary of 128 (256 for the "
-         "LSTM). torch.compile leaves the graph at the LSTM, which then runs on torch's own "
-         "kernel, as it does under mpcompile."],
-        TINY if settings.quick else WORK,
-        settings.device,
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    from benchmarks.__main__ import main
-
-    sys.exit(main(["run", "small", *sys.argv[1:]]))
+    work = TINY if settings.quick else WORK
+    return compare("small", "Networks of small matrix products", [NOTE], work, settings.device)

@@ -22,7 +22,7 @@ from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.plan import Plan
 from .rules.policy import Level, Policy
 from .settings import OPTIONS, Settings, check_module, documented
-from .state import copies
+from .state import hooks, parameters
 from .state.loss_scale import LossScale
 
 M = TypeVar("M", bound=nn.Module)
@@ -99,6 +99,7 @@ def _compiled(
 ) -> Any:
     accumulate_in_fp32()
     see_what_trains()
+    hooks.register()
     # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale)
@@ -188,7 +189,7 @@ def loss_scale_of(model: Any) -> LossScale:
     """
     own = _record_of(model).loss_scale
     if own.fp16_only and isinstance(model, nn.Module):
-        return copies.given_scale(model.parameters()) or own
+        return parameters.given_scale(model.parameters()) or own
     return own
 
 

@@ -42,7 +42,7 @@ from .planner.target import Target, target_of
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
-from .state import copies, fit, guard
+from .state import copies, fit, hooks, parameters
 from .state.loss_scale import LossScale
 
 # Told of each graph: its plan, which may say that it was left in FP32.
@@ -60,6 +60,7 @@ def mpcompile_backend(
 
     `options` takes the keywords of `mpcompile()`; its own `"options"` entry goes to Inductor.
     """
+    hooks.register()
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
@@ -136,7 +137,7 @@ def _compile(
     searches = scale is not None and scale.fitting and _can_run_again(captured, how, device)
     compiled = _emit(graph, given, how, joint=joint_passes(config))
     if scale is not None and searches:
-        scale.searched = True
+        scale.search.possible = True
         compiled = fit.fitting(compiled, scale, inputs)
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
@@ -272,7 +273,7 @@ def _reader(
 def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
     """The inputs that are parameters of an MPOptimizer, and which one."""
     owners = {
-        i: copies.owner_of(x)
+        i: parameters.owner_of(x)
         for i, x in enumerate(example_inputs)
         if isinstance(x, torch.nn.Parameter) and x.dtype is torch.float32
     }
@@ -328,14 +329,14 @@ def _scale_for(
     if not torch.is_grad_enabled():
         return None
     trained = [x for x in example_inputs if _is_trained(x)]
-    given = copies.given_scale(trained)
+    given = parameters.given_scale(trained)
     if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
         return given if given.active else None
     if not trained or (low is torch.bfloat16 and not settings.scale_any_dtype):
         return None
     if settings.loss_scale is not None:
         return settings.loss_scale if settings.loss_scale.active else None
-    return guard.scale_of(trained) or LossScale.default()
+    return parameters.scale_of(trained) or LossScale.default()
 
 
 def _is_trained(value: Any) -> bool:

@@ -28,6 +28,7 @@ from . import pipeline, rules
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
+from .ir.dtypes import HALF
 from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
 
@@ -311,7 +312,7 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
     dtypes = {p.dtype for p in parameters.values()}
     if parameters and not any(d.is_floating_point for d in dtypes):
         raise MPCompileError(f"{where} has no floating-point parameters: nothing to do in FP16")
-    half = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
+    half = [n for n, p in parameters.items() if p.dtype in HALF]
     if half and settings.level in (Level.O1, Level.O2):
         raise MPCompileError(
             f"{where} is already in half precision ({half[0]} is "
@@ -319,7 +320,7 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             "keeps FP32 master weights and makes the low-precision copies itself. Call "
             "model.float() first and load FP32 weights; or use level='O3'"
         )
-    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(_HALF):
+    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(HALF):
         raise MPCompileError(
             f"{where} has no FP32 parameters (found {', '.join(sorted(map(str, dtypes)))}): "
             "mixed precision starts from FP32; call model.float() first"
@@ -335,6 +336,3 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
         if not any(re.search(pattern, path) for path in paths):
             hint = did_you_mean(pattern, paths)
             raise MPCompileError(f"Policy(modules=...): {pattern!r} matches no module{hint}")
-
-
-_HALF = (torch.float16, torch.bfloat16)

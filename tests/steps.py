@@ -9,21 +9,15 @@ import torch
 from torch import fx, nn
 
 from mpcompile import ir
-from mpcompile.ir.step import Gradient, ScaleRule, StepConfig
+from mpcompile.ir.scale import ScaleRule
+from mpcompile.ir.step import Gradient, StepConfig
+from mpcompile.optim.first_state import initialise_state
+from mpcompile.optim.inputs import Member
 from mpcompile.optim.pipeline import STEP_PASSES, StepPass
-from mpcompile.optim.step import initialise_state
-from mpcompile.optim.trace import Member, trace
+from mpcompile.optim.trace import trace
 
-DYNAMIC = ScaleRule(
-    dynamic=True,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=2.0**24,
-)
-STATIC = ScaleRule(**{**vars(DYNAMIC), "dynamic": False})
+DYNAMIC = ScaleRule(min_scale=1.0)
+STATIC = ScaleRule("static")
 
 
 def traced(

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from benchmarks import ablations
-from benchmarks.ablations import (
+from benchmarks.ablations import training
+from benchmarks.ablations.fp16 import Magnitudes, vanishes
+from benchmarks.ablations.report import scaled_verdicts, stored_verdicts
+from benchmarks.ablations.training import (
     DYNAMIC,
     FP32,
     HALF_WEIGHTS,
     MASTERS,
     SCALES,
     UNSCALED,
-    Magnitudes,
     Outcome,
     train_scaled,
     train_stored,
-    vanishes,
 )
-from benchmarks.harness import Settings
+from benchmarks.harness.report import Settings
 
 SEEDS = (0, 1, 2)
 
@@ -77,7 +78,7 @@ def test_without_master_weights_training_stalls(seed: int) -> None:
 
 def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: it is the size of the updates that makes the difference, not FP16 as such."""
-    monkeypatch.setattr(ablations, "SMALL_RATE", 0.1)
+    monkeypatch.setattr(training, "SMALL_RATE", 0.1)
     full, half = (train_stored(arm, 0, 100) for arm in (FP32, HALF_WEIGHTS))
     assert half.shares["updates that vanish in FP16"] < 0.5
     assert full.progress > 1
@@ -109,7 +110,7 @@ def test_without_loss_scaling_training_stalls(seed: int) -> None:
 
 def test_gradients_that_are_not_small_need_no_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same network with the plain mean for a loss."""
-    monkeypatch.setattr(ablations, "LOSS_WEIGHT", 1.0)
+    monkeypatch.setattr(training, "LOSS_WEIGHT", 1.0)
     full, unscaled = (train_scaled(arm, 0, 100) for arm in (FP32, UNSCALED))
     assert full.after < full.before / 2
     assert unscaled.after == pytest.approx(full.after, rel=0.02)
@@ -124,14 +125,14 @@ def _ended_at(after: float) -> list[Outcome]:
 
 def test_verdicts_tell_a_stall_from_none() -> None:
     same = dict.fromkeys((FP32, MASTERS, HALF_WEIGHTS, *SCALES), _ended_at(1.0))
-    stored, scaled = ablations._stored_verdicts(same), ablations._scaled_verdicts(same)
+    stored, scaled = stored_verdicts(same), scaled_verdicts(same)
     assert list(stored.values()) == [True, False]
     assert list(scaled.values()) == [False, True, True, True]
     worse = [_ended_at(1.0)[0], dataclasses.replace(_ended_at(1.0)[0], after=1.9)]
     stalled = {**dict.fromkeys((MASTERS, *SCALES), worse), FP32: _ended_at(1.0)}
     stalled[HALF_WEIGHTS] = _ended_at(1.9)
-    assert list(ablations._stored_verdicts(stalled).values()) == [False, True]
-    assert list(ablations._scaled_verdicts(stalled).values()) == [False] * 4, "one seed of two"
+    assert list(stored_verdicts(stalled).values()) == [False, True]
+    assert list(scaled_verdicts(stalled).values()) == [False] * 4, "one seed of two"
 
 
 def test_the_figure_is_a_function_of_the_numbers(tmp_path: Path) -> None:

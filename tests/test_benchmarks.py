@@ -12,30 +12,29 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import (
-    conv,
-    first_steps,
-    gpt,
-    optimizer_step,
-    padding,
-    parity,
-    saved_bytes,
-    small,
-    step_times,
-)
+from benchmarks import conv, gpt, parity, small
 from benchmarks.__main__ import main, registry
-from benchmarks.harness import (
-    Arm,
-    Report,
-    Settings,
-    Table,
-    environment,
-    far_behind,
-    ratio,
-    summarize,
-    take_turns,
-)
-from benchmarks.saved_bytes import Saved, excess
+from benchmarks.first_steps import measure as first_steps
+from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
+from benchmarks.gpt import arms as gpt_arms
+from benchmarks.gpt import starts as gpt_starts
+from benchmarks.gpt.measure import measure_all
+from benchmarks.gpt.report import make_report, verdicts
+from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.ratios import ratio, summarize
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.timing import Arm, far_behind, take_turns
+from benchmarks.optimizer_step import arms as optimizer_arms
+from benchmarks.optimizer_step import measure as optimizer_step
+from benchmarks.padding import measure as padding
+from benchmarks.parity import training
+from benchmarks.parity.report import deviations
+from benchmarks.saved_bytes import cases
+from benchmarks.saved_bytes.sums import excess
+from benchmarks.step_times import measure as step_times
+from benchmarks.step_times.report import over_better
+from mpcompile.inspect.saved_bytes import Saved
 
 CPU = torch.device("cpu")
 
@@ -108,16 +107,18 @@ def test_an_arm_that_is_far_behind() -> None:
 def test_what_is_left_out_has_no_verdict() -> None:
     """And where nothing runs low, FP32's speed is what is to be kept."""
     same = ratio([1.0], [1.0])
-    over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
-    kept = gpt._verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False))
+    over_fp32 = {f"{ours} over {gpt_arms.FP32}": same for ours in gpt_arms.OURS}
+    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, False))
     assert list(kept.values()) == [True, True]
-    missed = gpt._verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True))
+    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, True))
     assert list(missed.values()) == [False, False]
 
 
 def test_summary_is_median_and_percentiles() -> None:
     found = summarize([float(i) for i in range(11)])
     assert (found.median, found.p10, found.p90) == (5.0, 1.0, 9.0)
+    assert found.text() == "5000.0 [1000.0, 9000.0]"
+    assert found.text(unit=1, digits=2) == "5.00 [1.00, 9.00]"
 
 
 def test_one_outlier_moves_neither_ratio() -> None:
@@ -168,10 +169,48 @@ def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
     assert json.loads(complete.read_text())["samples"] == [1.0, 12.5]
 
 
+def test_dataclasses_become_json_at_any_depth() -> None:
+    found = plain({"a": [Arm("b", print)], "c": ({"d": Table("t", ("x",), [("1",)])}, 2.5)})
+    table = {"title": "t", "columns": ["x"], "rows": [["1"]]}
+    assert found == {"a": [{"name": "b", "step": print}], "c": [{"d": table}, 2.5]}
+
+
+def test_notes_are_what_follows_the_summary() -> None:
+    assert paragraphs("A summary.\n\nOne,\nand on.\n\nTwo.\n") == ["One,\nand on.", "Two."]
+    assert paragraphs(None) == []
+
+
+def test_a_fresh_process_hands_back_its_last_line() -> None:
+    code = "import json, os, sys; print('noise'); print(json.dumps([os.environ['X'], sys.argv[1]]))"
+    assert json_from_process("-c", code, "b", environment={"X": "a"}) == ["a", "b"]
+
+
+def test_a_fresh_process_starts_at_the_root_of_the_repository() -> None:
+    code = "import json, os; print(json.dumps(os.path.isfile('pyproject.toml')))"
+    assert json_from_process("-c", code, environment={}) is True
+
+
+def test_a_fresh_process_that_fails_is_quoted() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*last words"):
+        json_from_process(
+            "-c", "import sys; print('last words', file=sys.stderr); sys.exit(3)", environment={}
+        )
+
+
+@pytest.mark.slow
+def test_starts_in_fresh_processes(tmp_path: Path) -> None:
+    """At full size: some 40 s of processor time."""
+    found = gpt_starts._start(gpt_arms.O1, CPU, tmp_path)
+    assert 0 < found["passes"] < found["seconds"]
+    assert found["cache_hits"] == 0
+    assert optimizer_step._start(optimizer_arms.OURS[0].name, CPU) > 0
+
+
 def test_registry_finds_each_benchmark() -> None:
     assert registry()["gpt"] is gpt
     assert registry()["parity"] is parity
-    assert "harness" not in registry()
+    assert not {"fakecuda", "gpu", "gpu_steps", "harness", "models"} & registry().keys()
+    assert all(callable(module.run) for module in registry().values())
 
 
 def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,24 +238,25 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpt_cpu.json").read_text())
     losses = data["first_loss"]
-    assert losses.keys() == set(gpt.ARMS)
-    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
-    assert data["saved_bytes"][gpt.O2] < data["saved_bytes"][gpt.FP32]
+    assert losses.keys() == set(gpt_arms.ARMS)
+    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
+    assert data["saved_bytes"][gpt_arms.O2] < data["saved_bytes"][gpt_arms.FP32]
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
 
 
 def test_gpt_in_fp16_tiny() -> None:
     """The arms that only a GPU runs at full size."""
-    report = gpt.measure(dataclasses.replace(gpt.TINY, half=True), CPU)
+    work = dataclasses.replace(gpt_arms.TINY, half=True)
+    report = make_report(work, CPU, measure_all(work, CPU), {})
     losses = report.data["first_loss"]
-    assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
-    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
-    pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
+    assert losses.keys() == {*gpt_arms.ARMS, *gpt_arms.HALF_ARMS}
+    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
+    pair = f"{gpt_arms.HALF_O2} over {gpt_arms.HALF_AUTOCAST}"
     assert all(pair in group for group in report.data["ratios"].values())
 
 
 def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
+    monkeypatch.setattr(training, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
     report = parity.run(Settings(device=CPU, quick=True))
     assert [table.title for table in report.tables][::2] == [
         "Convolutional net on digits",
@@ -230,10 +270,10 @@ def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
-    arms = (*optimizer_step.OURS, *optimizer_step.PEERS)
-    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_step.COPY}
+    arms = (*optimizer_arms.OURS, *optimizer_arms.PEERS)
+    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_arms.COPY}
     # p, m, v read and written; gradients read twice; the copy written; counters on top.
-    for ours in optimizer_step.OURS:
+    for ours in optimizer_arms.OURS:
         moved = data["bytes_per_parameter"][ours.name]
         assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
@@ -245,10 +285,10 @@ def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     *_, small = data["bytes"].values()
     assert {way: total["all"] for way, total in small.items()} == data["held_by_autograd"]
     for model in data["bytes"].values():
-        half, full = model[saved_bytes.HALF.name], model[saved_bytes.FP32.name]
-        assert half["all"] < model[saved_bytes.O1.name]["all"] < full["all"]
-        assert full["copies"] == model[saved_bytes.STEPPED.name]["copies"] == 0
-        assert model[saved_bytes.AUTOCAST.name]["copies"] > 0
+        half, full = model[cases.HALF.name], model[cases.FP32.name]
+        assert half["all"] < model[cases.O1.name]["all"] < full["all"]
+        assert full["copies"] == model[cases.STEPPED.name]["copies"] == 0
+        assert model[cases.AUTOCAST.name]["copies"] > 0
     assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
 
 
@@ -269,7 +309,7 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "first_steps_cpu.json").read_text())
-    assert list(data["runs"]) == [training.name for training in first_steps.TINY.trainings]
+    assert list(data["runs"]) == [training.name for training in TINY_TRAININGS.trainings]
     for level in first_steps.LEVELS:
         found, fixed = (first_steps.arm(level, s) for s in (first_steps.FOUND, first_steps.FIXED))
         for runs in data["runs"].values():
@@ -309,12 +349,12 @@ def test_step_times_tiny(benchmark: ModuleType) -> None:
 def test_the_better_peer_is_the_base() -> None:
     seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
     ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
-    base, found = step_times.over_better({**seconds, **ours})
+    base, found = over_better({**seconds, **ours})
     assert base == step_times.AUTOCAST
     assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
 
 
 def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:
-    mean, worst = parity.deviations([1.0, 2.0, 3.0], [1.5, 2.0, 2.0])
+    mean, worst = deviations([1.0, 2.0, 3.0], [1.5, 2.0, 2.0])
     assert mean == pytest.approx(-0.5 / 3)
     assert worst == -1.0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale_model import Model
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -56,10 +57,10 @@ SCALES = st.builds(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(SCALES, st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), max_size=30))
-def test_the_device_moves_the_scale_as_update_does(
+def test_the_device_moves_the_scale_as_the_model_does(
     scale: LossScale, gradients: list[float]
 ) -> None:
-    state = scale.state
+    model = Model(scale.rule, scale.value)
     optimizer, step = stepper(scale)
     for gradient in gradients:
         overflow = not math.isfinite(gradient)
@@ -67,27 +68,27 @@ def test_the_device_moves_the_scale_as_update_does(
             warnings.simplefilter("ignore", MPCompileWarning)  # at the floor; tested below
             step(gradient)
         assert bool(optimizer.skipped) == overflow
-        state = scale.update(state, overflow)
+        model.step(overflow)
         live = scale.state
-        assert live.scale == pytest.approx(state.scale, rel=1e-5)
-        assert live.good_steps == state.good_steps
-        assert live.overflows_left == state.overflows_left
-        assert live.skipped_steps == state.skipped_steps == optimizer.skipped_steps
+        assert live.scale == pytest.approx(model.scale, rel=1e-5)
+        assert live.good_steps == model.good
+        assert live.overflows_left == model.left
+        assert live.skipped_steps == model.skipped == optimizer.skipped_steps
 
 
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_a_long_run_of_powers_of_two_is_exact(emit: str) -> None:
     """The largest steps of the default scale: up to its ceiling, and down to its floor."""
     scale = LossScale.dynamic(growth_interval=2, min_scale=2.0**-3)
-    state = scale.state
+    model = Model(scale.rule, scale.value)
     _, step = stepper(scale, emit)
     for gradient in [1.0] * 20 + [INF] * 30 + [1.0, NAN, 1.0, 1.0, 1.0]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MPCompileWarning)
             step(gradient)
-        state = scale.update(state, not math.isfinite(gradient))
-        assert scale.state == state
-    assert state.scale == 2.0**-2
+        model.step(not math.isfinite(gradient))
+        assert scale.state.saved() == model.saved()
+    assert scale.value == 2.0**-2
 
 
 def test_a_static_scale_stays_and_counts() -> None:

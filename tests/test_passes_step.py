@@ -11,7 +11,8 @@ from torch import fx, nn
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step import CopyLayout, Gradient
+from mpcompile.ir.step import CopyLayout, Gradient, StepNotes
+from mpcompile.optim.pipeline import STEP_PASSES, StepPass
 from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.lift_numbers import lift_numbers
@@ -336,9 +337,9 @@ def test_move_scale_static() -> None:
     assert_expected_inline(
         StepStage(move_scale).run(),
         """\
-scale0_skipped: i64[] = input
-add_tensor_1: i64[] = add(scale0_skipped, logical_or_default)
-copy__default_1: i64[] = copy_(scale0_skipped, add_tensor_1)
+scale0_skipped_steps: i64[] = input
+add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
+copy__default_1: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
 """,
     )
 
@@ -347,56 +348,99 @@ def test_move_scale_dynamic() -> None:
     assert_expected_inline(
         StepStage(move_scale, scales=(DYNAMIC,)).run(),
         """\
-scale0_skipped: i64[] = input
+scale0_first: b8[] = input
 scale0_scale: f32[] = input
 scale0_good_steps: i64[] = input
 scale0_overflows_left: i64[] = input
-scale0_floor: b8[] = input
-scale0_first: b8[] = input
+scale0_skipped_steps: i64[] = input
 scale0_hit: b8[] = input
-add_tensor_1: i64[] = add(scale0_skipped, logical_or_default)
-copy__default_1: i64[] = copy_(scale0_skipped, add_tensor_1)
-logical_not_default_1: b8[] = logical_not(scale0_first)
-logical_and_default: b8[] = logical_and(scale0_hit, logical_not_default_1)
-logical_not_default_2: b8[] = logical_not(logical_and_default)
-logical_and_default_1: b8[] = logical_and(logical_or_default, logical_not_default_2)
-logical_or_default_1: b8[] = logical_or(scale0_first, logical_and_default_1)
-logical_or_default_2: b8[] = logical_or(logical_or_default, logical_and_default)
-copy__default_2: b8[] = copy_(scale0_hit, logical_or_default_2)
-le_scalar: b8[] = le(scale0_scale, 1.0)
-logical_and_default_2: b8[] = logical_and(logical_and_default_1, le_scalar)
-logical_or_default_3: b8[] = logical_or(scale0_floor, logical_and_default_2)
-copy__default_3: b8[] = copy_(scale0_floor, logical_or_default_3)
-sub_scalar: i64[] = sub(scale0_overflows_left, 1)
-le_scalar_1: b8[] = le(sub_scalar, 0)
-logical_and_default_3: b8[] = logical_and(logical_or_default, le_scalar_1)
-add_scalar: i64[] = add(scale0_good_steps, 1)
-ge_scalar: b8[] = ge(add_scalar, 2000)
-logical_not_default_3: b8[] = logical_not(logical_or_default)
-logical_and_default_4: b8[] = logical_and(logical_not_default_3, ge_scalar)
-logical_or_default_4: b8[] = logical_or(logical_and_default_3, logical_and_default_4)
-mul_scalar: f32[] = mul(scale0_scale, 0.5)
-clamp_min_default: f32[] = clamp_min(mul_scalar, 1.0)
-mul_scalar_1: f32[] = mul(scale0_scale, 2.0)
-clamp_max_default: f32[] = clamp_max(mul_scalar_1, 16777216.0)
-where_self_1: f32[] = where(logical_and_default_4, clamp_max_default, scale0_scale)
-where_self_2: f32[] = where(logical_and_default_3, clamp_min_default, where_self_1)
-logical_or_default_5: b8[] = logical_or(logical_or_default, logical_and_default_4)
-masked_fill_scalar: i64[] = masked_fill(add_scalar, logical_or_default_5, 0)
-where_self_3: i64[] = where(logical_or_default, sub_scalar, scale0_overflows_left)
-masked_fill_scalar_1: i64[] = masked_fill(where_self_3, logical_or_default_4, 1)
-where_self_4: f32[] = where(logical_or_default_1, where_self_2, scale0_scale)
-copy__default_4: f32[] = copy_(scale0_scale, where_self_4)
-where_self_5: i64[] = where(logical_or_default_1, masked_fill_scalar, scale0_good_steps)
-copy__default_5: i64[] = copy_(scale0_good_steps, where_self_5)
-where_self_6: i64[] = where(logical_or_default_1, masked_fill_scalar_1, scale0_overflows_left)
-copy__default_6: i64[] = copy_(scale0_overflows_left, where_self_6)
+scale0_floor: b8[] = input
+add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
+sub_tensor: i64[] = sub(scale0_overflows_left, 1)
+add_tensor_2: i64[] = add(scale0_good_steps, 1)
+le_scalar: b8[] = le(sub_tensor, 0)
+bitwise_and_tensor: b8[] = bitwise_and(logical_or_default, le_scalar)
+logical_not_default_1: b8[] = logical_not(logical_or_default)
+ge_scalar: b8[] = ge(add_tensor_2, 2000)
+bitwise_and_tensor_1: b8[] = bitwise_and(logical_not_default_1, ge_scalar)
+mul_tensor_1: f32[] = mul(scale0_scale, 0.5)
+clamp_min_default: f32[] = clamp_min(mul_tensor_1, 1.0)
+mul_tensor_2: f32[] = mul(scale0_scale, 2.0)
+clamp_max_default: f32[] = clamp_max(mul_tensor_2, 16777216.0)
+where_self_1: f32[] = where(bitwise_and_tensor_1, clamp_max_default, scale0_scale)
+where_self_2: f32[] = where(bitwise_and_tensor, clamp_min_default, where_self_1)
+bitwise_or_tensor: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_1)
+masked_fill_scalar: i64[] = masked_fill(add_tensor_2, bitwise_or_tensor, 0)
+where_self_3: i64[] = where(logical_or_default, sub_tensor, scale0_overflows_left)
+bitwise_or_tensor_1: b8[] = bitwise_or(bitwise_and_tensor, bitwise_and_tensor_1)
+masked_fill_scalar_1: i64[] = masked_fill(where_self_3, bitwise_or_tensor_1, 1)
+logical_not_default_2: b8[] = logical_not(scale0_first)
+bitwise_and_tensor_2: b8[] = bitwise_and(scale0_hit, logical_not_default_2)
+logical_not_default_3: b8[] = logical_not(bitwise_and_tensor_2)
+bitwise_and_tensor_3: b8[] = bitwise_and(logical_or_default, logical_not_default_3)
+bitwise_or_tensor_2: b8[] = bitwise_or(scale0_first, bitwise_and_tensor_3)
+where_self_4: f32[] = where(bitwise_or_tensor_2, where_self_2, scale0_scale)
+where_self_5: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar, scale0_good_steps)
+where_self_6: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar_1, scale0_overflows_left)
+bitwise_or_tensor_3: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_2)
+le_scalar_1: b8[] = le(scale0_scale, 1.0)
+bitwise_and_tensor_4: b8[] = bitwise_and(bitwise_and_tensor_3, le_scalar_1)
+bitwise_or_tensor_4: b8[] = bitwise_or(scale0_floor, bitwise_and_tensor_4)
+copy__default_1: f32[] = copy_(scale0_scale, where_self_4)
+copy__default_2: i64[] = copy_(scale0_good_steps, where_self_5)
+copy__default_3: i64[] = copy_(scale0_overflows_left, where_self_6)
+copy__default_4: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
+copy__default_5: b8[] = copy_(scale0_hit, bitwise_or_tensor_3)
+copy__default_6: b8[] = copy_(scale0_floor, bitwise_or_tensor_4)
 """,
     )
 
 
 def test_move_scale_where_nothing_is_checked() -> None:
     assert StepStage(move_scale, scales=(DYNAMIC,), checked=False).leaves_alone()
+
+
+# -- what passes leave for each other ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pass_", "missing", "maker"),
+    [
+        (measure_gradients, "start", "unscale_gradients"),
+        (check_gradients, "start", "unscale_gradients"),
+        (clip_gradients, "start", "unscale_gradients"),
+        (predicate_writes, "skip", "check_gradients"),
+        (move_scale, "overflows", "check_gradients"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_pass_that_runs_too_early_says_what_must_run_before(
+    pass_: StepPass, missing: str, maker: str
+) -> None:
+    stage = StepStage(lift_numbers, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match=f"noted '{missing}'.*: {maker} makes it"):
+        pass_(stage.gm, stage.config)
+
+
+@pytest.mark.parametrize("pass_", [check_gradients, clip_gradients], ids=lambda p: p.__name__)
+def test_norms_are_needed_before_they_are_read(pass_: StepPass) -> None:
+    stage = StepStage(measure_gradients, max_grad_norm=1.0)  # every pass before that one has run
+    with pytest.raises(RuntimeError, match=r"noted 'norms'.*: measure_gradients makes it"):
+        pass_(stage.gm, stage.config)
+
+
+def test_every_note_names_a_pass_that_makes_it() -> None:
+    """The one named, and no other."""
+    made: dict[str, str] = {}
+    stage = StepStage(lift_numbers, gradients=(SCALED,), max_grad_norm=1.0)
+    for pass_ in STEP_PASSES:
+        pass_(stage.gm, stage.config)
+        for name in vars(ir.step_notes(stage.gm)):
+            made.setdefault(name, pass_.__name__)
+    declared = {
+        name: note.maker for name, note in vars(StepNotes).items() if hasattr(note, "maker")
+    }
+    assert made == declared
 
 
 # -- all of them ------------------------------------------------------------------------------
@@ -409,8 +453,8 @@ def test_every_write_of_a_whole_step() -> None:
     written = [n.args[0].name for n in _writes(stage.gm.graph)]
     assert sorted(written) == [
         "copy0", "param0", "result_norm", "result_skipped", "scale0_floor", "scale0_good_steps",
-        "scale0_hit", "scale0_overflows_left", "scale0_scale", "scale0_skipped", "state0_exp_avg",
-        "state0_exp_avg_sq", "state0_step",
+        "scale0_hit", "scale0_overflows_left", "scale0_scale", "scale0_skipped_steps",
+        "state0_exp_avg", "state0_exp_avg_sq", "state0_step",
     ]  # fmt: skip
 
 

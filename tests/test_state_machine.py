@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mpcompile.state.loss_scale import Count
+from mpcompile.state.overflows import Count
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss scale is at its floor")
 
@@ -188,11 +188,11 @@ def test_it_knows_what_the_flag_is_for(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["guard._skip_if_overflowed", "loss_scale.LossScale.count", "loss_scale.LossScale.settle"],
+    ["guard.skip_if_overflowed", "overflows.Overflows.count", "loss_scale.LossScale.settle"],
 )
 def test_it_notices_a_broken_guard(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Count() if broken.endswith("count") else None
-    monkeypatch.setattr(f"mpcompile.{broken}", lambda *_: empty)
+    monkeypatch.setattr(f"mpcompile.state.{broken}", lambda *_: empty)
     with pytest.raises(AssertionError):
         overflow_that_only_the_flag_tells(TWO)
     with pytest.raises(AssertionError):  # and random loops soon come across it, too

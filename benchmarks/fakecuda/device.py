@@ -64,7 +64,7 @@ _became: FakeGPU | None = None
 
 
 def become(name: str) -> FakeGPU:
-    """Make this process see one GPU, by a name of `mpcompile.gpus`.
+    """Make this process see one GPU, by a name of `mpcompile.devices.gpus`.
 
     Raises:
         MPCompileError: the name is not known.

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["widened", "widens_inputs"]
+from ..ir.dtypes import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
+__all__ = ["widened", "widens_inputs"]
 
 
 def widens_inputs(module: nn.Module) -> bool:
     """Whether half inputs of the module are to be widened: it has no half parameters."""
-    return not any(p.dtype in _HALF for p in module.parameters())
+    return not any(p.dtype in HALF for p in module.parameters())
 
 
 def widened(
@@ -46,4 +46,4 @@ def _has_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+    return isinstance(value, torch.Tensor) and value.dtype in HALF

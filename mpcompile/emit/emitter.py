@@ -29,11 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
+from ..ir.targets import CHECKPOINT
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import JointPass, with_joint_passes
 from .second_backward import noticed
-
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def emit(

@@ -6,16 +6,18 @@ node. The pieces around it are compiled one by one; the RNN itself (an *island*)
 stands, on tensors of whatever dtype the passes gave it, and autograd links the parts as it links
 any two compiled functions.
 
-    before                          after, three steps
+    before                          after, three sections
     h = linear(x, w)                (h,) = compiled_0(x, w)
     r = lstm(h, [h0, c0], ...)      (o,) = island_1(h, h0, c0, ...)
     o = getitem(r, 0)               (y,) = compiled_2(o)
     y = relu(o)
 
 1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
-2. Make each step a graph of its own: its inputs are the values it takes from outside, its outputs
-   those that a later step or the caller wants. `set_grad_enabled` can't reach across a cut: a step
-   that starts in another grad mode than the graph enters that mode itself, and leaves it again.
+   Both are sections.
+2. Make each section a graph of its own: its inputs are the values it takes from outside, its
+   outputs those that a later section or the caller wants. `set_grad_enabled` can't reach across a
+   cut: a section that starts in another grad mode than the graph enters that mode itself, and
+   leaves it again.
 3. Compile the pieces in order on FakeTensors, and run each on them to learn what the next one gets:
    sizes, strides, aliases, and which values require a gradient.
 
@@ -52,6 +54,7 @@ from torch._guards import TracingContext, tracing
 
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
+from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import PACKETS, RNN_OPS
 
 aten = torch.ops.aten
@@ -127,31 +130,31 @@ def compile_around_rnns(
     base = torch.is_grad_enabled()
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = dict(zip(placeholders, example_inputs, strict=True))
-    steps, final = _schedule(gm.graph, base)
-    _connect(gm.graph, steps, [node for node in given if isinstance(given[node], torch.SymInt)])
+    sections, final = _schedule(gm.graph, base)
+    _connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []
-    for step in steps:
-        piece = _outline(gm, step, base)
-        if step.island:
-            run.append(_in_grad_mode(piece.forward, step.grad, base))
+    for section in sections:
+        module = _outline(gm, section, base)
+        if section.island:
+            run.append(_in_grad_mode(module.forward, section.grad, base))
         else:
             # A compile leaves its metadata on the tracing context, where a backward that is
             # compiled late finds it again: each piece needs a context of its own.
-            inputs = [given.get(node, twin.env.get(node)) for node in step.inputs]
+            inputs = [given.get(node, twin.env.get(node)) for node in section.inputs]
             with tracing(copy.copy(context)):
-                run.append(compile_piece(piece, inputs))
+                run.append(compile_piece(module, inputs))
         # Only now: where a piece writes to its inputs, this changes the FakeTensors.
-        twin.run_step(step, context)
-    return _runner(gm.graph, steps, run, None if final is base else final)
+        twin.run_section(section, context)
+    return _runner(gm.graph, sections, run, None if final is base else final)
 
 
 # -- cutting --------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class _Step:
+class _Section:
     """Nodes that run together: an RNN node with its getitems, or a piece to compile."""
 
     island: bool
@@ -161,9 +164,9 @@ class _Step:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Step], bool]:
-    """The steps in the order of the graph, and the grad mode that it ends in."""
-    steps: list[_Step] = []
+def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Section], bool]:
+    """The sections in the order of the graph, and the grad mode that it ends in."""
+    sections: list[_Section] = []
     grad = base
     results: set[fx.Node] = set()
     for node in graph.nodes:
@@ -171,66 +174,66 @@ def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Step], bool]:
             continue
         if node.target in RNN_OPS:
             assert all(user.target is operator.getitem for user in node.users)
-            steps.append(_Step(True, grad, [node, *node.users]))
+            sections.append(_Section(True, grad, [node, *node.users]))
             results.update(node.users)
             continue
-        if not steps or steps[-1].island:
-            steps.append(_Step(False, grad, []))
-        steps[-1].nodes.append(node)
-        if node.target is torch._C._set_grad_enabled:
+        if not sections or sections[-1].island:
+            sections.append(_Section(False, grad, []))
+        sections[-1].nodes.append(node)
+        if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
-    idle = torch._C._set_grad_enabled
-    return [step for step in steps if any(n.target is not idle for n in step.nodes)], grad
+    busy = [s for s in sections if any(n.target is not SET_GRAD_ENABLED for n in s.nodes)]
+    return busy, grad
 
 
-def _connect(graph: fx.Graph, steps: list[_Step], symbols: list[fx.Node]) -> None:
-    """Fill in what each step takes and gives. Raises CannotRewrite, see `compile_around_rnns`.
+def _connect(graph: fx.Graph, sections: list[_Section], symbols: list[fx.Node]) -> None:
+    """Fill in what each section takes and gives. Raises CannotRewrite, see `compile_around_rnns`.
 
     Every piece takes all symbols: Inductor reads a symbol off an argument, not out of `2 * s`.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
-    owner = {node: step for step in steps for node in step.nodes}
-    taken: dict[_Step, set[fx.Node]] = {
-        step: set() if step.island else set(symbols) for step in steps
+    owner = {node: section for section in sections for node in section.nodes}
+    taken: dict[_Section, set[fx.Node]] = {
+        section: set() if section.island else set(symbols) for section in sections
     }
     wanted: set[fx.Node] = set(graph.output_node().all_input_nodes)
-    for node, step in owner.items():
+    for node, section in owner.items():
         for value in node.all_input_nodes:
-            if value.op != "get_attr" and owner.get(value) is not step:
-                taken[step].add(value)
+            if value.op != "get_attr" and owner.get(value) is not section:
+                taken[section].add(value)
                 wanted.add(value)
-    for step in steps:
-        step.inputs = sorted(taken[step], key=position.__getitem__)
-        step.outputs = [node for node in step.nodes if node in wanted]
-        for node in step.outputs:
-            if node.target is torch.amp.autocast_mode._enter_autocast:
+    for section in sections:
+        section.inputs = sorted(taken[section], key=position.__getitem__)
+        section.outputs = [node for node in section.nodes if node in wanted]
+        for node in section.outputs:
+            if node.target is ENTER_AUTOCAST:
                 raise CannotRewrite("an autocast region reaches across an RNN")
 
 
-def _outline(gm: fx.GraphModule, step: _Step, base: bool) -> fx.GraphModule:
-    """The step as a graph of its own, with what AOTAutograd reads from a graph of Dynamo's."""
+def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModule:
+    """The section as a graph of its own, with what AOTAutograd reads from a graph of Dynamo's."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for node in step.inputs:
+    for node in section.inputs:
         placeholder = new[node] = graph.placeholder(node.name)
         placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
         source = node._dynamo_source if node.op == "placeholder" else None  # type: ignore[attr-defined]
         placeholder._dynamo_source = source
-    grad = step.grad
-    if not step.island and grad is not base:
-        graph.call_function(torch._C._set_grad_enabled, (grad,))
-    for node in step.nodes:
+    grad = section.grad
+    if not section.island and grad is not base:
+        graph.call_function(SET_GRAD_ENABLED, (grad,))
+    for node in section.nodes:
         for value in node.all_input_nodes:
             if value.op == "get_attr" and value not in new:
                 new[value] = graph.node_copy(value)
         new[node] = graph.node_copy(node, new.__getitem__)
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
-    if step.island:
-        _make_dense(graph, step.nodes[0], new)
+    if section.island:
+        _make_dense(graph, section.nodes[0], new)
     elif grad is not base:
-        graph.call_function(torch._C._set_grad_enabled, (base,))
-    graph.output(tuple(new[node] for node in step.outputs))
+        graph.call_function(SET_GRAD_ENABLED, (base,))
+    graph.output(tuple(new[node] for node in section.outputs))
 
     piece = fx.GraphModule(gm, graph)
     piece.meta = dict(gm.meta)
@@ -262,24 +265,24 @@ def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 class _FakeRun(fx.Interpreter):
-    """Runs the steps of a graph on FakeTensors, one after the other."""
+    """Runs the sections of a graph on FakeTensors, one after the other."""
 
     def __init__(self, gm: fx.GraphModule, inputs: dict[fx.Node, Any]) -> None:
         super().__init__(gm)
         self.env = {**inputs, **{n: self.run_node(n) for n in gm.graph.find_nodes(op="get_attr")}}
 
-    def run_step(self, step: _Step, context: TracingContext) -> None:
+    def run_section(self, section: _Section, context: TracingContext) -> None:
         fake_mode = context.fake_mode
         assert fake_mode is not None
         with (
             fake_mode,
             mock.patch.object(fake_mode, "allow_non_fake_inputs", True),  # constants of the graph
             enable_python_dispatcher(),  # decompositions that keep sizes symbolic
-            torch.set_grad_enabled(step.grad),
+            torch.set_grad_enabled(section.grad),
         ):
-            for node in step.nodes:
+            for node in section.nodes:
                 self.env[node] = self.run_node(node)
-        for node in step.outputs:
+        for node in section.outputs:
             value = self.env[node]
             if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise CannotRewrite(
@@ -315,19 +318,22 @@ def _picker(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def _runner(
-    graph: fx.Graph, steps: list[_Step], functions: list[Callable[..., Any]], leave: bool | None
+    graph: fx.Graph,
+    sections: list[_Section],
+    functions: list[Callable[..., Any]],
+    leave: bool | None,
 ) -> Callable[..., Any]:
-    """Calls the steps in order on one list of values, which it clears of what is no longer needed.
+    """Calls the sections in order on one list of values, and clears it of what is needed no longer.
 
     `leave`: the grad mode to leave behind, where it is another than the one found.
     """
     slot = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    last: dict[fx.Node, _Step] = {}
-    for step in steps:
-        for node in step.outputs:
+    last: dict[fx.Node, _Section] = {}
+    for section in sections:
+        for node in section.outputs:
             slot[node] = len(slot)
-            last[node] = step  # what nobody takes goes at once
-        last.update((node, step) for node in step.inputs if node in last)
+            last[node] = section  # dropped at once, unless a later section takes it
+        last.update((node, section) for node in section.inputs if node in last)
     (returned,) = graph.output_node().args
     assert isinstance(returned, (tuple, list))
     for node in graph.output_node().all_input_nodes:
@@ -336,17 +342,17 @@ def _runner(
     calls = [
         (
             function,
-            _picker([slot[node] for node in step.inputs]),
-            slice(slot[step.outputs[0]], slot[step.outputs[-1]] + 1)
-            if step.outputs
+            _picker([slot[node] for node in section.inputs]),
+            slice(slot[section.outputs[0]], slot[section.outputs[-1]] + 1)
+            if section.outputs
             else slice(0, 0),
-            [slot[node] for node, user in last.items() if user is step],
+            [slot[node] for node, user in last.items() if user is section],
         )
-        for step, function in zip(steps, functions, strict=True)
+        for section, function in zip(sections, functions, strict=True)
     ]
     # the caller may want constants too (None, for one)
     constants = [value for value in returned if not isinstance(value, fx.Node)]
-    blank = [None] * sum(len(step.outputs) for step in steps) + constants
+    blank = [None] * sum(len(section.outputs) for section in sections) + constants
     constant_slot = iter(range(len(slot), len(slot) + len(constants)))
     pick_results = _picker(
         [slot[v] if isinstance(v, fx.Node) else next(constant_slot) for v in returned]

@@ -1,4 +1,4 @@
-"""Names of dtypes."""
+"""Dtypes: their names in text, and which are which."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ SHORT = {
     torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
     torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def is_floating(dtype: torch.dtype) -> bool:

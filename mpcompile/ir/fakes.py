@@ -1,10 +1,12 @@
-"""FakeTensors of a graph's inputs, as AOTAutograd makes them: same mode, same symbols for sizes.
+"""FakeTensors of a graph's inputs, as AOTAutograd makes them: same mode, same symbols for sizes;
+and tensors like others.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,3 +40,18 @@ def fake_of_fixed_size(value: torch.Tensor) -> torch.Tensor:
     context = TracingContext.get()
     assert context.fake_mode is not None
     return context.fake_mode.from_tensor(value, static_shapes=True)
+
+
+def like(
+    value: torch.Tensor, *, dtype: torch.dtype | None = None, strides: Sequence[Any] | None = None
+) -> torch.Tensor:
+    """A new, uninitialised tensor of the same shape, strides, dtype and device as a strided one, or
+    of another dtype or other strides; fake under a fake mode. (`torch.empty_like` changes the
+    strides of a tensor with gaps.)
+    """
+    return torch.empty_strided(
+        value.shape,
+        value.stride() if strides is None else strides,
+        dtype=value.dtype if dtype is None else dtype,
+        device=value.device,
+    )

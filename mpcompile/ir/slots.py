@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from .edit import refresh
 from .marks import Role, added, set_mark
-from .step import Slot
+from .step import Slot, StepNotes
 from .values import aten, fake_mode, value
 
 
@@ -47,7 +50,7 @@ def scale_slot(
     return scalar_slot(graph, Slot("scale", index, key), dtype)
 
 
-def become_number(node: fx.Node) -> None:
+def become_tensor(node: fx.Node) -> None:
     """Turn an input that is a symbolic number into the 0-d FP64 tensor that holds it."""
     device = value(next(iter(slots(node.graph).values()))).device
     with fake_mode(node.graph):
@@ -70,14 +73,10 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     return [(node, *node.all_input_nodes) for node in found]
 
 
-def note(gm: fx.GraphModule, name: str, value: Any) -> None:
-    """Leave something for a later pass over the same step."""
-    gm.meta.setdefault("mp_notes", {})[name] = value
-
-
-def noted(gm: fx.GraphModule, name: str) -> Any:
-    """What an earlier pass left, or None."""
-    return gm.meta.get("mp_notes", {}).get(name)
+def step_notes(gm: fx.GraphModule) -> StepNotes:
+    """What the passes over this step leave for each other."""
+    notes: StepNotes = gm.meta.setdefault("mp_notes", StepNotes())
+    return notes
 
 
 def call(
@@ -88,3 +87,24 @@ def call(
     refresh(node)
     set_mark(node, added(Role.STEP, why))
     return node
+
+
+def inline(
+    graph: fx.Graph,
+    function: Callable[..., list[torch.Tensor]],
+    inputs: Sequence[fx.Node],
+    *,
+    why: str,
+) -> list[fx.Node]:
+    """Add what a function of tensors does to these nodes, traced, at the insertion point of a
+    step's graph. Returns the nodes of its results; one that it returns as given is its input.
+    """
+    with fake_mode(graph), torch.no_grad():
+        body = make_fx(function)(*map(value, inputs)).graph
+    known = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in body.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = call(graph, node.target, *args, why=why, **kwargs)
+    results: Any = body.output_node().args[0]
+    return [known[result] for result in results]

@@ -7,8 +7,14 @@ The graph of a step has no outputs. Its inputs are the tensors it reads and writ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+from torch import fx
+
+from .scale import ScaleRule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,26 +39,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class ScaleRule:
-    """How one loss scale moves: the constants of `LossScale` (see there)."""
-
-    dynamic: bool
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    min_scale: float
-    max_scale: float
-
-
-@dataclass(frozen=True)
 class Gradient:
     """How the gradient of one parameter arrives.
 
     Attributes:
         dtype: as stored in `p.grad`.
         scales: the loss scales (by index) of the graphs that make it.
-        scaled_by: the one it is stored multiplied by, or None: it is true to size.
+        scaled_by: the one (by index) it is stored multiplied by, or None: it is stored unscaled.
     """
 
     dtype: torch.dtype
@@ -77,7 +70,7 @@ class StepConfig:
         copies: for each parameter the layout of its working copy, or None.
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
-        max_grad_norm: clip the global 2-norm of the true gradients to this, or None.
+        max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.
         foreach: write lists of tensors as one multi-tensor operator (CUDA), not one by one.
     """
 
@@ -87,3 +80,56 @@ class StepConfig:
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None
     foreach: bool = False
+
+
+class _Note(Generic[T]):
+    """A field of `StepNotes`, made by the pass `maker`; reading it before that is an error."""
+
+    def __init__(self, maker: str) -> None:
+        self.maker = maker
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, notes: object, owner: type | None = None) -> T:
+        if self.name not in vars(notes):
+            raise RuntimeError(
+                f"nothing has noted {self.name!r} for this step: {self.maker} makes it, and must "
+                "run before the passes that read it"
+            )
+        found: T = vars(notes)[self.name]
+        return found
+
+    def __set__(self, notes: object, value: T) -> None:
+        vars(notes)[self.name] = value
+
+
+class StepNotes:
+    """What the passes over one step leave for later ones: nodes of its graph.
+
+    Each field is made by one pass. Reading a field that isn't made yet raises RuntimeError, which
+    names that pass.
+
+    Attributes:
+        start: the first operator of the traced step. What prepares the gradients goes before it.
+            Made by unscale_gradients; read by measure_gradients, check_gradients, clip_gradients.
+        inverses: 0-d FP32, for each loss scale (by index) that some gradient is stored multiplied
+            by: one over that scale. Made by unscale_gradients; read by clip_gradients.
+        gradients: for each parameter, its gradient unscaled and in the parameter's dtype. Made by
+            unscale_gradients; read by clip_gradients.
+        norms: 0-d, for each parameter, a norm of its gradient as stored: inf or nan exactly if an
+            element of it is. The 2-norm where gradients are clipped, else the largest magnitude.
+            Empty if the step is neither checked nor clipped. Made by measure_gradients; read by
+            check_gradients, clip_gradients, and where the step is cut into pieces.
+        overflows: 0-d bool, for each loss scale: whether a gradient that depends on it is not
+            finite. Made by check_gradients, if the step is checked; read by move_scale.
+        skip: 0-d bool: whether the step must change nothing. Made by check_gradients, if the step
+            is checked; read by predicate_writes.
+    """
+
+    start: _Note[fx.Node] = _Note("unscale_gradients")
+    inverses: _Note[dict[int, fx.Node]] = _Note("unscale_gradients")
+    gradients: _Note[list[fx.Node]] = _Note("unscale_gradients")
+    norms: _Note[list[fx.Node]] = _Note("measure_gradients")
+    overflows: _Note[list[fx.Node]] = _Note("check_gradients")
+    skip: _Note[fx.Node] = _Note("check_gradients")

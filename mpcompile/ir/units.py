@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..operators import library
 from ..rules import RNN_OPS
+from .fakes import like
 from .inputs import GraphInputs
 
 # A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.
@@ -113,7 +114,7 @@ class History(fx.Interpreter):
         ones.
         """
         new: set[GradFn] = set()
-        queue = list(_grad_fns(values))
+        queue = list(grad_fns(values))
         while queue:
             grad_fn = queue.pop()
             if grad_fn not in new and grad_fn not in self.origin:
@@ -269,7 +270,8 @@ def _tracked(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(map(_tracked, value))
 
 
-def _grad_fns(values: Any) -> set[GradFn]:
+def grad_fns(values: Any) -> set[GradFn]:
+    """Where the tensors among the values, at any depth, stand in autograd's graph."""
     leaves = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
     return {v.grad_fn for v in leaves if v.grad_fn is not None}
 
@@ -280,4 +282,4 @@ def _like(value: Any) -> Any:
         return value
     if value.layout is not torch.strided:
         return torch.empty_like(value).detach()
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return like(value)

@@ -19,15 +19,14 @@ import torch
 from torch import fx
 
 from .. import ir
+from .targets import SET_GRAD_ENABLED
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a graph of Dynamo's is an optimizer's step: autograd is off from end to end, and
     something is written into a leaf that requires a gradient.
     """
-    if torch.is_grad_enabled() or gm.graph.find_nodes(
-        op="call_function", target=torch._C._set_grad_enabled
-    ):
+    if torch.is_grad_enabled() or gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
         return False
     placeholders = gm.graph.find_nodes(op="placeholder")
     held = [(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from .. import rules
 from ..rules.policy import op_key
+from .fakes import like
 from .shapes import Size
 
 aten = torch.ops.aten
@@ -113,8 +114,8 @@ def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     """Change the dtype of an input."""
     old = value(node)
     with fake_mode(node.graph):
-        like = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device=old.device)
-    set_value(node, like)
+        changed = like(old, dtype=dtype)
+    set_value(node, changed)
 
 
 def set_value(node: fx.Node, value: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections import OrderedDict
@@ -14,14 +13,19 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..emit.emitter import check_inductor
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
-from ..state import copies, guard
+from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
-from .program import Emit
+from .checks import check, check_group
+from .compile_piece import Emit
+from .eager import eager_step
+from .first_state import initialise_state, move_scalar_state
+from .inputs import Member, Setting
+from .key import StepKey, rules_of
+from .results import Results
 from .saved_scales import SavedScales, saved
-from .step import Step, StepKey, eager_step, initialise_state, move_numbers, rules_of
-from .trace import Member, Setting, StateAppeared, raw_step
+from .shadow import StateAppeared
+from .step import CompiledStep
 from .watch import Watch
 
 _HOOKS = (
@@ -80,7 +84,11 @@ class MPOptimizer(Optimizer):
         options: Mapping[str, Any] | None = None,
         dump: str | Path | None = None,
     ) -> None:
-        _check(optimizer, loss_scale, max_grad_norm, emit, mode, options)
+        if isinstance(optimizer, MPOptimizer):
+            raise MPCompileError(
+                "MPOptimizer: this already is one; wrap the torch.optim optimizer once"
+            )
+        check(optimizer, loss_scale, max_grad_norm, emit, mode, options)
         self._inner = optimizer
         self._max_grad_norm = max_grad_norm
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
@@ -96,14 +104,14 @@ class MPOptimizer(Optimizer):
         self._patch_step_function()
         guard.skips_by_itself(self)
         self._own_scale = self._given_scale or LossScale.static(1.0)
-        self._steps: dict[StepKey, Step] = {}
+        self._steps: dict[StepKey, CompiledStep] = {}
         self._last: tuple[Any, StepKey] | None = None
         self._varying: set[Setting] = set()
         self._warned = False
-        self._results: dict[str, torch.Tensor] = {}
+        self._results = Results()
         self._watch = Watch()
         self.compilations = 0
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
         guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -136,11 +144,11 @@ class MPOptimizer(Optimizer):
         """
         self._inner.add_param_group(param_group)
         try:
-            _check_group(type(self._inner).__name__, self._inner.param_groups[-1])
+            check_group(type(self._inner).__name__, self._inner.param_groups[-1])
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
-        copies.own(self._parameters(), self, self._given_scale)
+        parameters.own(self._parameters(), self, self._given_scale)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -184,7 +192,7 @@ class MPOptimizer(Optimizer):
                 members.append(Member(index, param))
                 facts.append((index, id(param), grad.dtype, grad.stride()))
         # Most steps are like the one before, and to know that is cheaper than to make a key.
-        facts += [guard.changes(), copies.changes()]
+        facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
             self._check_scales(key)
@@ -224,12 +232,11 @@ class MPOptimizer(Optimizer):
         step.run(self._inner)
         self._watch.follow(key.scales)
 
-    def _compiled(self, key: StepKey) -> Step:
-        def compiled(varying: frozenset[Setting]) -> Step:
-            return Step(
+    def _compiled(self, key: StepKey) -> CompiledStep:
+        def compiled(varying: frozenset[Setting]) -> CompiledStep:
+            return CompiledStep(
                 self._inner,
                 key,
-                checked=self._checked(key),
                 max_grad_norm=self._max_grad_norm,
                 results=self._results,
                 emit=self._emit,
@@ -259,25 +266,19 @@ class MPOptimizer(Optimizer):
                 stacklevel=2,
             )
 
-    def _checked(self, key: StepKey) -> bool:
-        return any(scale.active for scale in key.scales)
-
     @property
     def skipped(self) -> torch.Tensor:
         """0-d bool on the device: whether the last step was skipped."""
-        return self._result("skipped", False)
+        return self._results.read("skipped", False)
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """0-d FP32 on the device: the global norm before clipping. Without `max_grad_norm` nobody
-        computes it: NaN.
+        """0-d FP32 on the device: the global norm before clipping. NaN without `max_grad_norm`,
+        for it is not computed then.
         """
         if self._max_grad_norm is None:
             return torch.tensor(math.nan)
-        return self._result("norm", math.nan)
-
-    def _result(self, name: str, before: Any) -> torch.Tensor:
-        return self._results[name] if name in self._results else torch.tensor(before)
+        return self._results.read("norm", math.nan)
 
     @property
     def skipped_steps(self) -> int:
@@ -289,11 +290,11 @@ class MPOptimizer(Optimizer):
         return list(self._models_scales()) or [self._own_scale]
 
     def _models_scales(self) -> dict[LossScale, list[int]]:
-        """The loss scales of its models, and the numbers of their parameters here."""
+        """The loss scales of its models, and the indices of their parameters here."""
         found: dict[LossScale, list[int]] = {}
-        for number, parameter in enumerate(self._parameters()):
-            for scale in guard.scales_of(parameter):
-                found.setdefault(scale, []).append(number)
+        for index, parameter in enumerate(self._parameters()):
+            for scale in parameters.scales_of(parameter):
+                found.setdefault(scale, []).append(index)
         return found
 
     def scales_appeared(self) -> None:
@@ -330,7 +331,7 @@ class MPOptimizer(Optimizer):
                     entry = state["state"].get(index, {})
                     if isinstance(entry.get("step"), torch.Tensor):
                         state["state"][index] = {**entry, "step": entry["step"].cpu()}
-        live = [saved(scale, numbers) for scale, numbers in self._models_scales().items()]
+        live = [saved(scale, indices) for scale, indices in self._models_scales().items()]
         if not live and not self._saved_scales.waiting:
             live = [{**self._own_scale.state_dict(), "own": True}]
         return {**state, "loss_scale": [*live, *self._saved_scales.waiting]}
@@ -345,7 +346,7 @@ class MPOptimizer(Optimizer):
         """
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
         self._inner.load_state_dict(plain)
-        move_numbers(self._inner)
+        move_scalar_state(self._inner)
         entries = state_dict.get("loss_scale", [])
         entries = [entries] if isinstance(entries, Mapping) else list(entries)
         known = self._models_scales()
@@ -371,56 +372,3 @@ class MPOptimizer(Optimizer):
         self.__dict__.update(state)
         self._start()
         self._own_scale = state["_own_scale"]
-
-
-def _check(
-    optimizer: Any,
-    scale: Any,
-    max_grad_norm: float | None,
-    emit: str,
-    mode: str | None,
-    options: Any,
-) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, MPOptimizer):
-        raise MPCompileError(
-            "MPOptimizer: this already is one; wrap the torch.optim optimizer once"
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise MPCompileError(
-            f"MPOptimizer({name}): give a torch.optim optimizer, as in "
-            "MPOptimizer(torch.optim.AdamW(model.parameters()))"
-        )
-    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise MPCompileError(
-            f"MPOptimizer: {name}.step() runs its closure several times, which can't be traced; "
-            f"use {name} as it is"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise MPCompileError("MPOptimizer: SparseAdam wants sparse gradients; use it as it is")
-    for group in optimizer.param_groups:
-        _check_group(name, group)
-    if scale is not None and not isinstance(scale, LossScale):
-        raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
-    number: Any = max_grad_norm
-    if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
-        raise MPCompileError(
-            f"MPOptimizer(max_grad_norm={max_grad_norm!r}): must be a positive number"
-        )
-    if emit not in ("inductor", "aot_eager", "eager"):
-        raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
-    if mode is not None and emit != "inductor":
-        raise MPCompileError(
-            f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
-        )
-    if options is not None and not isinstance(options, Mapping):
-        raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
-    check_inductor(mode, options)
-
-
-def _check_group(name: str, group: dict[str, Any]) -> None:
-    if group.get("differentiable"):
-        raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
-    if any(p.is_complex() for p in group["params"]):
-        raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")

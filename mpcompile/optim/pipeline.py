@@ -23,7 +23,7 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # the traced step itself, before anything is added
-    unscale_gradients,  # what stands for a gradient from here on is true to size
+    unscale_gradients,  # gradients are unscaled from here on, in the parameter's dtype
     measure_gradients,  # of the gradients as they are stored: the one read before the update
     check_gradients,  # needs the norms
     clip_gradients,  # after unscaling, and from the same norms

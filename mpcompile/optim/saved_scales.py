@@ -1,7 +1,7 @@
 """Loss scales in an optimizer's checkpoint: each goes back to the model it came from.
 
 Scales belong to models, and a checkpoint is mostly loaded before the first forward, when none is
-known yet. So each is saved with the numbers of the parameters whose gradients it scales, and waits
+known yet. So each is saved with the indices of the parameters whose gradients it scales, and waits
 until a model of these parameters runs.
 """
 
@@ -17,7 +17,7 @@ _PARAMETERS = "parameters"
 
 
 def saved(scale: LossScale, parameters: Collection[int]) -> dict[str, Any]:
-    """A scale's state and the numbers of its parameters in the optimizer."""
+    """A scale's state and the indices of its parameters in the optimizer."""
     return {**scale.state_dict(), _PARAMETERS: sorted(parameters)}
 
 

@@ -12,26 +12,24 @@ counter (torch bumps it at every write in place: load_state_dict, an initialiser
 an EMA that copies under no_grad). A write through `p.data` bumps nothing. So a master's class is
 `MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`: its copy is then
 cast anew before the next forward, changed or not, and before each one while that tensor is kept.
-(A view of it that outlives it, and memory written through NumPy, nobody can see.)
+(Writes through a view of it that outlives it, or through NumPy, go unnoticed.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._prims_common import suggest_memory_format
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
-from . import low_gradients, onlookers
-from .guard import skipping_itself
+from . import onlookers, parameters
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, Multiplied
 from .traced_gradients import hide_low_gradients
@@ -81,8 +79,6 @@ class MasterWeight(nn.Parameter):
 
 
 _DATA: Any = torch._C.TensorBase.data
-
-hide_low_gradients(of=MasterWeight)
 
 
 def memory_for(
@@ -158,51 +154,9 @@ def _state(master: torch.Tensor) -> tuple[int, int]:
     return master.data_ptr(), master._version
 
 
-_owners = WeakIdKeyDictionary()  # parameter -> weak reference to its optimizer
-_given = WeakIdKeyDictionary()  # parameter -> the LossScale that its optimizer was given
-_copies = WeakIdKeyDictionary()  # parameter -> {dtype: WorkingCopy}
-_in_full = WeakIdKeyDictionary()  # parameters whose gradients must be FP32: see `read_in_full`
-_generation = 0
-_changes = 0
-
-
-def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
-    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters; with
-    `scale`, models of theirs that have no loss scale from the user take this one.
-    """
-    global _generation
-    _generation += 1
-    for parameter in parameters:
-        _owners[parameter] = weakref.ref(owner)
-        _given[parameter] = scale
-
-
-def owner_of(parameter: torch.Tensor) -> Any:
-    """The living MPOptimizer that holds this parameter, or None."""
-    reference = _owners.get(parameter)
-    return reference() if reference is not None else None
-
-
-def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
-    """The loss scale that the living optimizer of these parameters was given, if any."""
-    scales = (_given.get(p) for p in parameters if owner_of(p) is not None)
-    return next((scale for scale in scales if scale is not None), None)
-
-
-def generation() -> int:
-    """Grows whenever an optimizer takes ownership: what was compiled before may be outdated."""
-    return _generation
-
-
-def changes() -> int:
-    """Grows whenever a copy was made, or gradients are stored under another scale."""
-    return _changes + low_gradients.changes()
-
-
-def copies_of(parameter: torch.Tensor) -> dict[torch.dtype, WorkingCopy]:
+def copies_of(parameter: torch.Tensor) -> Mapping[torch.dtype, WorkingCopy]:
     """All copies of a parameter, by dtype."""
-    found: dict[torch.dtype, WorkingCopy] = _copies.get(parameter, {})
-    return found
+    return parameters.state_of(parameter).copies
 
 
 def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
@@ -217,25 +171,25 @@ def copy_of(
     """The copy of a parameter in `dtype`; made, and its class changed, at the first call. It is
     stored in `shape`, the parameter's own by default, which later calls don't change.
     """
-    global _changes
-    known = _copies.setdefault(parameter, {})
-    if dtype not in known:
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = MasterWeight
-        known[dtype] = WorkingCopy(parameter, dtype, shape)
-        _changes += 1
-    copy: WorkingCopy = known[dtype]
+    known = copies_of(parameter)
+    if dtype in known:
+        return known[dtype]
+    if type(parameter) is nn.Parameter:
+        hide_low_gradients(of=MasterWeight)
+        parameter.__class__ = MasterWeight
+    copy = WorkingCopy(parameter, dtype, shape)
+    parameters.note(parameter, copies={**known, dtype: copy})
     return copy
 
 
-def read_in_full(parameters: Iterable[torch.Tensor]) -> None:
+def read_in_full(masters: Iterable[torch.Tensor]) -> None:
     """Note that the gradients of these must be FP32 and true to size from now on: a graph reads
     the parameters in FP32, too, or their gradients are averaged over processes.
     """
-    for parameter in parameters:
-        _in_full[parameter] = True
-        for copy in copies_of(parameter).values():
-            copy.gradient.expect(parameter, None, low=False)
+    for master in masters:
+        parameters.note(master, in_full=True)
+        for copy in copies_of(master).values():
+            copy.gradient.expect(master, None, low=False)
 
 
 class Reader:
@@ -259,7 +213,8 @@ class Reader:
         tensors = [copy.stored for copy in copies]
         if not torch.is_grad_enabled():
             return tensors
-        read_in_full(p for p in onlookers.reduced_parameters() if p not in _in_full)
+        reduced = onlookers.reduced_parameters()
+        read_in_full(p for p in reduced if not parameters.state_of(p).in_full)
         for copy, master in zip(copies, masters, strict=True):
             copy.awaited += 1
             if master.requires_grad:
@@ -268,11 +223,12 @@ class Reader:
 
     def stores_low(self, master: torch.Tensor) -> bool:
         """Whether nobody but the one optimizer looks at this parameter's gradients."""
+        state = parameters.state_of(master)
         return (
             self.low_gradients
-            and master not in _in_full
-            and owner_of(master) is not None
-            and len(copies_of(master)) == 1
+            and not state.in_full
+            and state.optimizer is not None
+            and len(state.copies) == 1
             and not onlookers.has_hooks(master)
         )
 
@@ -302,14 +258,14 @@ class _ReadCopies(torch.autograd.Function):
                 # Laid out as the parameter is: autograd keeps such a gradient as it is.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            low, keeper = ctx.reader.stores_low(master), owner_of(master)
+            low, keeper = ctx.reader.stores_low(master), parameters.owner_of(master)
             results.append(
                 copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
             )
         # What is stored low its optimizer's step looks at; nobody can change it before.
         true = [g for g in results if g is not None and g.dtype is torch.float32]
         if ctx.multiplied is not None and true:
-            ctx.reader.scale.saw(true)
+            ctx.reader.scale.overflows.saw(true)
         return (None, None, *results)
 
 
@@ -328,11 +284,12 @@ def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str)
             )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A plain optimizer must not take a scaled gradient for a true one."""
-    if len(_copies) == 0 or skipping_itself(optimizer):
-        return
+def refuse_scaled(optimizer: Optimizer) -> None:
+    """A plain optimizer must not take a scaled gradient for a true one.
+
+    Raises:
+        MPCompileError: it holds a parameter whose gradient is stored scaled.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for copy in copies_of(parameter).values():
@@ -342,6 +299,3 @@ def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                         "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
                         "too. Step each parameter with one of them"
                     )
-
-
-register_optimizer_step_pre_hook(_refuse_scaled)

@@ -26,7 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from ..devices.generators import RandomState, unchanged
 from ..ir.inputs import GraphInputs
-from .loss_scale import INIT_SCALE, LossScale, any_nonfinite
+from ..ir.scale import INIT_SCALE
+from .loss_scale import LossScale
+from .overflows import any_nonfinite
 
 HEADROOM = 8.0
 
@@ -131,7 +133,8 @@ class _Trial:
         """The gradients at the first scale, from above, at which they fit."""
         scale = self.scale
         # Gradients of this step may be stored under it: another graph's, or a failed search's.
-        stored = bool(self.inputs.copies) and (scale.fitted or scale.searched_in_vain(self.used))
+        copied = bool(self.inputs.copies)
+        stored = copied and (scale.search.found or scale.search.was_in_vain(self.used))
         fixed = stored or not scale.fitting
         if fixed:
             self.top = float(self.used)
@@ -160,7 +163,7 @@ class _Trial:
     def _keep(self, gradients: list[torch.Tensor | None]) -> None:
         scale = self.scale
         value = min(INIT_SCALE, max(self.at / HEADROOM, scale.min_scale))
-        if scale.fitted:
+        if scale.search.found:
             value = min(value, scale.value)
         scale.fit(value)
         self.used.fill_(value)

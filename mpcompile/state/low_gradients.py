@@ -1,16 +1,17 @@
 """How the gradient of a parameter that has a working copy is stored.
 
-In the low dtype, as long as nobody but the parameter's MPOptimizer looks at it; in FP16 multiplied
-by the loss scale. Autograd adds up whatever reaches a parameter, and a scaled gradient must not be
+In the low dtype, as long as the parameter's MPOptimizer alone reads it; in FP16 multiplied by the
+loss scale. Autograd adds up whatever reaches a parameter, and a scaled gradient must not be
 added to a true one. So it doesn't go through autograd: it is put aside, and a zero that takes no
 memory goes in its place.
 
     a graph's backward: puts its scaled gradient aside  --zero-->  AccumulateGrad of the parameter
 
-Just before that node stores what arrived we look at it. The zero itself: everything is ours, and
-what was put aside is stored, scaled. Anything else has a gradient in it that came from elsewhere (a
-penalty on the weights, a part of the model that runs uncompiled): then all of it is stored in FP32
-and true to size, and so is what was stored before. Whichever way, `p.grad.dtype` tells which it is.
+A hook sees what arrived just before that node stores it. If it is that zero, all of the gradient
+came out of our graphs, and what was put aside is stored, scaled. Otherwise a part of it came from
+elsewhere (a penalty on the weights, a part of the model that runs uncompiled): then all of it is
+stored in FP32 and true to size, and so is what was stored before. `p.grad.dtype` tells which of the
+two was done.
 
 A scaled gradient is stored with what it was multiplied by. Where the loss scale has moved since
 (another optimizer of the same scale stepped in between), it is brought to the other scale.
@@ -30,6 +31,7 @@ import torch
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
+from . import optimizers, parameters
 from .loss_scale import LossScale
 
 
@@ -50,7 +52,7 @@ class Multiplied:
         """What the forward that runs now multiplies by."""
         if scale is None or scale.used is None:
             return None
-        return cls(scale.used, scale.moves)
+        return cls(scale.used, scale.live.moves)
 
     def true(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.float() * self.by.reciprocal()
@@ -110,10 +112,9 @@ class LowGradient:
                 master.grad_dtype = wanted
 
     def _set_scale(self, scale: LossScale | None) -> None:
-        global _changes
         if scale is not self.scale:
             self.scale = scale
-            _changes += 1
+            parameters.changed()
 
     def widen(self, master: torch.Tensor) -> None:
         """Store the gradient that is there, and those to come, in FP32 and true to size."""
@@ -145,7 +146,7 @@ class LowGradient:
         Args:
             multiplied: what the graph multiplied it by, or None: it is true to size.
             node: the AccumulateGrad of the parameter.
-            low: nobody asked for a true gradient in FP32.
+            low: store it in the low dtype, if nothing else stands against that.
             keeper: what keeps the parameter alive as long as gradients are stored low.
         """
         master = self._master()
@@ -177,7 +178,7 @@ class LowGradient:
             node.register_prehook(self._arrive)
             node.register_hook(lambda *_: self.note_arrival())
         # It holds its parameter: we may not hold it, or neither would ever be freed.
-        _nodes.setdefault(keeper, {})[id(self)] = node
+        optimizers.state_of(keeper).nodes[id(self)] = node
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
@@ -284,13 +285,3 @@ def _stores(node: Any) -> bool | None:
     except RuntimeError:  # so it answers for a leaf whose gradient is returned
         return None
     return stores
-
-
-# Keeps the AccumulateGrad nodes that call us: who keeps their parameters -> by gradient.
-_nodes: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-_changes = 0
-
-
-def changes() -> int:
-    """Grows whenever gradients of some parameter are stored under another scale."""
-    return _changes

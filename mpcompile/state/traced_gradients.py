@@ -19,8 +19,11 @@ from torch._dynamo.variables import builder
 from torch._subclasses import meta_utils
 
 
+@functools.cache
 def hide_low_gradients(of: type[torch.Tensor]) -> None:
-    """Tell tracers that tensors of this class whose gradient has another dtype have none."""
+    """Tell tracers that tensors of this class whose gradient has another dtype have none, from now
+    on and once.
+    """
     for module in (builder, meta_utils):
         known = getattr(module, "safe_grad", None)
         if known is not None:

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
+from mpcompile.ir.targets import CHECKPOINT
 from mpcompile.rules.policy import Config
-
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def outline(gm: fx.GraphModule, config: Config) -> bool:

@@ -31,6 +31,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 
 UPCAST = torch.ops.prims.convert_element_type.default
 GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
@@ -89,7 +90,7 @@ def _is_low(node: fx.Node) -> bool:
     value = ir.tensor(node)
     return (
         value is not None
-        and value.dtype in (torch.float16, torch.bfloat16)
+        and value.dtype in HALF
         and is_supported(value.device)
         and capabilities(value.device).products_leave_in_fp32()
     )

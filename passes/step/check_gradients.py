@@ -3,8 +3,9 @@
     norm_0, norm_1      ->      overflow = logical_not(all(isfinite(stack([norm_0, norm_1]))))
                                 copy_(result_skipped, overflow)
 
-Each loss scale answers for the gradients of its own graphs, and for what the graphs themselves saw
-(`flag`: a gradient that another optimizer holds); an overflow of any of them skips the whole step.
+A loss scale overflows if a gradient of a graph that uses it is not finite, or if such a graph has
+set `flag`, because it saw one in a gradient that another optimizer holds. An overflow of any scale
+skips the whole step.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ def check_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     if not config.checked:
         return False
     graph = gm.graph
-    norms: list[fx.Node] = ir.noted(gm, "norms")
+    notes = ir.step_notes(gm)
+    notes.overflows = []
     result = ir.scalar_slot(graph, Slot("result", key="skipped"), torch.bool)
     why = "a gradient that is not finite skips the step"
-    overflows: list[fx.Node] = []
-    with graph.inserting_before(ir.noted(gm, "start")):
+    with graph.inserting_before(notes.start):
         for k in range(len(config.scales)):
             flag = ir.scale_slot(graph, k, "flag", torch.int64)
             overflow = ir.call(graph, aten.gt.Scalar, flag, 0, why="overflows that the graphs saw")
-            own = [n for n, g in zip(norms, config.gradients, strict=True) if k in g.scales]
+            own = [n for n, g in zip(notes.norms, config.gradients, strict=True) if k in g.scales]
             if own:
                 stacked = ir.call(graph, aten.stack.default, own, why=why)
                 finite = ir.call(graph, aten.isfinite.default, stacked, why=why)
                 every = ir.call(graph, aten.all.default, finite, why=why)
                 some = ir.call(graph, aten.logical_not.default, every, why=why)
                 overflow = ir.call(graph, aten.logical_or.default, overflow, some, why=why)
-            overflows.append(overflow)
-        skip = overflows[0]
-        for overflow in overflows[1:]:
+            notes.overflows.append(overflow)
+        skip, *others = notes.overflows
+        for overflow in others:
             skip = ir.call(graph, aten.logical_or.default, skip, overflow, why=why)
     with graph.inserting_before(graph.output_node()):
         ir.call(graph, aten.copy_.default, result, skip, why="what the step reports")
-    ir.note(gm, "overflows", overflows)
-    ir.note(gm, "skip", skip)
+    notes.skip = skip
     return True

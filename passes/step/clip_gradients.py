@@ -1,4 +1,4 @@
-"""Clip the global norm of the true gradients. A rewriting pass.
+"""Clip the global norm of the unscaled gradients. A rewriting pass.
 
     update(param0, grad0)      ->      norm = sqrt(sum(square(norms)))
                                        factor = clamp(max_norm / (norm + 1e-6), max=1)
@@ -23,26 +23,25 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     if config.max_grad_norm is None:
         return False
     graph = gm.graph
-    norms: list[fx.Node] = ir.noted(gm, "norms")
-    inverses: dict[int, fx.Node] = ir.noted(gm, "inverses")
+    notes = ir.step_notes(gm)
     result = ir.scalar_slot(graph, Slot("result", key="norm"), torch.float32)
     why = f"the global norm is clipped to {config.max_grad_norm:g}"
-    true: list[fx.Node] = []
-    with graph.inserting_before(ir.noted(gm, "start")):
-        for norm, gradient in zip(norms, config.gradients, strict=True):
-            by = gradient.scaled_by
-            scaled = by is not None
-            true.append(
-                ir.call(graph, aten.mul.Tensor, norm, inverses[by], why=why) if scaled else norm  # type: ignore[index]
-            )
-        stacked = ir.call(graph, aten.stack.default, true, why=why)
+    unscaled: list[fx.Node] = []
+    with graph.inserting_before(notes.start):
+        for norm, arrived in zip(notes.norms, config.gradients, strict=True):
+            if (k := arrived.scaled_by) is not None:
+                norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
+            unscaled.append(norm)
+        stacked = ir.call(graph, aten.stack.default, unscaled, why=why)
         total = ir.call(graph, aten.linalg_vector_norm.default, stacked, why=why)
         padded = ir.call(graph, aten.add.Tensor, total, 1e-6, why=why)
         inverse = ir.call(graph, aten.reciprocal.default, padded, why=why)
         factor = ir.call(graph, aten.mul.Tensor, inverse, config.max_grad_norm, why=why)
         factor = ir.call(graph, aten.clamp_max.default, factor, 1.0, why=why)
-        for gradient in ir.noted(gm, "gradients"):
-            readers = [u for u in gradient.users if u not in norms and u.target is not _FOREACH]
+        for gradient in notes.gradients:
+            readers = [
+                u for u in gradient.users if u not in notes.norms and u.target is not _FOREACH
+            ]
             clipped = ir.call(graph, aten.mul.Tensor, gradient, factor, why=why)
             if (dtype := ir.dtype(gradient)) is not ir.dtype(clipped):  # of a 0-d gradient
                 clipped = ir.call(graph, aten._to_copy.default, clipped, why=why, dtype=dtype)

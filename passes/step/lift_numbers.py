@@ -60,7 +60,7 @@ class _Lifter:
 
     def _tensor_for(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
-            ir.become_number(node)
+            ir.become_tensor(node)
             return node
         if node.target is operator.neg:
             return self._call(aten.neg.default, self._of(node.args[0]))

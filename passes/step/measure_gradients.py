@@ -20,6 +20,8 @@ from mpcompile.ir.step import Slot, StepConfig
 
 
 def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
+    notes = ir.step_notes(gm)
+    notes.norms = []
     if not config.checked and config.max_grad_norm is None:
         return False
     graph = gm.graph
@@ -27,18 +29,19 @@ def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     gradients = [known[Slot("grad", i)] for i in range(len(config.gradients))]
     order = float("inf") if config.max_grad_norm is None else 2.0
     why = "inf or nan exactly if an element is"
-    # FP32, for gradients stored low too; FP64 where a gradient is, for it has that range.
+    # FP32, for low-precision gradients too; FP64 where a gradient is, for it has that range.
     wide = any(g.dtype is torch.float64 for g in config.gradients)
     dtype = torch.float64 if wide else torch.float32
-    with graph.inserting_before(ir.noted(gm, "start")):
+    with graph.inserting_before(notes.start):
         if config.foreach:
             target = aten._foreach_norm.Scalar
             listed = ir.call(graph, target, gradients, order, dtype, why=why)
-            norms = [
+            notes.norms = [
                 ir.call(graph, operator.getitem, listed, i, why=why) for i in range(len(gradients))
             ]
         else:
             target = aten.linalg_vector_norm.default
-            norms = [ir.call(graph, target, g, order, why=why, dtype=dtype) for g in gradients]
-    ir.note(gm, "norms", norms)
+            notes.norms = [
+                ir.call(graph, target, g, order, why=why, dtype=dtype) for g in gradients
+            ]
     return True

@@ -3,8 +3,8 @@
     copy_(param0, new)      ->      kept = where(skip, param0, new); copy_(param0, kept)
 
 Every write of a parameter and of the optimizer's state, moments and step counters alike. The
-predicate is a value on the device, so nobody waits for it; inside the fused update it costs
-nothing, for the old value was read anyhow.
+predicate is a value on the device, so the host does not wait for it. In the fused update it costs
+no memory traffic: the old value is read in any case.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _PREDICATED = ("param", "state")
 
 
 def predicate_writes(gm: fx.GraphModule, config: StepConfig) -> bool:
-    skip: fx.Node | None = ir.noted(gm, "skip")
-    if skip is None:
+    if not config.checked:
         return False
+    skip = ir.step_notes(gm).skip
     changed = False
     for write, target, value in ir.writes(gm.graph):
         if ir.slot_of(target).kind not in _PREDICATED:

@@ -11,11 +11,11 @@ a copy is stored padded, the graph sees the part that is no padding: the zeros s
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.fakes import like
 from mpcompile.ir.step import Slot, StepConfig
 
 
@@ -29,11 +29,8 @@ def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:
             continue
         changed = True
         with ir.fake_mode(graph):
-            known = ir.value(target)
-            like = torch.empty_strided(
-                known.shape, layout.strides, dtype=layout.dtype, device=known.device
-            )
-        copy = ir.add_slot(graph, Slot("copy", slot.index), like)
+            fake = like(ir.value(target), dtype=layout.dtype, strides=layout.strides)
+        copy = ir.add_slot(graph, Slot("copy", slot.index), fake)
         with graph.inserting_after(write):
             last = ir.call(
                 graph, aten._to_copy.default, value, why="what O2 reads", dtype=layout.dtype

@@ -1,0 +1,249 @@
+"""The two ablations: trainings that differ in where weights are stored, or in the loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.digits import Split, digits
+from mpcompile import loss_scale_of, mpcompile
+
+from .fp16 import Magnitudes, vanishes
+
+__all__ = [
+    "DYNAMIC",
+    "FP32",
+    "HALF_WEIGHTS",
+    "MASTERS",
+    "SCALES",
+    "STORAGES",
+    "UNSCALED",
+    "Outcome",
+    "Results",
+    "train_scaled",
+    "train_stored",
+]
+
+CPU = torch.device("cpu")
+
+FP32 = "FP32"
+MASTERS, HALF_WEIGHTS = "FP16, FP32 master weights", "FP16, FP16 weights"
+STORAGES = (FP32, MASTERS, HALF_WEIGHTS)
+
+UNSCALED, DYNAMIC = "FP16, no loss scale", "FP16, dynamic scale"
+SCALES: dict[str, str | float] = {
+    UNSCALED: "none",
+    "FP16, scale 8": 8.0,  # the paper's, for its SSD detector
+    "FP16, scale 128": 128.0,
+    DYNAMIC: "dynamic",
+}
+
+BATCH = 128
+SMALL_RATE = 5e-4
+LOSS_WEIGHT = 2.0**-11
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        before, after: loss over held-out digits, by an eager FP32 forward; without `LOSS_WEIGHT`.
+        steps: of the optimizer.
+        curve: training loss, means over equal spans of the steps; without `LOSS_WEIGHT`.
+        shares: what was measured: name -> mean over the steps, between 0 and 1.
+        skipped_steps: because of an overflow.
+    """
+
+    before: float
+    after: float
+    steps: int
+    curve: list[float]
+    shares: dict[str, float]
+    skipped_steps: int = 0
+
+    @property
+    def progress(self) -> float:
+        return self.before - self.after
+
+
+Results = dict[str, list[Outcome]]
+"""Arm -> an outcome for each seed."""
+
+
+def _batches(data: Split, seed: int, steps: int) -> Iterator[Split]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        chosen = torch.randint(len(data[0]), (BATCH,), generator=generator).to(data[0].device)
+        yield data[0][chosen], data[1][chosen]
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batches: Iterator[Split],
+    test: Split,
+    *,
+    weight: float = 1.0,
+    shares: Callable[[nn.Module], Mapping[str, float]],
+    scaled: bool,
+) -> Outcome:
+    """The training loop of plain PyTorch; `before` and `after` are of the data in `test`.
+
+    Args:
+        weight: of the loss in training.
+        shares: what is measured in each step while its gradients wait to be used.
+        scaled: whether there is a loss scale, whose skipped steps count.
+    """
+    before = _held_out(model, loss, test)
+    losses: list[float] = []
+    measured: list[Mapping[str, float]] = []
+    for inputs, targets in batches:
+        value = weight * loss(model(inputs), targets)
+        value.backward()
+        losses.append(value.item() / weight)
+        measured.append(shares(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(
+        before=before,
+        after=_held_out(model, loss, test),
+        steps=len(losses),
+        curve=_spans(losses),
+        shares={name: statistics.fmean(one[name] for one in measured) for name in measured[0]},
+        skipped_steps=loss_scale_of(model).skipped_steps if scaled else 0,
+    )
+
+
+def _spans(values: Sequence[float], count: int = 40) -> list[float]:
+    """Means over `count` equal spans, or fewer where there are fewer values."""
+    size = max(1, len(values) // count)
+    return [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
+
+
+def _mixed(model: nn.Module, loss_scale: str | float) -> None:
+    torch._dynamo.reset()  # each run compiles anew: no limit on recompilations is reached
+    # `eager` rounds exactly where the plan says so; a fused kernel may keep FP32 between.
+    mpcompile(
+        model, dtype=torch.float16, level="O1", loss_scale=loss_scale, emit="eager", strict=True
+    )
+
+
+@torch.no_grad()
+def _held_out(model: nn.Module, loss: Loss, data: Split) -> float:
+    return loss(model.forward(data[0]), data[1]).item()
+
+
+# -- the first ablation: where weights are stored -------------------------------------------------
+
+
+def train_stored(arm: str, seed: int, steps: int, device: torch.device = CPU) -> Outcome:
+    """Train the classifier; `arm` is one of `STORAGES`."""
+    (train_x, train_y), (test_x, test_y) = digits(device)
+    mean, deviation = train_x.mean(), train_x.std()
+    train, test = ((train_x - mean) / deviation, train_y), ((test_x - mean) / deviation, test_y)
+    torch.manual_seed(seed)
+    model = _perceptron(nn.ReLU, 64, 128, 128, 10).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=SMALL_RATE)
+    if arm != FP32:
+        _mixed(model, "dynamic")
+    if arm == HALF_WEIGHTS:
+        _store_in_half(model)
+        optimizer.register_step_post_hook(lambda *_: _store_in_half(model))
+    return _train(
+        model,
+        optimizer,
+        F.cross_entropy,
+        _batches(train, seed, steps),
+        test,
+        shares=_update_shares,
+        scaled=arm != FP32,
+    )
+
+
+def _perceptron(activation: type[nn.Module], *widths: int) -> nn.Sequential:
+    layers = [(nn.Linear(a, b), activation()) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*list(itertools.chain(*layers))[:-1])
+
+
+@torch.no_grad()
+def _store_in_half(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half())
+
+
+@torch.no_grad()
+def _update_shares(model: nn.Module) -> dict[str, float]:
+    """Of the updates that are not zero in FP32: two shares, as if all weights were FP16."""
+    pairs = [(p.flatten(), p.grad.flatten()) for p in model.parameters() if p.grad is not None]
+    weight, gradient = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    weight, update = weight[gradient != 0], -SMALL_RATE * gradient[gradient != 0]
+    small = update.abs() < 2.0**-11 * weight.abs()
+    return {
+        "updates below 2^-11 of the weight": small.double().mean().item(),
+        "updates that vanish in FP16": vanishes(weight, update).double().mean().item(),
+    }
+
+
+# -- the second ablation: the loss scale ----------------------------------------------------------
+
+
+def train_scaled(
+    arm: str,
+    seed: int,
+    steps: int,
+    device: torch.device = CPU,
+    gradients: Magnitudes | None = None,
+) -> Outcome:
+    """Train the autoencoder; `arm` is `FP32` or one of `SCALES`.
+
+    Args:
+        gradients: is given those of all layers' outputs at every step. For FP32 only: hooks
+            inside a compiled model would change where it rounds.
+    """
+    train, test = ((images, images) for images, _ in digits(device))
+    torch.manual_seed(seed)
+    model = _perceptron(nn.Tanh, 64, 128, 64, 32, 16, 32, 64, 128, 64).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)
+    if arm != FP32:
+        _mixed(model, SCALES[arm])
+    if gradients is not None:
+        assert arm == FP32
+        _watch(model, gradients.add)
+    return _train(
+        model,
+        optimizer,
+        F.mse_loss,
+        _batches(train, seed, steps),
+        test,
+        weight=LOSS_WEIGHT,
+        shares=lambda model: {"weight gradients zero": _zero_share(model)},
+        scaled=arm != FP32,
+    )
+
+
+def _watch(model: nn.Sequential, see: Callable[[Tensor], object]) -> None:
+    """Call `see` with the gradient of each linear layer's output, in every backward."""
+
+    def note(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(see)
+
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(note)
+
+
+def _zero_share(model: nn.Module) -> float:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.dim() == 2]
+    zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
+    return zeros / sum(gradient.numel() for gradient in gradients)

@@ -1,0 +1,246 @@
+"""What is trained: models, their data, optimizers and loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from benchmarks.models import (
+    GPT2,
+    MLP,
+    Attention,
+    BERTEncoder,
+    Detector,
+    Recommender,
+    Sample,
+    Tagger,
+    UNet,
+    ViT,
+    resnet18,
+    resnet50,
+)
+from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
+
+from .models import (
+    VAE,
+    Autoencoder,
+    Speech,
+    Towers,
+    ctc_loss,
+    denoiser,
+    gan_models,
+    tanh_net,
+    vae_loss,
+)
+
+__all__ = ["BATCHES", "TINY", "WORK", "MakeOptimizer", "Prepare", "Training", "Work"]
+
+STEPS = 20
+BATCHES = 4
+"""Different ones; they come round again, so that there is something to learn."""
+
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
+Prepare = Callable[[nn.Module, MakeOptimizer], tuple[nn.Module, Optimizer]]
+Loss = Callable[..., Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training loop: told how to prepare models and where they are, it yields its losses.
+
+    Attributes:
+        loop: `loop(prepare, device, steps)` draws weights and batches from torch's current seed.
+    """
+
+    name: str
+    loop: Callable[[Prepare, torch.device, int], Iterator[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is trained, and which of it is compiled to see what the search costs."""
+
+    trainings: Sequence[Training]
+    compiled: Sequence[Training]
+    steps: int = STEPS
+    emit: str = "aot_eager"
+    compiler: str = "inductor"
+
+
+def _of(
+    name: str,
+    build: Callable[[], nn.Module],
+    draw: Callable[[], Sequence[Tensor]],
+    optimizer: MakeOptimizer,
+    loss: Loss | None = None,
+) -> Training:
+    """One model in the plainest loop.
+
+    Args:
+        draw: a batch.
+        loss: `loss(model, *batch)`, outside of what is compiled; by default the model returns it.
+    """
+
+    def loop(prepare: Prepare, device: torch.device, steps: int) -> Iterator[Tensor]:
+        model = build().to(device)
+        batches = [[x.to(device) for x in draw()] for _ in range(min(steps, BATCHES))]
+        model, optim = prepare(model, optimizer)
+        for step in range(steps):
+            batch = batches[step % BATCHES]
+            optim.zero_grad()
+            value = loss(model, *batch) if loss else model(*batch)
+            value.backward()
+            optim.step()
+            yield value.detach()
+
+    return Training(name, loop)
+
+
+def _sampled(
+    name: str, build: Callable[[], nn.Module], sample: Sample, optimizer: MakeOptimizer
+) -> Training:
+    """One of `benchmarks/models`, with random targets."""
+    return _of(name, build, functools.partial(sample.draw, torch.device("cpu")), optimizer)
+
+
+def _with(optimizer: Callable[..., Optimizer], **settings: Any) -> MakeOptimizer:
+    return functools.partial(optimizer, **settings)
+
+
+def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:
+    """Batches of the demo's text."""
+
+    def draw() -> Sequence[Tensor]:
+        seed = int(torch.randint(2**30, ()))
+        return next(text_batches(corpus().train, batch=batch, context=config.context, seed=seed))
+
+    return draw
+
+
+def _gan(prepare: Prepare, device: torch.device, steps: int) -> Iterator[Tensor]:
+    """The tutorial's loop; yields the sum of the three losses."""
+    generator, discriminator = gan_models()
+    images = torch.rand(BATCHES, 16, 1, 16, 16, device=device) * 2 - 1
+    noise = torch.randn(BATCHES, 16, 16, 1, 1, device=device)
+    ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)
+    adam = _with(Adam, lr=2e-4, betas=(0.5, 0.999))
+    g, optim_g = prepare(generator.to(device), adam)
+    d, optim_d = prepare(discriminator.to(device), adam)
+    for step in range(steps):
+        optim_d.zero_grad()
+        real = F.binary_cross_entropy(d(images[step % BATCHES]), ones)
+        real.backward()
+        made = g(noise[step % BATCHES])
+        fake = F.binary_cross_entropy(d(made.detach()), zeros)
+        fake.backward()
+        optim_d.step()
+        optim_g.zero_grad()
+        fooled = F.binary_cross_entropy(d(made), ones)
+        fooled.backward()
+        optim_g.step()
+        yield (real + fake + fooled).detach()
+
+
+def _rows(*shape: int) -> Callable[[], Sequence[Tensor]]:
+    return lambda: (torch.randn(shape),)
+
+
+def _rows_and_targets(
+    shape: tuple[int, ...], targets: tuple[int, ...], size: float = 1.0, at: float = 0.0
+) -> Callable[[], Sequence[Tensor]]:
+    return lambda: (torch.randn(shape), at + size * torch.randn(targets))
+
+
+def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+_CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
+_small_gpt2 = functools.partial(
+    GPT2, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
+)
+_small_bert = functools.partial(
+    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0,
+    attention_dropout=0.0,
+)  # fmt: skip
+_tokens = Sample((4, 32), (4, 32), 256, 256)
+
+_GPT2 = _sampled("GPT-2, D64 L2", _small_gpt2, _tokens, _with(AdamW, lr=6e-4))
+_RESNET18 = _sampled(
+    "ResNet-18, 8 channels",
+    functools.partial(resnet18, width=8),
+    Sample((8, 3, 32, 32), (8,), 1000),
+    _with(SGD, lr=0.01, momentum=0.9),
+)
+_MLP = _sampled("MLP, D64", MLP, Sample((64, 64), (64,), 10), _with(SGD, lr=0.1))
+
+WORK = Work(
+    trainings=(
+        _of("GPT of the demo, D64 L2, text", functools.partial(GPT, _CONFIG), _text(_CONFIG, 4),
+            _with(AdamW, lr=3e-4)),
+        _GPT2,
+        _sampled("BERT, D64 L2", _small_bert, Sample((4, 32), (4, 32), 2, 256),
+                 _with(AdamW, lr=1e-4)),
+        _sampled("ViT, D64 L2", functools.partial(
+                     ViT, size=32, patch=8, width=64, layers=2, heads=2, classes=100),
+                 Sample((8, 3, 32, 32), (8,), 100), _with(AdamW, lr=3e-4)),
+        _of("Attention, mean square", functools.partial(Attention, 64, 2, causal=True),
+            _rows_and_targets((4, 32, 64), (4, 32, 64)), _with(Adam, lr=1e-3), _mse),
+        _RESNET18,
+        _sampled("ResNet-50, 4 channels", functools.partial(resnet50, width=4),
+                 Sample((8, 3, 32, 32), (8,), 1000), _with(SGD, lr=0.01, momentum=0.9)),
+        _sampled("U-Net, 8 channels", functools.partial(UNet, width=8, levels=3),
+                 Sample((2, 3, 32, 32), (2, 32, 32), 4), _with(Adam, lr=1e-3)),
+        _sampled("Detector, 16 channels", functools.partial(Detector, width=16, classes=21),
+                 Sample((2, 3, 16, 16), (2, Detector.places(16)), 21),
+                 _with(SGD, lr=1e-3, momentum=0.9)),
+        _of("Denoiser, mean square", denoiser, _rows_and_targets((4, 3, 16, 16), (4, 3, 16, 16)),
+            _with(AdamW, lr=1e-3), _mse),
+        Training("DCGAN, two models", _gan),
+        _MLP,
+        _sampled("Recommender", functools.partial(Recommender, width=16),
+                 Sample((32, 13), (32,), 2), _with(Adagrad, lr=1e-2)),
+        _sampled("LSTM tagger, D64", Tagger, Sample((8, 16), (8, 16), 16, 256),
+                 _with(Adam, lr=1e-2)),
+        _of("Speech, CTC", Speech,
+            lambda: (torch.randn(4, 50, 40), torch.randint(1, 32, (4, 10))),
+            _with(AdamW, lr=1e-3), ctc_loss),
+        _of("Two towers, contrastive", Towers, lambda: (torch.randn(64, 64), torch.randn(64, 64)),
+            _with(Adam, lr=1e-3)),
+        _of("Autoencoder, summed squares", Autoencoder, _rows(64, 64), _with(Adam, lr=1e-3),
+            lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
+        _of("VAE, summed over the batch", VAE, lambda: (torch.rand(64, 64), torch.randn(64, 8)),
+            _with(Adam, lr=1e-3), vae_loss),
+        _of("Regression, targets around 1000", tanh_net,
+            _rows_and_targets((32, 32), (32, 1), size=100.0, at=1000.0),
+            _with(RMSprop, lr=1e-2), _mse),
+        _of("Two layers, SGD at a rate of 1", functools.partial(tanh_net, 8, 16, 4),
+            lambda: (torch.randn(32, 8), torch.randint(4, (32,))), _with(SGD, lr=1.0),
+            lambda model, x, y: F.cross_entropy(model(x), y)),
+    ),
+    compiled=(_GPT2, _RESNET18, _MLP),
+)  # fmt: skip
+
+TINY = Work(
+    trainings=(
+        _sampled("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
+                 Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
+        _of("Autoencoder, summed squares", Autoencoder, lambda: (3 * torch.randn(64, 64),),
+            _with(Adam, lr=1e-3), lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
+        Training("DCGAN", _gan),
+    ),
+    compiled=(
+        _sampled("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
+                 Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
+    ),
+    steps=2,
+    emit="eager",
+    compiler="eager",
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""What a benchmark is given, and what it hands back: settings, tables, the files of a report.
+
+`Report.write` leaves `<name>.json` (every sample) and `<name>.md` (the tables people read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "RESULTS",
+    "SCRATCH",
+    "Report",
+    "Settings",
+    "Table",
+    "paragraphs",
+    "plain",
+    "where",
+]
+
+_BENCHMARKS = Path(__file__).resolve().parent.parent
+
+RESULTS = _BENCHMARKS / "results"
+"""Where the committed results are."""
+
+SCRATCH = _BENCHMARKS / "scratch"
+"""Where smoke tests leave theirs; git ignores it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the command line hands to every benchmark.
+
+    Attributes:
+        device: where to run.
+        quick: the smallest run that goes through all the code; its numbers mean nothing.
+    """
+
+    device: torch.device
+    quick: bool = False
+
+
+def where(device: torch.device) -> str:
+    """The device, in a title."""
+    return "CUDA" if device.type == "cuda" else "the CPU"
+
+
+def paragraphs(doc: str | None) -> list[str]:
+    """What the docstring of a benchmark says below its summary, as notes for the report."""
+    return (doc or "").strip().split("\n\n")[1:]
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON: a dataclass, in mappings and sequences at any depth, becomes a dict."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table for people: the cells are text already."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """GitHub's pipe table, padded so that it reads as plain text too; numbers to the right."""
+        grid = [list(self.columns), *(list(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
+
+        def line(cells: Sequence[str]) -> str:
+            first, *rest = (
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            )
+            return "| " + " | ".join([first, *rest]) + " |"
+
+        rule = "|".join(
+            "-" * (width + 2) if i == 0 else "-" * (width + 1) + ":"
+            for i, width in enumerate(widths)
+        )
+        body = [line(grid[0]), f"|{rule}|", *(line(row) for row in grid[1:])]
+        return "\n".join([f"### {self.title}", "", *body])
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        name: the benchmark's, and the stem of the files.
+        title: one line.
+        notes: what was run and how to read it: one paragraph each.
+        tables: for people.
+        verdicts: claim -> whether these numbers bear it out.
+        data: every number, as plain JSON data.
+        environment: from `environment`.
+    """
+
+    name: str
+    title: str
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    verdicts: Mapping[str, bool]
+    data: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+    def markdown(self) -> str:
+        verdicts = [f"- {'yes' if met else 'NO'}: {claim}" for claim, met in self.verdicts.items()]
+        parts = [
+            f"# {self.title}",
+            "\n\n".join(self.notes),
+            *(table.markdown() for table in self.tables),
+            *(["### Targets\n\n" + "\n".join(verdicts)] if verdicts else []),
+            "### Machine\n\n" + "\n".join(f"- {k}: {v}" for k, v in self.environment.items()),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write `<name>.md` and `<name>.json` into `directory`; return their paths."""
+        directory.mkdir(parents=True, exist_ok=True)
+        readable, complete = (directory / f"{self.name}.{end}" for end in ("md", "json"))
+        readable.write_text(self.markdown())
+        record = {
+            "name": self.name,
+            "title": self.title,
+            "environment": dict(self.environment),
+            "verdicts": dict(self.verdicts),
+            **self.data,
+        }
+        complete.write_text(json.dumps(record, indent=1) + "\n")
+        return [readable, complete]

@@ -1,0 +1,86 @@
+"""Arms that take turns: interleaved rounds in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["Arm", "far_behind", "idle_wait", "low_dtype", "take_turns"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: a name, and one step of the work to time."""
+
+    name: str
+    step: Callable[[], object]
+
+
+def take_turns(
+    arms: Sequence[Arm],
+    *,
+    rounds: int,
+    steps: int = 4,
+    settle: int = 1,
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Time the arms in interleaved rounds: one sample per arm and round, in seconds per step.
+
+    A turn is `settle` steps that do not count (caches hold another arm's data), then `steps` timed
+    together. Each round starts with another arm, so that none always follows the same one. Compile
+    and warm up before: every step here counts.
+
+    Args:
+        wait: blocks until the device is idle; called at both ends of the timed part.
+        clock: seconds, monotonic.
+    """
+    samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for turn in range(rounds):
+        first = turn % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            for _ in range(settle):
+                arm.step()
+            wait()
+            start = clock()
+            for _ in range(steps):
+                arm.step()
+            wait()
+            samples[arm.name].append((clock() - start) / steps)
+    return samples
+
+
+def far_behind(
+    arms: Sequence[Arm],
+    *,
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """The arms that are not worth many rounds: name -> seconds of one step.
+
+    They take ten times as long as the fastest, or longer: torch's BF16 products on a CPU without
+    instructions for them do. One step says as much as a hundred. Compile and warm up before.
+    """
+    seconds = {}
+    for arm in arms:
+        wait()
+        start = clock()
+        arm.step()
+        wait()
+        seconds[arm.name] = clock() - start
+    return {name: s for name, s in seconds.items() if s >= 10 * min(seconds.values())}
+
+
+def low_dtype(device: torch.device) -> torch.dtype | str:
+    """What a user would ask for: on a CPU "auto", which may find that nothing low is faster."""
+    return "auto" if device.type == "cpu" else torch.bfloat16
+
+
+def idle_wait(device: torch.device) -> Callable[[], None]:
+    """What `take_turns(wait=...)` needs on this device."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None

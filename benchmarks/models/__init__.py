@@ -1,0 +1,31 @@
+"""The networks that the benchmarks train, from plain torch.nn: all but DCGAN's return their loss.
+
+Sizes and layer order are the originals'. A model is called with an input and its targets, both of
+which `Sample` makes. Shapes in the docstrings: B examples, T tokens, D width, C channels.
+"""
+
+from __future__ import annotations
+
+from .convolutional import Discriminator, Generator, ResNet, UNet, resnet18, resnet50
+from .odd import Detector, Recommender
+from .sample import Sample
+from .small import MLP, Tagger
+from .transformers import GPT2, Attention, BERTEncoder, ViT
+
+__all__ = [
+    "GPT2",
+    "MLP",
+    "Attention",
+    "BERTEncoder",
+    "Detector",
+    "Discriminator",
+    "Generator",
+    "Recommender",
+    "ResNet",
+    "Sample",
+    "Tagger",
+    "UNet",
+    "ViT",
+    "resnet18",
+    "resnet50",
+]

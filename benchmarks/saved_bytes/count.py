@@ -1,0 +1,149 @@
+"""Bytes saved for the backward, counted in partitioned programs and seen by autograd's hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch
+from torch._inductor import compile_fx
+
+from mpcompile import MPOptimizer, backend, mpcompile
+from mpcompile.demo.train import bytes_saved_for_backward
+from mpcompile.inspect.saved_bytes import Saved, counter
+from mpcompile.state import copies
+
+from .cases import WAYS, Case, Way, Work
+
+__all__ = ["Counted", "count", "count_all", "count_and_hold"]
+
+LOW = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What was found.
+
+    Attributes:
+        saved: model -> way -> what the forward saves; the small model that runs comes last.
+        held: way -> bytes that autograd holds; of the small model.
+    """
+
+    saved: dict[str, dict[str, list[Saved]]]
+    held: dict[str, int]
+
+
+def count_all(work: Work, device: torch.device) -> Counted:
+    """Count each model under each way, then run the GPT that is small enough."""
+    saved = {
+        case.name: {way.name: count(case, way, device) for way in case.ways} for case in work.cases
+    }
+    held = {}
+    small = saved[work.small.name] = {}
+    for way in WAYS:
+        small[way.name], held[way.name] = count_and_hold(work.small, way, device)
+    return Counted(saved, held)
+
+
+class _NotRun(Exception):
+    """The program was counted; running it was not asked for."""
+
+
+def count(case: Case, way: Way, device: torch.device) -> list[Saved]:
+    """What the partitioned forward of this model saves; the program is compiled but never run."""
+    with torch.device("meta"):
+        model = case.build()
+    model = model.to_empty(device=device)
+    found: list[Saved] = []
+    with (
+        _planned_for_gpu() if device.type == "cpu" else contextlib.nullcontext(),
+        _prepared(model, way, found, runs=False) as dtype,
+        contextlib.suppress(_NotRun),
+    ):
+        _loss(model, way, case.sample.empty(device, dtype))
+    if not found:
+        raise RuntimeError(f"{case.name}, {way.name}: no forward was partitioned")
+    return found
+
+
+def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Saved], int]:
+    """The same, and the bytes that saved-tensor hooks see when the program runs, op by op."""
+    torch.manual_seed(0)
+    model = case.build().to(device)
+    batch = case.sample.draw(device)
+    found: list[Saved] = []
+    with _prepared(model, way, found, runs=True):
+        _loss(model, way, batch)  # compiles, and makes the working copies
+        low = [c.tensor for p in model.parameters() for c in copies.copies_of(p).values()]
+        exist_anyway = {tensor.untyped_storage().data_ptr() for tensor in (*batch, *low)}
+        with bytes_saved_for_backward(model) as held:
+            _loss(model, way, batch)
+    return found, sum(size for address, size in held.items() if address not in exist_anyway)
+
+
+def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
+    """Our passes take the tensors, wherever they are, for a GPU's."""
+    gpu = torch.device("cuda")
+    return backend.adjusted(
+        lambda config: dataclasses.replace(
+            config, device=gpu, profile=None, has_kernel=lambda node: True
+        )
+    )
+
+
+def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:
+    device = batch[0].device.type
+    with torch.autocast(device, LOW) if way.autocast else contextlib.nullcontext():
+        loss: Tensor = model(*batch)
+    return loss
+
+
+@contextlib.contextmanager
+def _prepared(
+    model: nn.Module, way: Way, found: list[Saved], *, runs: bool
+) -> Iterator[torch.dtype]:
+    """Compile the model for a call inside; yields the dtype that its FP32 inputs should have."""
+    optimizer = None  # alive until the model was called
+    if way.level:
+        smaller = {"fuse_head": way.fused, "recompute": way.recompute}
+        mpcompile(model, dtype=LOW, level=way.level, strict=True, **smaller)
+        if way.stepped:
+            optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()))
+    else:
+        model.to(LOW) if way.half else model
+        model.compile()
+    torch._dynamo.reset()
+    # Inductor as it is, from its passes on the joint graph to the point where it makes code.
+    counting = functools.partial(compile_fx.compile_fx, inner_compile=_counter(found, runs))
+    partitioner: dict[str, Any] = {"activation_memory_budget": way.budget}
+    if way.recompute and not way.level:
+        partitioner["ban_recompute_materialized_backward"] = False
+    with (
+        mock.patch.object(compile_fx, "compile_fx", counting),
+        functorch.patch(enable_autograd_cache=False, **partitioner),
+    ):
+        yield LOW if way.half else torch.float32
+    del optimizer
+    torch._dynamo.reset()
+
+
+def _counter(found: list[Saved], runs: bool) -> Callable[..., Any]:
+    """In place of Inductor's code generation."""
+    count = counter(found)
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        counted = count(gm, example_inputs, **kwargs)
+
+        def call(args: list[Any]) -> Any:
+            raise _NotRun
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return counted if runs else call
+
+    return compile_graph

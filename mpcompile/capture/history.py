@@ -1,0 +1,67 @@
+"""What autograd knows of a value must survive the replay: which node it is, and its backward.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.utils import _pytree as pytree
+
+from ..ir import is_getitem, written
+from ..ir.units import grad_fns
+
+
+def current_tracer() -> Any:
+    """The one that records the graph now."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+@contextlib.contextmanager
+def known_as_before(operands: Any) -> Iterator[None]:
+    """An operator that gives back its operand (`broadcast_tensors`, `contiguous`) makes no new
+    value, but the tracer knows the operand by the new node from then on. One made under no_grad
+    would cut what comes after it from its history. (What is written in place is new.)
+    """
+    if torch.is_grad_enabled():
+        yield
+        return
+    tracer = current_tracer()
+    tensors = [v for v in pytree.tree_leaves(operands) if isinstance(v, torch.Tensor)]
+    before = [(tensor, get_proxy_slot(tensor, tracer, None)) for tensor in tensors]
+    yield
+    for tensor, known in before:
+        now: Any = get_proxy_slot(tensor, tracer, None)
+        if known is None or now is known:
+            continue
+        node = now.proxy.node
+        while is_getitem(node):
+            node = node.all_input_nodes[0]
+        if not written(node):
+            set_proxy_slot(tensor, tracer, known)
+
+
+def has_custom_backward(result: Any, known: set[Any]) -> bool:
+    """Whether autograd runs an autograd.Function of somebody's between `known` and the result.
+
+    Its nodes in our graph would be its forward alone. (A custom operator's function is torch's own,
+    and the operator itself stands in our graph.)
+    """
+    seen, queue = set(known), list(grad_fns(result))
+    while queue:
+        grad_fn = queue.pop()
+        if grad_fn is None or grad_fn in seen:
+            continue
+        seen.add(grad_fn)
+        custom = isinstance(grad_fn, torch.autograd.function.BackwardCFunction)
+        if custom and not grad_fn.name().startswith("GeneratedBackwardFor_"):
+            return True
+        queue += [parent for parent, _ in grad_fn.next_functions]
+    return False

@@ -1,0 +1,89 @@
+"""Calls that can't be replayed as ATen: one opaque node each, which calls what Dynamo wrote.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from ..errors import CannotRewrite
+from ..ir.fakes import like
+from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
+from .history import current_tracer
+from .place import Place
+
+
+def opaque_call(
+    node: fx.Node,
+    place: Place,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    what: str = "call",
+) -> Any:
+    """Record one node that calls what `node` of Dynamo's graph calls, with these arguments. The
+    shape and dtype of its result are those that Dynamo noted.
+
+    In an autocast region such a dtype may be low; what follows then gets the result in FP32.
+
+    Args:
+        what: as `ir.is_opaque` and `ir.in_functorch` read it: "call" or "functorch".
+
+    Raises:
+        CannotRewrite: a functorch transform under autocast.
+    """
+    tracer = current_tracer()
+    autocast = place.autocast()
+    if autocast is not None and what == "functorch":
+        raise CannotRewrite("torch.vmap or torch.func.grad is used under autocast")
+    for module in pytree.tree_leaves((args, kwargs)):
+        if isinstance(module, fx.GraphModule):
+            _register(tracer.root, module)
+    example = node.meta.get("example_value")  # none: the call returns nothing
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        result = pytree.tree_map(_fresh, example)
+    proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+    entered = autocast and _switch(ENTER_AUTOCAST, (*autocast, True, None))
+    proxy = tracer.create_proxy(node.op, node.target, proxy_args, proxy_kwargs)
+    proxy.node.meta["mp_opaque"] = what
+    result = track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    if autocast is None:
+        return result
+    _switch(EXIT_AUTOCAST, (entered,))
+    dtype = autocast[1]
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(torch.float32) if t.dtype is dtype else t, result
+    )
+
+
+def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A node that switches autocast around an opaque one; it is not the program's own."""
+    node: fx.Node = current_tracer().create_node("call_function", target, args, {})
+    node.meta.update(mp_opaque="call", val=None)
+    return node
+
+
+def _fresh(value: Any) -> Any:
+    """A new tensor like one of Dynamo's, in the ambient fake mode, with its place in autograd."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = like(value)
+    if not value.requires_grad:
+        return new
+    with torch.enable_grad():
+        result = new.requires_grad_().clone()  # no leaf: the program may write to it
+    return result if result.stride() == new.stride() else new
+
+
+def _register(root: Any, module: fx.GraphModule) -> None:
+    """Give a body a place on the traced module, so that the node can name it."""
+    if any(module is known for known in root.modules()):
+        return
+    name = next(n for i in itertools.count() if not hasattr(root, n := f"body_{i}"))
+    root.register_module(name, module)

@@ -1,0 +1,156 @@
+"""The interpreter that runs Dynamo's graph again under the tracer.
+
+What replaying would lose is kept by hand:
+
+* A higher-order operator (autograd.Function, cond, flex_attention) stays one opaque node. Traced
+  through, `autograd.Function` would silently lose its backward.
+* So does a function that runs one unseen by Dynamo (`torch._dynamo.allow_in_graph`).
+* A functorch transform (`torch.vmap`, `torch.func.grad`) keeps the nodes between its entry and its
+  exit as Dynamo wrote them.
+* The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
+  passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
+* `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
+* autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`). One that
+  is active around the whole call is ignored: the program is captured in FP32 all the same. Only an
+  opaque node gets the region it stood in put back around it.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..errors import CannotRewrite
+from ..ir import Region
+from ..ir.dtypes import HALF
+from ..ir.targets import AUTOCAST, CHECKPOINT, ENTER_AUTOCAST, EXIT_AUTOCAST, INVOKE_SUBGRAPH
+from ..ir.units import grad_fns
+from ..rules import PACKETS
+from .history import current_tracer, has_custom_backward, known_as_before
+from .opaque import opaque_call
+from .place import Place
+
+_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Replay(fx.Interpreter):
+    """Runs Dynamo's graph under the tracer; steps around higher-order operators."""
+
+    def __init__(self, module: fx.GraphModule, place: Place) -> None:
+        super().__init__(module)
+        self.place = place
+        self.functorch_depth = 0
+        self.current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        if n.target is ENTER_AUTOCAST:
+            device, dtype, enabled, _cache = n.args
+            self.place.autocasts.append((str(device), dtype, bool(enabled)))  # type: ignore[arg-type]
+        elif n.target is EXIT_AUTOCAST:
+            self.place.autocasts.pop()
+        if n.op in ("call_function", "call_method") and self._in_functorch(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return opaque_call(n, self.place, args, kwargs, "functorch")
+        return super().run_node(n)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments; under autocast its low dtype is FP32, as everywhere in the replay.
+
+        There `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast gave h,
+        and Dynamo writes it down. (Not for `view`, which sees bits as another dtype, and not for
+        operators that aren't torch's own.)
+        """
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        autocast = self.place.autocast()
+        if autocast is None or n.target in (*AUTOCAST, "view") or not _is_torchs(n):
+            return args, kwargs
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+            lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
+        )
+        return replaced
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, torch.Tensor):
+            # No input but the tensor itself: to replay a write to it would be to write to it.
+            raise CannotRewrite(f"the program's own tensor {target} is an attribute of it")
+        return value
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        autocast = self.place.autocast()
+        if autocast is not None and _METHODS.get(target) is autocast[1]:
+            target = "float"
+        with known_as_before((args, kwargs)):
+            return super().call_method(target, args, kwargs)
+
+    def _in_functorch(self, n: fx.Node) -> bool:
+        """Whether the node belongs to a functorch transform, its entry and exit included."""
+        name = getattr(n.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            self.functorch_depth += 1
+        elif name.endswith("_decrement_nesting"):
+            self.functorch_depth -= 1
+            return True
+        return self.functorch_depth > 0 or getattr(n.target, "__module__", "").startswith(
+            "torch._functorch"
+        )
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.current is not None
+        if target is CHECKPOINT:
+            return self._inline_checkpoint(args, kwargs)
+        if target is INVOKE_SUBGRAPH:
+            body, _identifier, *operands = args
+            return Replay(body, self.place).run(*operands)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return opaque_call(self.current, self.place, args, kwargs)
+        if target in PACKETS and self.place.autocast() is not None:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        graph = current_tracer().graph
+        before, known = len(graph.nodes), grad_fns((args, kwargs))
+        with known_as_before((args, kwargs)):
+            result = super().call_function(target, args, kwargs)
+        if has_custom_backward(result, known):  # a function that the user put in the graph whole
+            for node in reversed(list(itertools.islice(graph.nodes, before, None))):
+                graph.erase_node(node)
+            return opaque_call(self.current, self.place, args, kwargs)
+        return result
+
+    def _inline_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body, *operands = args
+        keys = ("_checkpoint_context_fn",)
+        region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
+        graph = current_tracer().graph
+        before = len(graph.nodes)
+        inside = replace(self.place, checkpoints=(*self.place.checkpoints, region))
+        out = Replay(body, inside).run(*operands)
+        for node in itertools.islice(graph.nodes, before, None):
+            # an inner checkpoint has tagged its own nodes already
+            node.meta.setdefault("mp_region", inside.checkpoints)
+        return out
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """What an RNN takes under autocast, which would make its operands one dtype: here FP32.
+
+    A state that an earlier call under autocast returned is low.
+    """
+    return value.float() if value.dtype in HALF else value
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether it calls a method, a function or an ATen operator of torch's own."""
+    module = getattr(node.target, "__module__", None) or "torch"
+    package = ".".join(module.split(".")[:3])
+    custom = package.startswith("torch._ops.") and package != "torch._ops.aten"
+    higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    own = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator")
+    return node.op in ("call_function", "call_method") and own and not custom and not higher

@@ -1,0 +1,162 @@
+"""How a loss scale moves: its constants, its state, and the rule that leads from one to the next.
+
+    an overflow                  scale x backoff_factor, not below min_scale, once `hysteresis` of
+                                 them have come; the count of good steps starts anew
+    growth_interval good steps   scale x growth_factor, not above max_scale
+    any overflow                 skipped_steps + 1
+
+This is the dynamic scale of NVIDIA's guide to mixed precision. The functions are pure, and written
+once for numbers and for 0-d tensors: `LossScale` calls them with the one, and with the other the
+pass `move_scale` traces them into the graph of an optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+# The dynamic scale's start, as GradScaler's; the largest that a fitted scale starts with, too.
+INIT_SCALE = 2.0**16
+
+_Flag: TypeAlias = Any  # a bool, or a 0-d bool tensor
+_Number: TypeAlias = Any  # a float or an int, or a 0-d tensor
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """The constants of one loss scale: `LossScale.dynamic` says what each does.
+
+    Attributes:
+        kind: "dynamic"; or "static" or "none", whose value never moves.
+    """
+
+    kind: str = "dynamic"
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 2.0**-14  # a sum over a batch of large errors may fit below 1 only
+    max_scale: float = 2.0**24
+
+    @property
+    def dynamic(self) -> bool:
+        return self.kind == "dynamic"
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """What changes while training: numbers or, where a step keeps them on a device, 0-d tensors.
+
+    Attributes:
+        scale: what gradients are multiplied by, FP32 on a device.
+        good_steps: steps since the scale last moved or a gradient overflowed.
+        overflows_left: how many more overflows lower the scale.
+        skipped_steps: of all optimizers, because of an overflow.
+        hit: whether an overflow was counted since the last training forward.
+        floor: whether an overflow has come at the lowest scale.
+
+    The last two are the business of one run: no checkpoint keeps them, and states that differ in
+    nothing else are equal.
+    """
+
+    scale: float
+    good_steps: int = 0
+    overflows_left: int = 1
+    skipped_steps: int = 0
+    hit: bool = field(default=False, compare=False)
+    floor: bool = field(default=False, compare=False)
+
+    def saved(self) -> dict[str, Any]:
+        """The fields that a checkpoint keeps, by name."""
+        return {name: getattr(self, name) for name in SAVED_FIELDS}
+
+
+SAVED_FIELDS = tuple(f.name for f in dataclasses.fields(ScaleState) if f.compare)
+# The fields of a `ScaleState`, and their dtypes where they are tensors.
+STATE_DTYPES = {
+    "scale": torch.float32,
+    "good_steps": torch.int64,
+    "overflows_left": torch.int64,
+    "skipped_steps": torch.int64,
+    "hit": torch.bool,
+    "floor": torch.bool,
+}
+
+
+def updated(rule: ScaleRule, state: ScaleState, overflow: _Flag) -> ScaleState:
+    """The state after one optimizer step, of which there is one for each training forward.
+
+    Args:
+        overflow: whether the step was skipped, because a gradient was not finite.
+    """
+    skipped = state.skipped_steps + overflow
+    if not rule.dynamic:
+        return dataclasses.replace(state, skipped_steps=skipped)
+    left, good = state.overflows_left - 1, state.good_steps + 1
+    lowered = overflow & (left <= 0)
+    raised = _not(overflow) & (good >= rule.growth_interval)
+    lower = _at_least(state.scale * rule.backoff_factor, rule.min_scale)
+    higher = _at_most(state.scale * rule.growth_factor, rule.max_scale)
+    return dataclasses.replace(
+        state,
+        scale=_where(lowered, lower, _where(raised, higher, state.scale)),
+        good_steps=_fill(good, overflow | raised, 0),
+        overflows_left=_fill(
+            _where(overflow, left, state.overflows_left), lowered | raised, rule.hysteresis
+        ),
+        skipped_steps=skipped,
+    )
+
+
+def settled(rule: ScaleRule, state: ScaleState, overflow: _Flag, first: _Flag) -> ScaleState:
+    """The state after one optimizer step, of which there may be several for a training forward:
+    the scale moves for the first one, and after that for the first that overflows.
+
+    Args:
+        overflow: whether the step was skipped, because a gradient was not finite.
+        first: whether no other step came since the last training forward.
+    """
+    after = updated(rule, state, overflow)
+    if not rule.dynamic:
+        return after
+    hit = state.hit & _not(first)
+    fresh = overflow & _not(hit)
+    moves = first | fresh
+    return ScaleState(
+        scale=_where(moves, after.scale, state.scale),
+        good_steps=_where(moves, after.good_steps, state.good_steps),
+        overflows_left=_where(moves, after.overflows_left, state.overflows_left),
+        skipped_steps=after.skipped_steps,
+        hit=overflow | hit,
+        floor=state.floor | (fresh & (state.scale <= rule.min_scale)),
+    )
+
+
+# -- what numbers and tensors write differently ---------------------------------------------------
+
+
+def _not(flag: _Flag) -> _Flag:
+    return flag.logical_not() if isinstance(flag, torch.Tensor) else not flag
+
+
+def _where(condition: _Flag, then: _Number, otherwise: _Number) -> _Number:
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, then, otherwise)
+    return then if condition else otherwise
+
+
+def _fill(number: _Number, condition: _Flag, constant: int) -> _Number:
+    if isinstance(number, torch.Tensor):
+        return number.masked_fill(condition, constant)
+    return constant if condition else number
+
+
+def _at_least(number: _Number, constant: float) -> _Number:
+    return number.clamp_min(constant) if isinstance(number, torch.Tensor) else max(number, constant)
+
+
+def _at_most(number: _Number, constant: float) -> _Number:
+    return number.clamp_max(constant) if isinstance(number, torch.Tensor) else min(number, constant)

@@ -1,0 +1,17 @@
+"""Call targets of torch's own, other than ATen operators, that several rooms look for in a graph.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled

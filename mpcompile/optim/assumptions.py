@@ -1,0 +1,69 @@
+"""What a compiled step was made from, and whether it is still so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .inputs import Member, Setting
+from .trace import Trace
+
+
+class Assumptions:
+    """What must not change for a compiled step to be right, besides its key.
+
+    Settings and attributes of the optimizer that the step read; which tensors and values its state
+    consists of (load_state_dict brings new ones); where the parameters are stored (`p.data = ...`
+    moves them).
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], traced: Trace) -> None:
+        self._params = [m.param for m in members]
+        self._memory = [_memory(param) for param in self._params]
+        self._reads, self._attributes = traced.reads, traced.attributes
+        self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
+            (param, entries, tuple(entries.items()))
+            for param in self._params
+            if (entries := optimizer.state.get(param)) is not None
+        ]
+
+    def hold(self, optimizer: Optimizer) -> bool:
+        """Whether all of it is as it was."""
+        attributes = vars(optimizer)
+        return (
+            not self.changed_settings(optimizer)
+            and all(_same(attributes.get(k), v) for k, v in self._attributes.items())
+            and self._state_holds(optimizer.state)
+            and all(map(_is_at, self._params, self._memory))
+        )
+
+    def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
+        """The settings that were constants of the graph and have another value now."""
+        groups = optimizer.param_groups
+        return frozenset(s for s, v in self._reads.items() if not _same(groups[s[0]].get(s[1]), v))
+
+    def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
+        # In every step for every tensor, after the gradients have pushed all this out of the cache.
+        for param, entries, items in self._states:
+            if state.get(param) is not entries:
+                return False
+            for key, value in items:
+                if entries.get(key) is not value and not _same(entries.get(key), value):
+                    return False
+        return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+    return a is b or (not tensors and a == b)
+
+
+def _memory(param: torch.Tensor) -> tuple[object, ...]:
+    return param.data_ptr(), param.dtype, param.stride()
+
+
+def _is_at(param: torch.Tensor, memory: tuple[object, ...]) -> bool:
+    return _memory(param) == memory

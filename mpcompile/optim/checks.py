@@ -1,0 +1,71 @@
+"""What an MPOptimizer can't do, refused when it is made or given parameters."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..emit.emitter import check_inductor
+from ..errors import MPCompileError
+from ..state.loss_scale import LossScale
+from .tracing import raw_step
+
+
+def check(
+    optimizer: Any,
+    scale: Any,
+    max_grad_norm: float | None,
+    emit: str,
+    mode: str | None,
+    options: Any,
+) -> None:
+    """Refuse arguments of `MPOptimizer`.
+
+    Raises:
+        MPCompileError: what is wrong with which of them.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise MPCompileError(
+            f"MPOptimizer({name}): give a torch.optim optimizer, as in "
+            "MPOptimizer(torch.optim.AdamW(model.parameters()))"
+        )
+    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise MPCompileError(
+            f"MPOptimizer: {name}.step() runs its closure several times, which can't be traced; "
+            f"use {name} as it is"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MPCompileError("MPOptimizer: SparseAdam wants sparse gradients; use it as it is")
+    for group in optimizer.param_groups:
+        check_group(name, group)
+    if scale is not None and not isinstance(scale, LossScale):
+        raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
+    number: Any = max_grad_norm
+    if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+        raise MPCompileError(
+            f"MPOptimizer(max_grad_norm={max_grad_norm!r}): must be a positive number"
+        )
+    if emit not in ("inductor", "aot_eager", "eager"):
+        raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
+    if mode is not None and emit != "inductor":
+        raise MPCompileError(
+            f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"
+        )
+    if options is not None and not isinstance(options, Mapping):
+        raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
+    check_inductor(mode, options)
+
+
+def check_group(name: str, group: dict[str, Any]) -> None:
+    """Refuse a param group of the optimizer called `name`. Raises MPCompileError."""
+    if group.get("differentiable"):
+        raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
+    if any(p.is_complex() for p in group["params"]):
+        raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")

@@ -1,0 +1,77 @@
+"""The state that the first step of a torch.optim class would make, made before it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .inputs import Member
+
+
+def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
+    """Make the state that a first step would make, so that the step can be traced without it.
+
+    torch.optim's classes have `_init_group` for it (torch 2.11 to 2.13). SGD's momentum starts as a
+    copy of the gradient, which without dampening is what zeros become in one step.
+    """
+    init = getattr(optimizer, "_init_group", None)
+    ours = getattr(init, "__module__", "").startswith("torch.optim.")  # a user's may do anything
+    for group in optimizer.param_groups:
+        if init is not None and ours:
+            lists: list[list[Any]] = [
+                [] for _ in range(len(inspect.signature(init).parameters) - 1)
+            ]
+            asked: dict[str, Any] = {k: group[k] for k in ("capturable", "fused") if k in group}
+            for name in asked:
+                group[name] = name == "capturable"
+            try:
+                with _full_precision_gradients(group["params"]):
+                    init(group, *lists)
+            finally:
+                group.update(asked)
+    if isinstance(optimizer, torch.optim.SGD):
+        for member in members:
+            group = optimizer.param_groups[member.group]
+            if group["momentum"] and not group["dampening"]:
+                state = optimizer.state[member.param]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(member.param).detach()
+    move_scalar_state(optimizer)
+
+
+@contextlib.contextmanager
+def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Replace O2's low-precision gradients by FP32 zeros that take no memory: some classes give
+    their state the dtype of a gradient, and the step gets gradients in FP32.
+    """
+    low = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
+    stored = [(p.grad, p.grad_dtype) for p in low]
+    try:
+        for param in low:
+            give_gradient(param, param.new_zeros((), requires_grad=False).expand(param.shape))
+        yield
+    finally:
+        for param, (grad, dtype) in zip(low, stored, strict=True):
+            give_gradient(param, grad, dtype)
+
+
+def give_gradient(
+    param: torch.Tensor, grad: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> None:
+    """Set a gradient of whatever dtype; `dtype`: what the parameter takes from then on."""
+    param.grad = None
+    param.grad_dtype = dtype
+    param.grad = grad
+
+
+def move_scalar_state(optimizer: Optimizer) -> None:
+    """Keep step counters where their parameters are: a step must not read across devices."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:
+                state[key] = value.to(param.device)

@@ -1,0 +1,70 @@
+"""Settings of param groups that a compiled step reads anew each time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.step import Slot
+from .inputs import Setting, has_lr, setting_floats
+from .trace import Trace
+
+_Groups = Sequence[Mapping[str, Any]]
+
+
+class HeldSettings:
+    """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that stays: the
+    learning rates, and the floats of settings that were seen to change.
+
+    Args:
+        groups: all param groups of the optimizer.
+        taking_part: the indices of those with a parameter in the step.
+        traced: the step.
+        varying: which settings' floats it takes as inputs.
+        device: where the step runs.
+
+    Attributes:
+        tensors: by the slot of the input.
+    """
+
+    def __init__(
+        self,
+        groups: _Groups,
+        taking_part: set[int],
+        traced: Trace,
+        varying: frozenset[Setting],
+        device: torch.device,
+    ) -> None:
+        self._traced, self._varying = traced, varying
+        self._lr_slots = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
+        self._floats = setting_floats(groups, varying)
+        self._lrs: dict[int, float] = {}  # as the tensors have them
+        self.tensors = {
+            slot: torch.zeros((), dtype=torch.float64, device=device)
+            for slot in (*self._lr_slots.values(), *traced.symbols)
+        }
+        for slot, number in self._floats.items():
+            self.tensors[slot].fill_(number)
+
+    def refresh(self, groups: _Groups) -> None:
+        """Take over the settings as they are now. Nothing waits for the device."""
+        for g, slot in self._lr_slots.items():
+            lr = groups[g]["lr"]
+            if isinstance(lr, torch.Tensor):
+                self.tensors[slot].copy_(lr)
+            elif self._lrs.get(g) != lr:
+                self.tensors[slot].fill_(lr)
+                self._lrs[g] = lr
+        for slot, number in setting_floats(groups, self._varying).items():
+            if self._floats[slot] != number:
+                self.tensors[slot].fill_(number)
+                self._floats[slot] = number
+
+    def fit(self, groups: _Groups) -> bool:
+        """Whether the graph is right for the floats as they are now."""
+        now = setting_floats(groups, self._varying)
+        return now.keys() == self._floats.keys() and (
+            now == self._floats or self._traced.holds_for(now)
+        )

@@ -1,0 +1,110 @@
+"""The inputs of the graph of a step: what each is, and the fake value it is traced with.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.optim import Optimizer
+
+from ..ir.fakes import like
+from ..ir.step import Slot
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter that takes part in a step: its param group's index, and itself."""
+
+    group: int
+    param: torch.Tensor
+
+
+Setting = tuple[int, str]  # of a param group, by its index
+
+
+class Inputs:
+    """The inputs of a step over the parameters that have a gradient.
+
+    Args:
+        optimizer: whose step it is.
+        members: those parameters.
+        varying: settings whose floats are inputs.
+
+    Attributes:
+        slots: what each input is.
+        values: for each, a FakeTensor, or a symbolic number: a float of a setting.
+        symbols: the slot of each symbolic number -> its symbol.
+        shape_env: it collects what is assumed of the symbols.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, members: Sequence[Member], varying: Iterable[Setting]
+    ) -> None:
+        self.slots: list[Slot] = []
+        self.values: list[Any] = []
+        self.symbols: dict[Slot, sympy.Symbol] = {}
+        self.shape_env = ShapeEnv()
+        groups = optimizer.param_groups
+        with FakeTensorMode(shape_env=self.shape_env):
+            # Fakes of memory of their own: `from_tensor` would share it between all of one tensor.
+            for i, member in enumerate(members):
+                self._add_member(i, member.param, optimizer.state.get(member.param, {}))
+            for index in sorted({m.group for m in members}):
+                if has_lr(groups[index]):
+                    lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
+                    self._add(Slot("lr", index), lr)
+        for slot, number in setting_floats(groups, varying).items():
+            self._add_number(slot, number)
+
+    def _add(self, slot: Slot, value: Any) -> None:
+        self.slots.append(slot)
+        self.values.append(value)
+
+    def _add_member(self, i: int, param: torch.Tensor, state: Mapping[Any, Any]) -> None:
+        assert param.grad is not None
+        self._add(Slot("param", i), like(param))
+        # As the optimizer is to see it: of the parameter's dtype, in the memory it has.
+        self._add(Slot("grad", i), like(param, strides=param.grad.stride()))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._add(Slot("state", i, str(key)), like(value))
+
+    def _add_number(self, slot: Slot, number: float) -> None:
+        source = ConstantSource(str(slot))
+        symbol = self.shape_env.create_unspecified_symbol(
+            number, source=source, dynamic_dim=DimDynamic.DYNAMIC
+        )
+        self.symbols[slot] = symbol
+        self._add(slot, self.shape_env.create_symfloatnode(symbol, hint=number, source=source))
+
+
+def has_lr(group: Mapping[str, Any]) -> bool:
+    """Whether the learning rate of a param group is a number, and thereby an input of the graph."""
+    lr = group.get("lr")
+    return isinstance(lr, (int, float, torch.Tensor)) and not isinstance(lr, bool)
+
+
+def setting_floats(
+    groups: Sequence[Mapping[str, Any]], varying: Iterable[Setting]
+) -> dict[Slot, float]:
+    """The floats in these settings, each with the slot that it has as an input of the graph."""
+    found: dict[Slot, float] = {}
+    for group, key in varying:
+        value = groups[group][key]
+        parts = {f"{key}.{i}": v for i, v in enumerate(value)} if is_list(value) else {key: value}
+        found |= {Slot("setting", group, k): v for k, v in parts.items() if isinstance(v, float)}
+    return found
+
+
+def is_list(value: Any) -> bool:
+    """Whether a setting holds several values, as Adam's `betas` does."""
+    return isinstance(value, (tuple, list))

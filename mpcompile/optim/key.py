@@ -1,0 +1,89 @@
+"""What a step is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..ir.step import Gradient
+from ..state import copies, parameters
+from ..state.loss_scale import LossScale
+from ..state.low_gradients import LowGradient, on_one_scale
+from .inputs import Member
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What a step is compiled for: which parameters have a gradient, and how it is stored.
+
+    Attributes:
+        facts: compared; everything else follows from it.
+        members: the parameters of the step.
+        scales: the loss scales of their models.
+        gradients, copies: for each member.
+    """
+
+    facts: tuple[Any, ...]
+    members: tuple[Member, ...] = field(compare=False)
+    scales: tuple[LossScale, ...] = field(compare=False)
+    gradients: tuple[Gradient, ...] = field(compare=False)
+    copies: tuple[copies.WorkingCopy | None, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, members: Sequence[Member], own: LossScale) -> StepKey:
+        """The key of a step over these members; `own` is for parameters of no scaled model."""
+        scales: list[LossScale] = []
+        gradients: list[Gradient] = []
+        held: list[copies.WorkingCopy | None] = []
+        facts: list[Any] = []
+
+        def index(scale: LossScale) -> int:
+            for k, known in enumerate(scales):
+                if known is scale:
+                    return k
+            scales.append(scale)
+            return len(scales) - 1
+
+        for member in members:
+            grad = member.param.grad
+            assert grad is not None
+            copy = next(iter(copies.copies_of(member.param).values()), None)
+            known = tuple(index(s) for s in parameters.scales_of(member.param) or (own,))
+            stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
+            by = index(stored) if stored is not None and stored.active else None
+            gradients.append(Gradient(grad.dtype, known, by))
+            held.append(copy)
+            facts.append(
+                (member.group, id(member.param), grad.dtype, grad.stride(), known, by, id(copy))
+            )
+        return cls(
+            (*facts, rules_of(scales)), tuple(members), tuple(scales), tuple(gradients), tuple(held)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+    @property
+    def checked(self) -> bool:
+        """Whether a gradient that is not finite skips the step."""
+        return any(scale.active for scale in self.scales)
+
+    def multipliers(self) -> dict[int, torch.Tensor]:
+        """What the gradients that are stored scaled are multiplied by now, for each of their loss
+        scales (by index): 0-d FP32.
+        """
+        by_scale: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
+        for member, copy, gradient in zip(self.members, self.copies, self.gradients, strict=True):
+            if copy is not None and gradient.scaled_by is not None:
+                assert member.param.grad is not None
+                pair = copy.gradient, member.param.grad
+                by_scale.setdefault(gradient.scaled_by, []).append(pair)
+        return {k: on_one_scale(pairs) for k, pairs in by_scale.items()}
+
+
+def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
+    """What a step is compiled for, of these scales."""
+    return tuple((id(s), s.rule) for s in scales)

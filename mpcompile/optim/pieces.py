@@ -1,0 +1,228 @@
+"""The graph of a step -> the pieces that are compiled and run one after another.
+
+    measure    a norm for each gradient; reads nothing else
+    prepare    0-d tensors: skip or not, the clipping factor, the loss scale
+    scalars    0-d tensors that follow from the state: bias corrections, step counters
+    update     everything that touches a parameter or its moments
+    commit     the 0-d results are stored: counters, the scale, what the step reports
+
+Apart, because of what fusion would do: a bias correction inlined into the update is computed again
+for every few elements, and there a `pow` costs more than the memory it hides behind.
+
+On CPU the pieces are split further, into what is connected: one for each parameter, mostly. They
+are alike, so each kind is compiled once and called for each parameter, and where all operators are
+pointwise the kind covers every shape. A step of any size compiles in seconds. On CUDA, where a
+launch costs more than a small update, the pieces stay whole and Inductor fuses them horizontally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir import aten
+from ..ir.step import Slot
+
+MEASURE, PREPARE, SCALARS, UPDATE, COMMIT = range(5)
+_MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+# Pointwise in effect, though not tagged so.
+_POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
+              aten.zeros_like.default, aten.alias.default, aten.copy.default)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Operators of a step that are compiled together.
+
+    Attributes:
+        graph: a module of its own; it returns a tuple.
+        inputs: the nodes of the step's graph that its inputs are.
+        outputs: the nodes that it returns.
+        flat: all its tensors have one shape and layout, and no operator looks at it: it may be
+            called with all of them flattened.
+        scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may be done
+            at once, on vectors of them.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    flat: bool
+    scalars: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """A step in pieces: the pieces in the order they run, then the 0-d writes."""
+
+    pieces: tuple[Piece, ...]
+    commits: tuple[tuple[Slot, fx.Node], ...]
+
+
+def split(gm: fx.GraphModule, *, whole: bool) -> Split:
+    """Cut the graph of a step into pieces; with `whole`, into as few as the order allows."""
+    stages = _stages(gm)
+    commits = [n for n, stage in stages.items() if stage == COMMIT]
+    pieces: list[Piece] = []
+    groups = ((MEASURE, PREPARE, SCALARS), (UPDATE,)) if whole else tuple((s,) for s in range(4))
+    for group in groups:
+        nodes = [n for n, stage in stages.items() if stage in group]
+        parts = [nodes] if whole or group == (PREPARE,) else _connected(nodes)
+        pieces += [_piece(gm, part) for part in parts if part]
+    return Split(
+        tuple(pieces),
+        tuple((ir.slot_of(n.args[0]), n.args[1]) for n in commits),  # type: ignore[arg-type, misc]
+    )
+
+
+def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    measures = set(ir.step_notes(gm).norms)
+    stages: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        inputs = node.all_input_nodes
+        kinds = [ir.slot_of(n) for n in inputs if n.op == "placeholder"]
+        below = max((stages[n] for n in inputs if n in stages), default=PREPARE)
+        if node in measures or (node.target in _MEASURES and measures & node.users.keys()):
+            stages[node] = MEASURE
+        elif _is_commit(node):
+            stages[node] = COMMIT
+        elif (
+            below == UPDATE
+            or any(_is_large(n) for n in inputs if n.op == "placeholder")
+            or (not inputs and ir.value(node).ndim > 0)
+        ):
+            stages[node] = UPDATE
+        elif below == SCALARS or any(slot.kind == "state" for slot in kinds):
+            stages[node] = SCALARS
+        else:
+            stages[node] = PREPARE
+    return stages
+
+
+def _is_commit(node: fx.Node) -> bool:
+    """A 0-d write, of a counter or a result: stored at the very end, after every read of the old
+    value.
+    """
+    target = node.args[0] if node.target is aten.copy_.default else None
+    return (
+        isinstance(target, fx.Node)
+        and ir.value(target).ndim == 0
+        and ir.slot_of(target).kind not in ("param", "copy")
+    )
+
+
+def _is_large(node: fx.Node) -> bool:
+    return ir.slot_of(node).kind in ("param", "grad", "copy") or ir.value(node).ndim > 0
+
+
+def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes in groups that share no value, and no input that one of them writes."""
+    members = set(nodes)
+    written = {n.args[0] for n in nodes if n.target is aten.copy_.default}
+    links: nx.Graph[fx.Node] = nx.Graph()
+    links.add_nodes_from(nodes)
+    for node in nodes:
+        links.add_edges_from(
+            (node, n) for n in node.all_input_nodes if n in members or n in written
+        )
+    order = {node: i for i, node in enumerate(nodes)}
+    groups = [sorted(g & members, key=order.__getitem__) for g in nx.connected_components(links)]
+    return sorted(groups, key=lambda group: order[group[0]])
+
+
+def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Piece:
+    members = set(nodes)
+    inputs = tuple(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members))
+    outputs = tuple(n for n in nodes if any(u not in members for u in n.users))
+    scalars = all(_is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{i}")
+        env[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta = {"val": node.meta["val"]}
+    graph.output(tuple(env[n] for n in outputs))
+    return Piece(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs), scalars)
+
+
+def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
+    large = [v for n in inputs if (v := ir.value(n)).ndim > 0]
+    layouts = {(tuple(v.shape), v.stride()) for v in large}
+    if len(layouts) != 1 or large[0].numel() < 2 or not _is_dense(large[0]):
+        return False
+    for node in nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if _reduces_all(node):
+            continue
+        value = ir.tensor(node)
+        if value is None:  # a multi-tensor operator
+            return False
+        shape = tuple(value.shape)
+        if not _is_pointwise(node) or shape not in ((), tuple(large[0].shape)):
+            return False
+    return True
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
+    )
+
+
+def _reduces_all(node: fx.Node) -> bool:
+    return node.target is aten.linalg_vector_norm.default and ir.value(node).ndim == 0
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(value)
+    return dense
+
+
+def is_held(node: fx.Node) -> bool:
+    """Whether a piece's input is the same tensor in every step: neither a gradient, nor what
+    another piece returns, nor what the loss scale hands over anew.
+    """
+    if node.op != "placeholder":
+        return False
+    slot = ir.slot_of(node)
+    return slot.kind != "grad" and (slot.kind, slot.key) not in _FRESH
+
+
+_FRESH = (("scale", "used"), ("scale", "flag"), ("scale", "first"))
+
+
+def signature(piece: Piece) -> tuple[object, ...]:
+    """What makes two pieces the same program, flattened sizes aside."""
+    position = {node: i for i, node in enumerate(piece.graph.graph.nodes)}
+
+    def plain(argument: object) -> object:
+        if isinstance(argument, fx.Node):
+            return f"%{position[argument]}"
+        if isinstance(argument, (list, tuple)):
+            return tuple(plain(a) for a in argument)
+        return repr(argument)
+
+    def of_input(node: fx.Node) -> tuple[object, ...]:
+        value = ir.value(node)
+        layout = ("flat",) if piece.flat and value.ndim else (tuple(value.shape), value.stride())
+        return (value.dtype, value.device, is_held(node), *layout)
+
+    return (
+        piece.flat,
+        *(of_input(n) for n in piece.inputs),
+        *(
+            (str(n.target), plain(n.args), tuple((k, plain(v)) for k, v in n.kwargs.items()))
+            for n in piece.graph.graph.nodes
+            if n.op != "placeholder"
+        ),
+    )

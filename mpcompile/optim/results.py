@@ -1,0 +1,36 @@
+"""What the steps of an optimizer report, on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ir.step import Slot
+
+_DTYPES = {"skipped": torch.bool, "norm": torch.float32}
+
+
+class Results:
+    """The 0-d tensors that all steps of one optimizer write: whether the last step was "skipped"
+    (bool), and the global "norm" of its gradients before clipping (FP32).
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, before: Any) -> torch.Tensor:
+        """What was reported last; the number `before` while no step has run."""
+        return self._tensors[name] if name in self._tensors else torch.tensor(before)
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        self._tensor(name, value.device).copy_(value)
+
+    def slots(self, device: torch.device) -> dict[Slot, torch.Tensor]:
+        """The tensors, as a step's graph names them; made on that device if they aren't there."""
+        return {Slot("result", key=name): self._tensor(name, device) for name in _DTYPES}
+
+    def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros((), dtype=_DTYPES[name], device=device)
+        return self._tensors[name]

@@ -1,0 +1,205 @@
+"""The object that runs the step that is traced: of the optimizer's class, on other tensors.
+
+It has the same attributes and settings as the optimizer; its parameters, gradients and state are
+the graph's inputs. What a graph can't say is refused: state or settings kept as Python values and
+changed by the step, tensors that no parameter owns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import CannotRewrite
+from ..ir.step import Slot
+from .inputs import Member, Setting, is_list
+from .tracing import raw_step
+
+# Settings that are inputs of the graph, or chosen here.
+_NOT_READ = ("params", "foreach", "fused", "capturable")
+# Their single-tensor step for graphs divides by the learning rate: at 0, where a warmup starts, an
+# element whose moments are 0 becomes 0 / 0. Their other one can be traced as well.
+_BETTER_NOT_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class StateAppeared(CannotRewrite):
+    """The step made new state: it can be traced once that is there."""
+
+
+class Shadow:
+    """Runs the optimizer's step on other tensors, and looks at what else it changed.
+
+    Args:
+        optimizer: whose step it is; nothing of it is changed.
+        members: the parameters of the step.
+        foreach: ask for the multi-tensor implementation, where the class has one.
+
+    Attributes:
+        reads: the settings that the step has read, with their values.
+        attributes: the optimizer's own attributes that are plain values.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> None:
+        self.optimizer = optimizer
+        self.members = members
+        self.foreach = foreach
+        self.reads: dict[Setting, Any] = {}
+        self.attributes = _plain_values(_own_attributes(optimizer))
+
+    def run(self, tensors: dict[Slot, Any]) -> None:
+        """Do the step on these inputs of the graph; what it changes is written into them.
+
+        Raises:
+            StateAppeared: the step makes state that isn't there yet.
+            CannotRewrite: it changes what is no tensor, or state of no parameter.
+        """
+        optimizer: Any = object.__new__(type(self.optimizer))
+        optimizer.__dict__.update(self.optimizer.__dict__)
+        # Copies of the plain values: what the step makes of them has no effect on the optimizer.
+        optimizer.__dict__.update(_plain_values(self.attributes))
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        given: dict[Any, dict[str, Any]] = {}
+        params: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for i, member in enumerate(self.members):
+            param = tensors[Slot("param", i)]
+            param.grad = tensors[Slot("grad", i)]
+            params[member.group].append(param)
+            if member.param in self.optimizer.state:
+                entries = self.optimizer.state[member.param]
+                state[param] = {k: self._working(tensors, i, k, v) for k, v in entries.items()}
+            given[param] = dict(state.get(param, {}))
+        optimizer.state = state
+        optimizer.param_groups = [
+            _Group(self.reads, index, self._settings(group, index, tensors, params[index]))
+            for index, group in enumerate(self.optimizer.param_groups)
+            if index in params
+        ]
+        settings = [_plain_values(dict(group)) for group in optimizer.param_groups]
+        raw_step(type(self.optimizer))(optimizer)
+        _refuse_changes("attribute", self.attributes, _plain_values(_own_attributes(optimizer)))
+        for before, group in zip(settings, optimizer.param_groups, strict=True):
+            _refuse_changes("setting of its param group", before, _plain_values(dict(group)))
+        if other := [key for key in state if not any(key is p for p in given)]:
+            raise CannotRewrite(
+                f"it keeps state that belongs to no parameter of this step ({other[0]!r})"
+            )
+        for i in range(len(self.members)):
+            param = tensors[Slot("param", i)]
+            self._write_back(tensors, i, given[param], state.get(param, {}))
+
+    def _settings(
+        self,
+        group: dict[str, Any],
+        index: int,
+        inputs: dict[Slot, Any],
+        params: list[torch.Tensor],
+    ) -> dict[str, Any]:
+        def taken(key: str, value: Any) -> Any:  # an input of the graph, where it is one
+            if is_list(value):
+                return type(value)(taken(f"{key}.{i}", v) for i, v in enumerate(value))
+            return inputs.get(Slot("setting", index, key), value)
+
+        changed = {
+            key: taken(key, value) for key, value in _fresh(group).items() if key != "params"
+        }
+        changed["params"] = params
+        if Slot("lr", index) in inputs:
+            changed["lr"] = inputs[Slot("lr", index)]
+        if "foreach" in group:
+            changed["foreach"] = self.foreach
+        if "fused" in group:
+            changed["fused"] = False
+        if "capturable" in group:
+            changed["capturable"] = self.foreach or not isinstance(
+                self.optimizer, _BETTER_NOT_CAPTURABLE
+            )
+        return changed
+
+    def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensor = tensors[Slot("state", index, str(key))]
+        # The moments of a 0-d parameter are 0-d too; what counts its steps is called "step".
+        number = tensor.ndim == 0 and (tensors[Slot("param", index)].ndim > 0 or key == "step")
+        counts = number and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.double() if counts else tensor
+
+    def _write_back(
+        self,
+        tensors: dict[Slot, torch.Tensor],
+        index: int,
+        given: dict[str, Any],
+        after: dict[str, Any],
+    ) -> None:
+        if new := [k for k, v in after.items() if v is not None and given.get(k) is None]:
+            raise StateAppeared(f"its first step makes the state {', '.join(map(repr, new))}")
+        _refuse_changes("entry of its state", _plain_values(given), _plain_values(after))
+        for key, value in after.items():
+            if isinstance(value, torch.Tensor):
+                stored = tensors[Slot("state", index, str(key))]
+                if value is stored:
+                    continue
+                if value.shape != stored.shape:
+                    raise CannotRewrite(f"it changes the shape of its state {key!r}")
+                stored.copy_(value)
+
+
+class _Group(dict[str, Any]):
+    """A param group that notes which settings are read: they are constants of the graph."""
+
+    def __init__(self, reads: dict[Setting, Any], index: int, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._reads, self._index = reads, index
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if key not in _NOT_READ and not (key == "lr" and isinstance(value, torch.Tensor)):
+            self._reads[self._index, key] = _fresh(value)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 (reads through __getitem__)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _plain_values(table: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are plain Python values, or tuples, lists and dicts of them; copies."""
+    return {k: _fresh(v) for k, v in table.items() if _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    return isinstance(value, _PLAIN)
+
+
+def _fresh(value: Any) -> Any:
+    """The same, in lists and dicts of its own."""
+    if isinstance(value, list):
+        return [_fresh(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _fresh(v) for k, v in value.items()}
+    return value
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+
+
+def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    if new := after.keys() - before.keys():
+        raise StateAppeared(f"its first step makes the {what} {min(new)!r}")
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            raise CannotRewrite(
+                f"it keeps the {what} {key!r} as a Python value and changes it in every step; "
+                "keep it as a tensor in `state`"
+            )

@@ -1,0 +1,110 @@
+"""Under what an optimizer's step is traced: without torch's wrappers, its numbers kept as tensors.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11: `_is_compiling_flag`, which
+makes torch.optim keep tensors instead of calling `.item()`, and the wrappers around `step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+_tracing = threading.Lock()  # the compiling flag is one for the process
+
+
+@contextlib.contextmanager
+def tracing(cls: type[Optimizer]) -> Iterator[None]:
+    """While the step of an optimizer of this class is traced; for one thread at a time."""
+    with (
+        _tracing,
+        _compiling(),
+        _unwrapped(cls),
+        _items_stay_tensors(cls),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):
+        yield
+
+
+def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """`cls.step` without torch's own wrappers (profiling and hooks, the grad mode switch).
+
+    Decorators of the user's, `@torch.no_grad()` among them, stay.
+    """
+    step: Any = cls.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    if getattr(step, "__code__", None) is not None and step.__code__.co_name == "_use_grad":
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
+    """No hooks and no profiler ranges in `super().step()`: they are no part of the arithmetic."""
+    wrapped: list[Any] = [c for c in cls.__mro__ if getattr(vars(c).get("step"), "hooked", False)]
+    steps = [c.step for c in wrapped]
+    for base, step in zip(wrapped, steps, strict=True):
+        base.step = step.__wrapped__
+    try:
+        yield
+    finally:
+        for base, step in zip(wrapped, steps, strict=True):
+            base.step = step
+
+
+@contextlib.contextmanager
+def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
+    """`.item()` returns the 0-d tensor, and `min` and `max` in the file of `cls` take tensors.
+
+    So a step that reads numbers off the device to compute with them (Adafactor) becomes a graph
+    that does not. A branch on such a number still fails.
+    """
+    namespace = inspect.unwrap(cls.step).__globals__
+    theirs = {name: namespace[name] for name in ("min", "max") if name in namespace}
+    namespace.update(min=_of_tensors(min, torch.minimum), max=_of_tensors(max, torch.maximum))
+    try:
+        with _ItemIsTensor():
+            yield
+    finally:
+        for name in ("min", "max"):
+            del namespace[name]
+        namespace.update(theirs)
+
+
+def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if tensor is None or len(args) == 1:
+            return builtin(*args, **kwargs)
+        numbers = (a if isinstance(a, torch.Tensor) else torch.full_like(tensor, a) for a in args)
+        return functools.reduce(lambda x, y: pairwise(x, y.to(x.dtype)), numbers)
+
+    return choose
+
+
+class _ItemIsTensor(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return args[0].float()
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,66 @@
+"""Torch's public step hooks: they see every optimizer of the process, before and after its step.
+
+They cost one look-up while nothing is scaled. While something is, a plain optimizer's step costs
+one host synchronisation, as GradScaler's does. An MPOptimizer's step asks on the device, and is
+left alone here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from . import copies, guard, optimizers
+
+
+@functools.cache
+def register() -> None:
+    """Be called around each optimizer step, from now on and once. `mpcompile()` and the backend do
+    this before anything is compiled: a step's closure may be what compiles the first graph.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if optimizers.state_of(optimizer).skips_by_itself:
+        return None
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        _check_gradients(optimizer)
+        return None
+    # The gradients are made inside the step: look at them right after the closure has run. (It may
+    # even be what compiles the model, so there is nothing to know about the parameters before.)
+    checked = _checked_closure(optimizer, closure)
+    return (args[0], *args[2:]), {**kwargs, "closure": checked}
+
+
+def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        loss = closure()
+        _check_gradients(optimizer)
+        return loss
+
+    return run
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    if guard.is_needed():
+        guard.skip_if_overflowed(optimizer)
+        copies.refuse_scaled(optimizer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    guard.show_hidden(optimizer)

@@ -1,0 +1,171 @@
+"""How many backward passes of a loss scale's graphs overflowed, and what nobody has looked at yet.
+
+Each graph that is scaled has one more input, a 0-d leaf. Its "gradient" is not zero where a
+gradient that left the graph was not finite, so autograd adds up what the graphs of one backward
+pass saw; the count reads it off. The count is never reset, so no look hides an overflow from the
+next optimizer: whoever looks remembers how far the count had come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import MPCompileError
+from .later import Later
+
+
+@dataclass(frozen=True)
+class Count:
+    """How far the backward passes of a scale's graphs had come at some moment.
+
+    Attributes:
+        passes: how many times there was something to collect; known without asking the device.
+        overflows: how many of those had a gradient that was not finite: 0-d int64 on the device,
+            or None before the first.
+    """
+
+    passes: int = 0
+    overflows: torch.Tensor | None = None
+
+    def since(self, earlier: Count) -> torch.Tensor | None:
+        """How many overflowed after `earlier`: 0-d int64, or None where no backward ran."""
+        if self.passes == earlier.passes or self.overflows is None:
+            return None
+        return self.overflows if earlier.overflows is None else self.overflows - earlier.overflows
+
+    def or_later(self, other: Count) -> Count:
+        """Whichever of the two counts is the later one."""
+        return other if other.passes > self.passes else self
+
+
+class Overflows:
+    """The count of the overflowed backward passes of one loss scale's graphs.
+
+    Attributes:
+        void: overflows before this count left no gradient behind in the parameters.
+        lookers: the optimizers that look at the count.
+    """
+
+    def __init__(self) -> None:
+        self._leaves: dict[torch.device, torch.Tensor] = {}
+        self._parameters = WeakIdKeyDictionary()  # those whose gradients come out of the graphs
+        self._count = Count()
+        self._looked = Count()  # where the last look was, anybody's
+        self._by_hand = Count()  # and that of an update written by hand
+        self.void = Count()
+        self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._arriving: list[tuple[Later, bool]] = []  # overflows, were gradients held then
+
+    def leaf(self, device: torch.device) -> torch.Tensor:
+        """The input of the graphs on this device whose "gradient" is counted: 0-d FP32."""
+        if device not in self._leaves:
+            self._leaves[device] = torch.zeros(
+                (), dtype=torch.float32, device=device, requires_grad=True
+            )
+        return self._leaves[device]
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note parameters whose gradients come out of the graphs."""
+        for parameter in parameters:
+            self._parameters[parameter] = True
+
+    def count(self) -> Count:
+        """How far the backward passes have come."""
+        flags = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
+        if flags:
+            total = self._count.overflows
+            for leaf in self._leaves.values():
+                leaf.grad = None
+            for flag in flags:
+                one = flag > 0
+                total = one.to(torch.int64) if total is None else total + one.to(total.device)
+            self._count = Count(self._count.passes + 1, total)
+        return self._count
+
+    def saw(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Count an overflow in gradients that left a graph multiplied by the scale."""
+        for leaf in self._leaves.values():
+            flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
+            leaf.grad = flag if leaf.grad is None else leaf.grad + flag
+
+    def looked(self) -> None:
+        """An optimizer's step looks now."""
+        self._looked = self.count()
+
+    def before_update_by_hand(self, gradients: Sequence[torch.Tensor] | None) -> bool:
+        """Whether a backward overflowed since the last such update, or one of these gradients, by
+        default those of the parameters, is not finite; waits for the device.
+        """
+        if gradients is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+        count = self.count()
+        new = count.since(self._by_hand.or_later(self.void))
+        self._by_hand = count
+        return bool(any_nonfinite(gradients)) or (new is not None and bool(new))
+
+    # -- what no optimizer's step looked at --------------------------------------------------------
+
+    def before_forward(self) -> Iterator[tuple[bool, bool]]:
+        """The backward passes that nobody looked at before this training forward, as far as the
+        device has told by now: whether it overflowed, and whether gradients were held then.
+
+        Either gradients are being accumulated, or they were thrown away, and must not cost the next
+        step; or an update was written by hand, or made by an optimizer of what stands before these
+        graphs.
+
+        Raises:
+            MPCompileError: gradients that overflowed were used in an update written by hand.
+        """
+        count = self.count()
+        if self._arriving or count.passes != self._looked.passes:
+            accumulating = self._accumulating()
+            if (new := count.since(self._looked)) is not None:
+                self._arriving.append((Later(new), accumulating))
+            self._looked = count
+            if not accumulating:
+                self.void = count
+            while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
+                _, held = self._arriving.pop(0)
+                if overflows:
+                    self._check_parameters()
+                yield bool(overflows), held
+        elif (
+            len(self.lookers) > 1 and count.passes != self.void.passes and not self._accumulating()
+        ):
+            self.void = count  # one of them may have looked too early, in the backward
+
+    def _accumulating(self) -> bool:
+        return any(p.grad is not None for p in self._parameters)
+
+    def _check_parameters(self) -> None:
+        """After an overflow that nobody looked at: are the parameters what they were?"""
+        for p in self._parameters:
+            held = p.untyped_storage().size() > 0  # FSDP frees a parameter between its uses
+            if held and not bool(p.isfinite().all()):
+                raise MPCompileError(
+                    f"a parameter of shape {tuple(p.shape)} is not finite: gradients that "
+                    "overflowed went into an update that no optimizer made. Put such an update "
+                    "under `if not loss_scale_of(model).overflowed():`"
+                )
+
+
+def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether some element of some gradient is inf or nan: 0-d bool, for DTensors over all ranks.
+
+    Gradients may be dense, sparse or sharded, on one device or several.
+    """
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = [g for g in dense if g.numel() > 0]
+    if not dense:
+        return torch.tensor(False)
+    # The largest magnitude over all of them: inf or nan exactly if some element is.
+    norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
+    full = getattr(norm, "full_tensor", None)  # a DTensor's: every rank must decide alike
+    whole: torch.Tensor = norm if full is None else full()
+    return whole.isfinite().logical_not()

@@ -1,0 +1,103 @@
+"""What is true of each parameter: one `ParamState`, in one registry, with one count of changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from .copies import WorkingCopy
+    from .loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """What is true of one parameter; `note` replaces it.
+
+    Attributes:
+        owner: the MPOptimizer whose step writes its copies, as a weak reference.
+        given: the loss scale that the owner was given, for models that have none from the user.
+        copies: its working copies, by dtype.
+        in_full: whether its gradients must be FP32 and true to size: a graph reads it in FP32, too,
+            or its gradients are averaged over processes.
+        scales: the loss scales of the graphs that read it.
+    """
+
+    owner: weakref.ref[Any] | None = None
+    given: LossScale | None = None
+    copies: Mapping[torch.dtype, WorkingCopy] = field(default_factory=dict)
+    in_full: bool = False
+    scales: tuple[LossScale, ...] = ()
+
+    @property
+    def optimizer(self) -> Any:
+        """The living owner, or None."""
+        return self.owner() if self.owner is not None else None
+
+
+_NOTHING = ParamState()
+_states = WeakIdKeyDictionary()  # parameter -> ParamState
+_changes = 0
+
+
+def changes() -> int:
+    """Grows whenever something else becomes true of some parameter, or its gradients are stored
+    under another scale: whatever was derived from that before may be outdated.
+    """
+    return _changes
+
+
+def changed() -> None:
+    """Count a change of something that a `ParamState` leads to."""
+    global _changes
+    _changes += 1
+
+
+def state_of(parameter: torch.Tensor) -> ParamState:
+    """What is known of a parameter, or of any tensor."""
+    state: ParamState = _states.get(parameter, _NOTHING)
+    return state
+
+
+def note(parameter: torch.Tensor, **facts: Any) -> None:
+    """Replace fields of a parameter's state."""
+    before = state_of(parameter)
+    after = dataclasses.replace(before, **facts)
+    if after != before:
+        _states[parameter] = after
+        changed()
+
+
+def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
+    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters; with
+    `scale`, models of theirs that have no loss scale from the user take this one.
+    """
+    for parameter in parameters:
+        note(parameter, owner=weakref.ref(owner), given=scale)
+
+
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The living MPOptimizer that holds this parameter, or None."""
+    return state_of(parameter).optimizer
+
+
+def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
+    """The loss scale that the living optimizer of these parameters was given, if any."""
+    owned = (state for state in map(state_of, parameters) if state.optimizer is not None)
+    return next((state.given for state in owned if state.given is not None), None)
+
+
+def scales_of(parameter: torch.Tensor) -> tuple[LossScale, ...]:
+    """The scales of all graphs over this parameter."""
+    return state_of(parameter).scales
+
+
+def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
+    """The scale that graphs over these parameters already use, if any."""
+    return next((s for p in parameters for s in scales_of(p)), None)

@@ -1,0 +1,168 @@
+"""What is known of parameters and optimizers: one state for each, and hooks that wait for us."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from mpcompile import LossScale, MPCompileError, MPOptimizer, mpcompile
+from mpcompile.state import copies, guard, optimizers, parameters
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 3))
+
+
+def owner(*params: nn.Parameter) -> MPOptimizer:
+    return MPOptimizer(torch.optim.SGD(params, lr=0.1), emit="eager")
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_of_a_tensor_until_something_is_noted() -> None:
+    known = len(parameters._states)
+    assert parameters.state_of(torch.ones(2)) == parameters.ParamState()
+    assert parameters.owner_of(torch.ones(2)) is None
+    assert parameters.scales_of(torch.ones(2)) == ()
+    assert len(parameters._states) == known
+
+
+def test_one_count_grows_with_each_fact_and_only_then() -> None:
+    p, scale, other = weight(), LossScale.static(2.0), LossScale.static(4.0)
+    counts = [parameters.changes()]
+
+    def grew() -> bool:
+        counts.append(parameters.changes())
+        return counts[-1] > counts[-2]
+
+    optimizer = owner(p)
+    assert grew()
+    parameters.own([p], optimizer)
+    assert not grew()
+    parameters.own([p], optimizer, scale)
+    assert grew()
+    guard.watch([p], scale)
+    assert grew()
+    guard.watch([p], scale)
+    assert not grew()
+    guard.watch([p], other)
+    assert grew()
+    kept = copies.copy_of(p, torch.float16)
+    assert grew()
+    assert copies.copy_of(p, torch.float16) is kept
+    assert not grew()
+    kept.gradient.expect(p, scale, low=True)
+    assert grew()
+    kept.gradient.expect(p, scale, low=True)
+    assert not grew()
+    copies.read_in_full([p])
+    assert grew()
+    copies.read_in_full([p])
+    assert not grew()
+    assert parameters.state_of(p) == parameters.ParamState(
+        weakref.ref(optimizer), scale, {torch.float16: kept}, True, (scale, other)
+    )
+
+
+def test_what_is_known_goes_with_the_parameter_and_its_optimizer() -> None:
+    p, scale = weight(), LossScale.static(2.0)
+    optimizer = owner(p)
+    guard.watch([p], scale)
+    copies.copy_of(p, torch.float16)
+    known, optimizers_known = len(parameters._states), len(optimizers._states)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert parameters.owner_of(p) is None
+    assert len(optimizers._states) == optimizers_known - 1
+    del p
+    gc.collect()
+    assert len(parameters._states) == known - 1
+
+
+def test_a_given_scale_is_that_of_a_living_optimizer() -> None:
+    p, scale = weight(), LossScale.static(2.0)
+    optimizer = MPOptimizer(torch.optim.SGD([p], lr=0.1), loss_scale=scale, emit="eager")
+    assert parameters.given_scale([weight(), p]) is scale
+    del optimizer
+    gc.collect()
+    assert parameters.given_scale([p]) is None
+
+
+# -- torch's step hooks ---------------------------------------------------------------------------
+
+COUNT_HOOKS = """
+import torch
+from torch.optim import optimizer as torchs
+
+def count():
+    before, after = torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks
+    modules = [[hook.__module__ for hook in hooks.values()] for hooks in (before, after)]
+    return [sum("mpcompile.state" in name for name in names) for names in modules]
+
+import mpcompile
+from mpcompile.state import copies, guard, hooks, low_gradients
+from torch._dynamo.variables import builder
+assert count() == [0, 0], "importing registers a hook"
+assert not hasattr(getattr(builder, "safe_grad", None), "__wrapped__"), "importing changes torch"
+for _ in range(2):
+    {compile}
+    assert count() == [1, 1]
+"""
+
+
+@pytest.mark.parametrize(
+    "compile_",
+    [
+        "mpcompile.mpcompile(torch.nn.Linear(2, 2), dtype=torch.float16)",
+        "torch.compile(torch.nn.Linear(2, 2), backend='mpcompile')",
+    ],
+)
+def test_torch_is_hooked_once_something_may_be_compiled_and_not_before(compile_: str) -> None:
+    run = [sys.executable, "-c", COUNT_HOOKS.format(compile=compile_)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def scaled_by_another_optimizer() -> tuple[nn.Module, torch.optim.Optimizer, MPOptimizer]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    mixed = owner(*model.parameters())
+    mpcompile(model, level="O2", dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    return model, plain, mixed
+
+
+def test_a_plain_step_refuses_scaled_gradients_that_its_closure_makes() -> None:
+    model, plain, _mixed = scaled_by_another_optimizer()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        plain.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(MPCompileError, match="times the loss scale, for the MPOptimizer"):
+        plain.step(closure)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_that_a_step_must_not_see_are_back_after_it() -> None:
+    model = nn.Linear(8, 8)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    (model(torch.ones(2, 8)).sum() * float("inf")).backward()
+    grads = [p.grad for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    plain.step()
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert not optimizers.state_of(plain).hidden

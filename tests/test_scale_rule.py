@@ -1,0 +1,139 @@
+"""The rule that moves a loss scale, of numbers and traced into a graph, next to a model of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from scale_model import RULES, STARTS, STEPS, Model
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpcompile import LossScale, ir
+from mpcompile.ir import aten
+from mpcompile.ir.scale import (
+    INIT_SCALE,
+    STATE_DTYPES,
+    ScaleRule,
+    ScaleState,
+    settled,
+    updated,
+)
+from mpcompile.ir.step import Slot, StepConfig
+from mpcompile.passes.step.move_scale import move_scale
+
+OVERFLOW = Slot("result", key="skipped")
+
+
+def start(rule: ScaleRule, scale: float) -> ScaleState:
+    return ScaleState(scale, overflows_left=rule.hysteresis)
+
+
+def moving(rule: ScaleRule) -> fx.GraphModule:
+    """A step that does nothing but move one loss scale, by an overflow that it is given."""
+    graph = fx.Graph()
+    overflow = graph.placeholder("overflow")
+    ir.set_slot(overflow, OVERFLOW)
+    overflow.meta["val"] = FakeTensorMode().from_tensor(torch.tensor(False))
+    graph.output(())
+    gm = fx.GraphModule({}, graph)
+    ir.step_notes(gm).overflows = [overflow]
+    assert move_scale(gm, StepConfig((), (), scales=(rule,)))
+    gm.recompile()
+    return gm
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(RULES, STARTS, STEPS)
+def test_the_traced_rule_moves_tensors_as_the_model_does(
+    rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
+) -> None:
+    """Exactly, in FP32, INT64 and BOOL."""
+    gm = moving(rule)
+    state = start(rule, scale)
+    tensors = {
+        Slot("scale", 0, name): torch.tensor(getattr(state, name), dtype=dtype)
+        for name, dtype in STATE_DTYPES.items()
+    }
+    model = Model(rule, scale, np.float32)
+    for overflow, first in steps:
+        given = {OVERFLOW: torch.tensor(overflow), Slot("scale", 0, "first"): torch.tensor(first)}
+        gm(*((tensors | given)[slot] for slot in ir.slots(gm.graph)))
+        model.step(overflow, first)
+        assert {name: tensors[Slot("scale", 0, name)].item() for name in STATE_DTYPES} == (
+            model.numbers()
+        )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(RULES, STARTS, STEPS)
+def test_the_rule_moves_numbers_as_the_model_does(
+    rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
+) -> None:
+    state = once = start(rule, scale)
+    model, plain = Model(rule, scale), Model(rule, scale)
+    for overflow, first in steps:
+        state = settled(rule, state, overflow, first)
+        model.step(overflow, first)
+        assert dataclasses.asdict(state) == model.numbers()
+        once = updated(rule, once, overflow)
+        plain.step(overflow)
+        assert once.saved() == plain.saved()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(RULES, STARTS, STEPS)
+def test_a_loss_scale_settles_as_the_model_does(
+    rule: ScaleRule, start: float, steps: list[tuple[bool, bool]]
+) -> None:
+    """Once on the host, and once where a generated step keeps the numbers on a device."""
+    host, device = LossScale(rule, start), LossScale(rule, start)
+    device.reside(torch.device("cpu"))
+    models = {host: Model(rule, start), device: Model(rule, start, np.float32)}
+    for scale, model in models.items():
+        scale._warned = scale._logged = True  # that it does is tested elsewhere
+        for i, (overflow, first) in enumerate(steps):
+            first = first or i == 0
+            if first:
+                scale.saw_forward()
+            scale.settle(overflow)
+            model.step(overflow, first)
+            if scale is host:
+                assert scale.state.saved() == model.saved()
+        assert scale.state.good_steps == model.good
+        assert scale.skipped_steps == model.skipped
+
+
+def test_every_constant_of_the_traced_rule_comes_from_the_dataclass() -> None:
+    rule = ScaleRule("dynamic", 3.0, 0.125, 7, 5, 0.75, 99.0)
+    graph = moving(rule).graph
+    constants = {a for n in graph.nodes for a in n.args if isinstance(a, (int, float))}
+    assert constants == {3.0, 0.125, 7, 5, 0.75, 99.0, 0, 1}
+
+
+def test_the_state_keeps_its_dtypes_in_the_graph() -> None:
+    graph = moving(ScaleRule()).graph
+    writes = ir.writes(graph)
+    assert {ir.slot_of(target).key for _, target, _ in writes} == set(STATE_DTYPES)
+    for _, target, value in writes:
+        assert ir.dtype(value) is ir.dtype(target) is STATE_DTYPES[ir.slot_of(target).key]
+    assert not graph.find_nodes(op="call_function", target=aten._to_copy.default)
+
+
+def test_a_static_scale_needs_nothing_but_its_count() -> None:
+    slots = [str(slot) for slot in ir.slots(moving(ScaleRule("static")).graph)]
+    assert slots == ["result_skipped", "scale0_skipped_steps"]
+
+
+def test_the_defaults_are_those_of_the_dataclass() -> None:
+    """As the documentation gives them: GradScaler's, with bounds, and no patience for overflows."""
+    assert ScaleRule() == ScaleRule("dynamic", 2.0, 0.5, 2000, 1, 2.0**-14, 2.0**24)
+    assert INIT_SCALE == 2.0**16
+    assert LossScale.dynamic().rule == LossScale.grad_scaler().rule == ScaleRule()
+    given = inspect.signature(LossScale.dynamic).parameters
+    for field in dataclasses.fields(ScaleRule):
+        if field.name != "kind":
+            assert given[field.name].default == field.default
