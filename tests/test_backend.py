@@ -1,16 +1,29 @@
-"""The backend's own steps: what the passes are told, and what is told of each graph."""
+"""The backend: as torch.compile finds it, what the passes are told, what is told of each graph."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import traceback
 from typing import Any
 
 import pytest
 import torch
+from test_api import Net
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from mpcompile import backend, compiled_plans, mpcompile, pipeline
+import mpcompile as mp
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPCompileWarning,
+    backend,
+    compiled_plans,
+    mpcompile,
+    pipeline,
+)
 from mpcompile.rules.policy import Config
 
 
@@ -79,3 +92,108 @@ def test_a_plan_does_not_change_after_it_was_made(monkeypatch: pytest.MonkeyPatc
     assert [*plan.seconds] == ["capture", *(p.__name__ for p in pipeline.PASSES)]
     (early,) = made
     assert early.seconds == {}
+
+
+# -- as a torch.compile backend -------------------------------------------------------------------
+
+
+def test_torch_compile_finds_the_backend_without_an_import() -> None:
+    code = """
+import sys, torch
+model = torch.nn.Linear(8, 8)
+compiled = torch.compile(model, backend="mpcompile", fullgraph=True, dynamic=False,
+                         options={"dtype": torch.float16, "level": "O1", "emit": "eager"})
+x = torch.randn(2, 8)
+out = compiled(x)
+assert "mpcompile" in sys.modules
+assert not torch.equal(out, model(x)) and torch.allclose(out, model(x), atol=1e-2)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_backend_options_are_checked() -> None:
+    compiled = torch.compile(Net(), backend="mpcompile", options={"levle": "O1"})
+    with pytest.raises(Exception, match="unknown option 'levle'; did you mean 'level'"):
+        compiled(torch.randn(4, 8))
+
+
+def test_backend_models_have_a_scale_by_their_parameters() -> None:
+    """No LossScale is handed over: graphs over the same parameters share one, recompiled or not."""
+    from mpcompile.state.parameters import scale_of
+
+    options = {"dtype": torch.float16, "emit": "eager"}
+    models = [Net(), Net()]
+    for model in models:
+        compiled = torch.compile(model, backend="mpcompile", options=options, dynamic=False)
+        compiled(torch.randn(4, 8)).sum().backward()
+    first = scale_of(models[0].parameters())
+    assert isinstance(first, LossScale)
+    torch.compile(models[0], backend="mpcompile", options=options)(torch.randn(5, 8)).sum()
+    assert scale_of(models[0].parameters()) is first
+
+
+def test_dynamic_and_fullgraph_pass_through() -> None:
+    model = mpcompile(Net(), emit="eager", dynamic=True, fullgraph=True)
+    for rows in (3, 5, 9):
+        model(torch.randn(rows, 8))
+    assert len(compiled_plans(model)) == 1
+
+    @mpcompile(emit="eager", fullgraph=True)
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        breaks(torch.randn(2))
+
+
+def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
+    def refuse(gm: Any, inputs: Any, planned_for: str) -> Any:
+        raise mp.errors.CannotRewrite("the moon is full")
+
+    x = torch.randn(4, 8)
+    model = Net()
+    expected = model(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mp.backend, "capture", refuse)
+        mpcompile(model, emit="eager")
+        with pytest.warns(MPCompileWarning, match="the moon is full") as caught:
+            out = model(x)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        (plan,) = compiled_plans(model)
+        assert plan.left == "the moon is full"
+        assert str(plan) == "O0 float32 on cpu: left in FP32: the moon is full"
+        assert plan.to_dict()["left"] == "the moon is full"
+        slower = "Guards may run slower"  # on Python 3.13.0, says torch
+        assert len([w for w in caught if slower not in str(w.message)]) == 1
+        strict = mpcompile(Net(), emit="eager", strict=True)
+        with pytest.raises(MPCompileError, match="the moon is full") as failed:
+            strict(x)
+    # A traceback shows what went wrong and where, and nothing of how Dynamo passed it on.
+    error = failed.value
+    assert isinstance(error.__cause__, mp.errors.CannotRewrite)
+    assert error.__cause__.__traceback__ is not None
+    text = "".join(traceback.format_exception(error))
+    assert "in refuse" in text
+    assert "BackendCompilerFailed" not in text
+
+
+class _SkippedByDynamo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+def test_a_forward_that_torch_compile_skips_whole_is_reported_once() -> None:
+    model = mpcompile(_SkippedByDynamo(), emit="eager")
+    with pytest.warns(MPCompileWarning, match="no part of _SkippedByDynamo was compiled"):
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))  # a second warning would be an error here
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_compiled_forward_is_not_reported(level: str) -> None:
+    mpcompile(nn.Linear(4, 4), emit="eager", level=level)(torch.randn(2, 4))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
-import re
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from versions import since
 
-from mpcompile import MPCompileError, Policy, cli, loss_scale_of, mpcompile, plan_for
+from mpcompile import MPCompileError, Policy, loss_scale_of, mpcompile, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
 from mpcompile.preview import planning
@@ -339,99 +335,3 @@ def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_policy_that_matches_nothing() -> None:
     with pytest.warns(match=r"no node 'linera'; did you mean 'linear'\?"):
         plan_for(net(), X, policy=Policy(nodes={"linera": "fp32"}))
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-NETS = """
-import torch
-from torch import nn
-
-def good():
-    return nn.Linear(8, 8), (torch.ones(8, 8),)
-
-def named():
-    return nn.Linear(8, 8), (), {"input": torch.ones(8, 8)}
-
-def one(): return nn.Linear(8, 8)
-def tensor(): return nn.Linear(8, 8), torch.ones(8, 8)
-def swapped(): return (torch.ones(8, 8),), nn.Linear(8, 8)
-def fails(): raise OSError("no such weights")
-number = 3
-"""
-
-
-@pytest.fixture
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in the current directory, forgotten afterwards."""
-    (tmp_path / "some_nets.py").write_text(NETS)
-    (tmp_path / "broken_nets.py").write_text("import not_there_either\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("some_nets", "broken_nets"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def squeezed(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
-
-
-@pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize("factory", ["good", "named"])
-def test_the_command(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
-    assert cli.main(["plan", f"some_nets:{factory}", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta")
-    assert "linear: f16[8, 8]" in out
-
-
-@pytest.mark.usefixtures("nets")
-def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--device", "t4", "--json", "--dump", str(tmp_path / "graphs")]
-    assert cli.main(["plan", "some_nets:good", *arguments]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["gpu"]["name"] == "Tesla T4"
-    assert data["plans"][0]["tensor_cores"]["share"] == 1.0
-    assert data["saved_bytes"] == 2 * 8 * 8
-    assert data["unknown"]
-    assert list((tmp_path / "graphs").rglob("plan.json"))
-
-
-@pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("some_nets", "write the factory as pkg.module:factory"),
-        ("no_nets:good", "there is no module 'no_nets' in the current directory"),
-        ("broken_nets:good", "broken_nets can't be imported: ModuleNotFoundError: No module named"),
-        ("some_nets:godo", "some_nets has no 'godo'; did you mean 'good'?"),
-        ("some_nets:number", "some_nets:number is a int, not a function"),
-        ("some_nets:fails", "some_nets:fails() fails: OSError: no such weights ("),
-        ("some_nets:one", "returned a Linear; factory() must return (model, args) or"),
-        ("some_nets:tensor", "returned a Tensor as args; factory() must return"),
-        ("some_nets:swapped", "returned a tuple as the model; factory() must return"),
-    ],
-)
-def test_a_factory_that_is_none(
-    target: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", target]) == 2
-    captured = capsys.readouterr()
-    assert message in squeezed(captured.err)
-    assert captured.out == ""
-
-
-def test_an_unknown_gpu_is_found_before_the_factory_runs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["plan", "no_nets:good", "--device", "h10"]) == 2
-    assert "unknown GPU 'h10'; did you mean 'h100'?" in squeezed(capsys.readouterr().err)
-
-
-def test_the_help_says_what_a_factory_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "--help"])
-    assert "factory() must return (model, args) or (model, args, kwargs)" in squeezed(
-        capsys.readouterr().out
-    )

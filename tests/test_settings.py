@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,3 +109,49 @@ def test_the_command_line_has_the_options_of_a_plan(capsys: pytest.CaptureFixtur
         assert (flag in shown) == (name != "policy")
         if name != "policy":
             assert option.help.split(";")[0][:30] in shown
+
+
+ADDED = """
+import mpcompile as mp, torch
+from mpcompile import MPCompileError, cli
+from mpcompile.settings import Settings
+assert Settings.parse({}).greeting == "hello"
+assert Settings.parse({"greeting": "goodbye"}).greeting == "goodbye"
+for call, inputs in ((mp.mpcompile, ()), (mp.plan_for, (torch.ones(2, 2),))):
+    try:
+        call(torch.nn.Linear(2, 2), *inputs, greeting="hullo")
+    except MPCompileError as error:
+        assert "greeting='hullo': use one of hello, goodbye; did you mean 'hello'" in str(error)
+    else:
+        raise AssertionError("not checked")
+assert "greeting: what is said first." in mp.mpcompile.__doc__
+assert "greeting, fuse_head" in mp.plan_for.__doc__
+cli.main(["plan", "--help"])
+"""
+
+
+def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
+    """In a copy of the sources: a field, and a keyword in two signatures."""
+    root = Path(mpcompile.__code__.co_filename).parent.parent
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(root / "mpcompile", tmp_path / "mpcompile", symlinks=True, ignore=ignore)
+    shutil.copytree(root / "passes", tmp_path / "passes", ignore=ignore)
+    help_ = '"what is said first."'
+    field = f'    greeting: str = _choice("hello", ("hello", "goodbye"), {help_}, plans=True)'
+    keyword = '    greeting: str = "hello",'
+    for name, before, line in (
+        ("settings.py", "    fuse_head: bool = _switch(", field),
+        ("api.py", "    fuse_head: bool = False,", keyword),
+        ("preview/planning.py", "    fuse_head: bool = False,", keyword),
+    ):
+        path = tmp_path / "mpcompile" / name
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, f"{line}\n{before}"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ADDED],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--greeting {hello,goodbye}" in done.stdout

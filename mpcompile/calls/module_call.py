@@ -76,7 +76,7 @@ class ModuleCall:
         self._widens = widens_inputs(module)
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
-        self._generation = parameters.changes()
+        self._changes = parameters.changes()
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,8 +106,8 @@ class ModuleCall:
         stale = False
         if (hooks := self._hooks_now()) != self._hooks:
             self._hooks, stale = hooks, True
-        if self._reads_copies and (generation := parameters.changes()) != self._generation:
-            self._generation = generation
+        if self._reads_copies and (changes := parameters.changes()) != self._changes:
+            self._changes = changes
             owners = self._owners_now()
             if owners != self._owners:  # an MPOptimizer came: its copies are read
                 self._owners, stale = owners, True

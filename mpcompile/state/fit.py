@@ -133,8 +133,8 @@ class _Trial:
         """The gradients at the first scale, from above, at which they fit."""
         scale = self.scale
         # Gradients of this step may be stored under it: another graph's, or a failed search's.
-        held = scale.search.found or scale.search.was_in_vain(self.used)
-        stored = bool(self.inputs.copies) and held
+        copied = bool(self.inputs.copies)
+        stored = copied and (scale.search.found or scale.search.was_in_vain(self.used))
         fixed = stored or not scale.fitting
         if fixed:
             self.top = float(self.used)
