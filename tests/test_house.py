@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 from test_packaging import ROOT
 
 from mpcompile.rules.page import page
@@ -23,24 +22,24 @@ def sources(*packages: str) -> list[Path]:
     return sorted(p for p in found if not p.is_relative_to(ROOT / "mpcompile" / "passes"))
 
 
-def each(*packages: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "path", sources(*packages), ids=lambda p: str(p.relative_to(ROOT))
-    )
+def test_files_are_short() -> None:
+    lengths = {named(p): p.read_text().count("\n") for p in sources(*PACKAGES, "tests")}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
-@each(*PACKAGES, "tests")
-def test_a_file_is_short(path: Path) -> None:
-    length = path.read_text().count("\n")
-    assert length <= LONGEST_FILE
+def test_functions_are_short() -> None:
+    long = {}
+    for path in sources(*PACKAGES, "tests"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    long[f"{named(path)}: {node.name}"] = length
+    assert long == {}
 
 
-@each(*PACKAGES, "tests")
-def test_a_function_is_short(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def test_nothing_stands_twice() -> None:
@@ -83,17 +82,19 @@ OTHER_VOCABULARIES = {
 }
 
 
-@each("mpcompile", "passes")
-def test_nobody_else_names_operators_in_a_set(path: Path) -> None:
+def test_nobody_else_names_operators_in_a_set() -> None:
     """What is known about operators stands on their rows: no collection of operators elsewhere."""
-    name = str(path.relative_to(ROOT))
-    if name.startswith(("mpcompile/rules/", *OTHER_VOCABULARIES)):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Set, ast.List, ast.Tuple, ast.Dict)):
-            members = node.keys if isinstance(node, ast.Dict) else node.elts
-            named = [ast.unparse(m) for m in members if m is not None and _is_operator(m)]
-            assert len(named) < 2, f"line {node.lineno} names {', '.join(named)}"
+    found = []
+    for path in sources("mpcompile", "passes"):
+        if named(path).startswith(("mpcompile/rules/", *OTHER_VOCABULARIES)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Set, ast.List, ast.Tuple, ast.Dict)):
+                members = node.keys if isinstance(node, ast.Dict) else node.elts
+                operators = [ast.unparse(m) for m in members if m is not None and _is_operator(m)]
+                if len(operators) > 1:
+                    found.append(f"{named(path)}:{node.lineno} names {', '.join(operators)}")
+    assert found == []
 
 
 def _is_operator(node: ast.expr) -> bool:
