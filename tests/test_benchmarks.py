@@ -197,12 +197,40 @@ def test_a_fresh_process_that_fails_is_quoted() -> None:
         )
 
 
+def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt_starts, "work_for", lambda device: gpt_arms.TINY)
+    found = gpt_starts.first_step(gpt_arms.O1, CPU)
+    assert 0 < found["passes"] < found["seconds"]
+    monkeypatch.setattr(optimizer_step, "work_for", lambda device: optimizer_arms.TINY)
+    for name in (optimizer_arms.OURS[0].name, optimizer_arms.COMPILED):
+        assert optimizer_step.first_steps(name, CPU) > 0
+
+
+def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, str]] = []
+
+    def start(name: str, device: torch.device, cache: Path) -> dict[str, object]:
+        started.append((name, cache.name))
+        return {"number": len(started)}
+
+    monkeypatch.setattr(gpt_starts, "_start", start)
+    work = dataclasses.replace(gpt_arms.TINY, warm_starts=2)
+    found = gpt_starts.measure_starts(work, CPU, ("an arm", "other"))
+    assert started == [("an arm", "an_arm"), ("other", "other")] * 3
+    assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
+
+
 @pytest.mark.slow
-def test_starts_in_fresh_processes(tmp_path: Path) -> None:
-    """At full size: some 40 s of processor time."""
+def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
     found = gpt_starts._start(gpt_arms.O1, CPU, tmp_path)
     assert 0 < found["passes"] < found["seconds"]
     assert found["cache_hits"] == 0
+
+
+@pytest.mark.slow
+def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
     assert optimizer_step._start(optimizer_arms.OURS[0].name, CPU) > 0
 
 
