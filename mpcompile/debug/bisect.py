@@ -125,7 +125,7 @@ def bisect(
     trials.options["disable_passes"] = [*disabled, *RENAMING]
     if trials.agree():
         return Culprit(passes=RENAMING, trials=trials.count)
-    low = {n.name: n for n in trials.nodes if n.precision == "LOW" and not _is_added(n)}
+    low = {n.name: n for n in trials.nodes if n.precision == "LOW" and not n.is_added}
     if not trials.agree(policy=trials.pinned(low)):
         return Culprit(trials=trials.count)
     found = _halved(list(low), list(low), trials)
@@ -210,11 +210,6 @@ def _loss(result: Any) -> torch.Tensor:
     if not means:
         raise MPCompileError("the model returns nothing that has a gradient")
     return torch.stack(means).sum()
-
-
-def _is_added(node: PlanNode) -> bool:
-    """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
-    return node.rule in ("cast", "scale", "pad")
 
 
 def _norm(gradient: torch.Tensor | None) -> float:

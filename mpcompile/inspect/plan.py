@@ -48,6 +48,11 @@ class PlanNode:
     costs: dict[str, dict[str, int]] | None = None
     products: int = 0
 
+    @property
+    def is_added(self) -> bool:
+        """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
+        return self.rule in _ADDED
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -92,7 +97,7 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
-        return dict(Counter(n.precision for n in self.nodes if n.rule not in _ADDED))
+        return dict(Counter(n.precision for n in self.nodes if not n.is_added))
 
     def __str__(self) -> str:
         if self.left is not None:
