@@ -49,7 +49,7 @@ class _PadPlacer:
         self.graph = graph
         self.captured: dict[fx.Node, torch.Tensor] = {}  # what a value with lanes was without them
         self.fitted: dict[tuple[fx.Node, str, bool], fx.Node] = {}
-        self.numbers = _Numbers(graph)
+        self.sizes = _Sizes(graph)
 
     def run(self) -> bool:
         placed = [node for node in self.graph.nodes if ir.padding(node) is not None]
@@ -124,7 +124,7 @@ class _PadPlacer:
         for dim, (now, new) in enumerate(zip(ir.shape(value), shape, strict=True)):
             if not ir.known_equal(now, new):
                 why = f"{now} -> {new}: {_reader(user)} reads the real size"
-                args = (cut, dim, 0, self.numbers.number(new))
+                args = (cut, dim, 0, self.sizes.argument(new))
                 cut = self._insert(aten.slice.Tensor, args, f"{value.name}_cut", value, why)
         return cut
 
@@ -154,7 +154,7 @@ class _PadPlacer:
         amounts: list[Any] = []
         changes = []
         for old, new in reversed(list(zip(now, shape, strict=True))):
-            amounts += [0, 0 if ir.known_equal(old, new) else self.numbers.number(new - old)]
+            amounts += [0, 0 if ir.known_equal(old, new) else self.sizes.argument(new - old)]
             if not ir.known_equal(old, new):
                 changes.append(f"{old} -> {new}")
         while amounts[-1] == 0:
@@ -170,7 +170,7 @@ class _PadPlacer:
         return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
 
 
-class _Numbers:
+class _Sizes:
     """Symbolic sizes as arguments of calls: computed behind the graph's inputs, once each."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -180,7 +180,7 @@ class _Numbers:
         self.first = ir.first_call(graph)
         self.inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
 
-    def number(self, size: Size) -> fx.Node | int:
+    def argument(self, size: Size) -> fx.Node | int:
         """The size itself, or a node that computes it."""
         return size if isinstance(size, int) else self._of(size.node.expr)
 
