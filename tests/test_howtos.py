@@ -1,4 +1,4 @@
-"""CONTRIBUTING's how-tos, done as they say in a copy of the sources."""
+"""CONTRIBUTING's how-tos, done as they say in a copy of the sources; an option: test_settings.py."""
 
 from __future__ import annotations
 
@@ -177,28 +177,3 @@ def test_a_pass_that_breaks_a_promise_is_named(copy: Copy) -> None:
         "except MPCompileError as error:\n    print(error); sys.exit()",
     )
     assert "after name_relus: add reads" in copy.run("-c", text)
-
-
-def test_add_an_option(copy: Copy) -> None:
-    field = '    verbose: bool = _switch("say what is done.", plans=True)\n'
-    settings = copy.root / "mpcompile" / "settings.py"
-    text = settings.read_text()
-    settings.write_text(
-        text.replace("    disable_passes: tuple", f"{field}    disable_passes: tuple")
-    )
-    for path in ("mpcompile/api.py", "mpcompile/preview/planning.py"):
-        copy.insert(path, "    verbose: bool = False,\n", behind="recompute: bool = False,")
-    script = """
-import torch, mpcompile
-from mpcompile.settings import OPTIONS, Settings
-assert Settings.parse({"verbose": True}).verbose and not Settings.parse({}).verbose
-assert "verbose: say what is done." in mpcompile.mpcompile.__doc__
-assert "recompute, verbose, disable_passes" in mpcompile.plan_for.__doc__
-mpcompile.mpcompile(torch.nn.Linear(2, 2), verbose=True)
-try:
-    mpcompile.mpcompile(torch.nn.Linear(2, 2), verbose="yes")
-except mpcompile.MPCompileError as error:
-    print(error)
-"""
-    assert copy.run("-c", script) == "verbose='yes': use True or False\n"
-    assert "--verbose" in copy.run("-c", HELP)
