@@ -1,4 +1,4 @@
-"""CONTRIBUTING's how-tos, done as they say in a copy of the sources; an option: test_settings.py."""
+"""CONTRIBUTING's how-tos, done as they say in a copy of the sources (options: test_settings)."""
 
 from __future__ import annotations
 
