@@ -98,8 +98,9 @@ def planned(target: Target, **options: Any) -> tuple[Plan, Config]:
     found: list[tuple[Plan, Config]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        config = config_for(target, Settings.parse(options), scaled=False, copied={})
-        found.append((rewrite(gm, examples, config, dump=None)[1], config))
+        settings = Settings.parse(options)
+        config = config_for(target, settings, scaled=False, copied={})
+        found.append((rewrite(gm, examples, config, settings)[1], config))
         return gm.forward
 
     with FakeTensorMode():
@@ -196,7 +197,7 @@ TYPES = {"cpu", "cuda", "hip", "hpu", "meta", "mps", "mtia", "privateuseone", "x
 # file -> the string that it may hold, and why.
 MAY_NAME = {
     "mpcompile/backend.py": ("cpu", "a graph without tensors computes on the host"),
-    "mpcompile/optim/program.py": ("meta", "only the size of the tensor counts"),
+    "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/state/later.py": ("cpu", "the mirror of a number is host memory"),
 }
