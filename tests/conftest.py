@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +60,21 @@ def with_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """
     if request.node.get_closest_marker("this_machine") is None:
         monkeypatch.setattr("mpcompile.devices.cpu.CPU.has_units", lambda self, dtype: True)
+
+
+@pytest.fixture(scope="module")
+def inductor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture
+def own_inductor_cache(inductor_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's tests share a cache of Inductor's, which starts empty."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_folder))
+
+
+@pytest.fixture
+def rnns_in_graphs() -> Iterator[None]:
+    """RNNs stay in Dynamo's graph, as the backend has it."""
+    with torch._dynamo.config.patch(allow_rnn=True):
+        yield

@@ -18,9 +18,10 @@ from typing import Any
 import fuzz_judge
 import pytest
 import torch
-from fuzz_judge import Discarded, Setting, Wrong, judge
+from fuzz_judge import Setting, Wrong, judge
 from fuzz_lines import from_seed, operators
 from fuzz_programs import Program
+from fuzz_runs import Discarded
 
 import mpcompile
 from mpcompile.ir import units

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_world import Setup, World
+from guarded_parts import Setup
+from guarded_world import World
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

@@ -1,0 +1,82 @@
+"""Models at O2 with an MPOptimizer, a step of theirs, and their gradients compared with FP64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
+        return y
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.middle(self.embedding(tokens)))
+        return y
+
+
+def trained(
+    model: nn.Module, dtype: torch.dtype = torch.float16, lr: float = 0.05, **options: Any
+) -> tuple[nn.Module, MPOptimizer]:
+    scale = LossScale.dynamic(init_scale=2.0**10) if dtype is torch.float16 else "dynamic"
+    model = mpcompile(model, level="O2", dtype=dtype, emit="eager", loss_scale=scale)
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return model, MPOptimizer(sgd, emit="eager", **options)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def true_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    scale = loss_scale_of(model).value
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        scaled = p.grad.dtype is torch.float16
+        found[name] = p.grad.double() / (scale if scaled else 1.0)
+    return found
+
+
+def check_against_fp64(model: nn.Module, run: Callable[[nn.Module], None]) -> None:
+    reference = copy.deepcopy(model).double()
+    run(model)
+    run(reference)
+    for (name, got), wanted in zip(
+        true_gradients(model).items(), reference.parameters(), strict=True
+    ):
+        assert wanted.grad is not None
+        error = (got - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 2e-2, f"{name}: {error}"
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype

@@ -1,0 +1,187 @@
+"""O2's working copies: how gradients are stored and added up, and who may change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from copied_models import HALVES, Net, check_against_fp64, dtype_of, trained
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcompile import MPCompileError, MPOptimizer, mpcompile
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_are_stored_low(dtype: torch.dtype) -> None:
+    model, _ = trained(Net(), dtype)
+    x = torch.randn(4, 8)
+    check_against_fp64(model, lambda net: net(x.to(dtype_of(net))).square().mean().backward())
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert p.grad.dtype is (torch.float32 if name.startswith("norm") else dtype)
+
+
+def test_accumulated_gradients_add_up() -> None:
+    model, _ = trained(Net())
+    xs = torch.randn(3, 4, 8)
+
+    def run(net: nn.Module) -> None:
+        for x in xs:
+            net(x.to(dtype_of(net))).square().mean().backward()
+
+    check_against_fp64(model, run)
+
+
+def test_a_model_called_twice_in_one_backward() -> None:
+    model, _ = trained(Net())
+    xs = torch.randn(2, 4, 8)
+
+    def run(net: nn.Module) -> None:
+        a, b = (net(x.to(dtype_of(net))) for x in xs)
+        (a * b).mean().backward()
+
+    check_against_fp64(model, run)
+
+
+def test_a_checkpoint_around_the_model() -> None:
+    model, _ = trained(Net())
+    x = torch.randn(4, 8)
+
+    model(
+        x
+    )  # what is saved while compiling is not saved while recomputing: stock torch.compile too
+
+    def run(net: nn.Module) -> None:
+        inputs = x.to(dtype_of(net)).requires_grad_()
+        for _ in range(2):
+            checkpoint(net, inputs, use_reentrant=False).square().mean().backward()
+
+    model(x.clone().requires_grad_())  # what is saved while compiling is not saved again
+    model.zero_grad()
+    check_against_fp64(model, run)
+
+
+class Broken(nn.Module):
+    """Two graphs that share a weight: the first reads it low, the second low or in FP32."""
+
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.second = second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        torch._dynamo.graph_break()
+        if self.second == "low":
+            z: torch.Tensor = self.fc(y)
+            return z
+        return y * self.fc.weight.softmax(-1).sum()
+
+
+@pytest.mark.parametrize("second", ["low", "full"])
+def test_two_graphs_that_share_a_weight(second: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = trained(Broken(second), lr=1e-3)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        model.zero_grad()
+        check_against_fp64(model, lambda net: net(x.to(dtype_of(net))).square().mean().backward())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gradient_from_outside_is_added(dtype: torch.dtype) -> None:
+    model, optimizer = trained(Net(), dtype)
+    x = torch.randn(4, 8)
+
+    def run(net: nn.Module) -> None:
+        loss = net(x.to(dtype_of(net))).square().mean()
+        (loss + net.fc1.weight.square().sum()).backward()  # type: ignore[operator, union-attr]
+
+    check_against_fp64(model, run)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", ["inside", "outside"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gradient_from_outside_is_added_in_a_backward_of_its_own(
+    dtype: torch.dtype, first: str
+) -> None:
+    model, optimizer = trained(Net(), dtype)
+    x = torch.randn(4, 8)
+
+    def run(net: nn.Module) -> None:
+        losses = [
+            lambda: net(x.to(dtype_of(net))).square().mean(),
+            lambda: net.fc1.weight.square().sum(),  # type: ignore[operator, union-attr]
+        ]
+        for loss in losses if first == "inside" else reversed(losses):
+            loss().backward()
+        net(x.to(dtype_of(net))).square().mean().backward()
+
+    check_against_fp64(model, run)
+    optimizer.step()
+
+
+def test_a_half_gradient_from_outside_is_refused_in_fp16() -> None:
+    class HalfGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return torch.ones(16, 8, dtype=torch.float16)
+
+    model, _ = trained(Net())
+    loss = model(torch.randn(4, 8)).mean() + HalfGradient.apply(model.fc1.weight)  # type: ignore[no-untyped-call, union-attr]
+    with pytest.raises(MPCompileError, match="outside the compiled model"):
+        loss.backward()
+
+
+def test_clipping_scaled_gradients_by_hand_is_refused() -> None:
+    model, optimizer = trained(Net())
+    model(torch.randn(4, 8)).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(MPCompileError, match="max_grad_norm"):
+        optimizer.step()
+
+
+def test_clipping_by_hand_works_in_bf16() -> None:
+    model, optimizer = trained(Net(), torch.bfloat16)
+    model(torch.randn(4, 8)).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = torch.stack([(p - b).norm() for p, b in zip(model.parameters(), before, strict=True)])
+    assert 0 < moved.norm() < 0.05 * 1e-3 * 1.05
+
+
+def test_a_plain_optimizer_does_not_take_scaled_gradients() -> None:
+    model, _optimizer = trained(Net())
+    model(torch.randn(4, 8)).mean().backward()
+    with pytest.raises(MPCompileError, match="FP16 times the loss scale"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_zeroing_in_place_is_no_tampering() -> None:
+    model, optimizer = trained(Net())
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(4, 8)).mean().backward()
+        optimizer.step()
+    assert not optimizer.skipped
+
+
+def test_two_models_that_share_a_weight_need_one_scale() -> None:
+    first, second = Net(), Net()
+    second.fc1.weight = first.fc1.weight
+    for net in (first, second):
+        mpcompile(net, level="O2", dtype=torch.float16, emit="eager")
+    parameters = {id(p): p for net in (first, second) for p in net.parameters()}
+    _optimizer = MPOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), emit="eager")
+    first(torch.randn(4, 8))
+    with pytest.raises(MPCompileError, match="same LossScale"):
+        second(torch.randn(4, 8))

@@ -1,0 +1,92 @@
+"""costs: what the times of a device profile make of products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import LEVELS, leaf
+from planned_programs import BF16, CROSSING, FP16, PROGRAMS, both, profile_of, staged
+from torch import nn
+
+import mpcompile
+from mpcompile import ir
+from mpcompile.planner import target
+from mpcompile.profile import Profile
+from mpcompile.rules.policy import Precision
+
+
+@LEVELS
+def test_without_a_profile_products_stay_low(level: str) -> None:
+    for name in PROGRAMS:
+        torch._dynamo.reset()
+        module, inputs = PROGRAMS[name]
+        stage = staged(module(), inputs(), level=level, low=BF16)
+        products = [n for n in stage.gm.graph.nodes if ir.precision(n) is Precision.LOW]
+        stage.run()
+        assert products
+        assert all(ir.precision(n) is Precision.LOW for n in products)
+
+
+class SmallAndLarge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(256, 256), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.large(x).exp(), self.small(y).exp()
+
+
+@LEVELS
+def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
+    inputs = leaf(256, 256), leaf(16, 16)
+    stage = staged(SmallAndLarge(), *inputs, level=level, low=BF16, profile=CROSSING)
+    stage.run()
+    large, small = stage.mark("linear"), stage.mark("linear_1")
+    assert (large.precision, large.rule) == (Precision.LOW, "table")
+    assert (small.precision, small.rule) == (Precision.FULL, "plan")
+    assert small.reason.endswith("slower so: 0.04 ms low, 0.01 ms FP32 (device profile)")
+
+
+@LEVELS
+def test_a_small_product_between_large_ones_is_low(level: str) -> None:
+    """To cast in front of it and behind it would cost more than it saves."""
+
+    class Sandwich(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer, self.inner = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.outer(self.inner(self.outer(x)))
+            return out.exp()
+
+    dims = (1, 256, 256, 256)
+    even = profile_of(*both("gemm", dims, low=500e-6, full=499e-6))
+    stage = staged(Sandwich(), leaf(256, 256), level=level, low=BF16, profile=even)
+    for name in ("linear", "linear_2"):
+        low = replace(stage.mark(name), by=ir.By.POLICY, reason="wanted so")
+        ir.set_mark(stage.node(name), low)
+    stage.run()
+    assert stage.mark("linear_1").precision is Precision.LOW
+
+
+def test_the_profile_is_read_for_the_dtype_that_the_device_is_fast_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU one asks for FP16 to see its numbers, never for its speed."""
+    asked = []
+
+    def load(device: torch.device) -> Profile:
+        asked.append(device)
+        return CROSSING
+
+    monkeypatch.setattr(target.profile, "load", load)
+    for dtype, expected in ((FP16, "LOW"), (BF16, "FULL")):
+        torch._dynamo.reset()
+        model = mpcompile.mpcompile(nn.Linear(16, 16), dtype=dtype, emit="eager")
+        model(leaf(16, 16))
+        (found,) = mpcompile.compiled_plans(model)
+        assert [n.precision for n in found.nodes if n.op == "aten::linear"] == [expected]
+    assert len(asked) == 1

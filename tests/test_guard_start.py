@@ -1,0 +1,151 @@
+"""The first steps, in which the loss scale is found: none is skipped, and gradients are right."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+
+
+@pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
+def test_the_first_gradient_is_right(level: str, emit: str) -> None:
+    """A gradient of 1 times 65536 is already beyond FP16. Buffers and dropout as in one forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4)
+    )
+    reference = copy.deepcopy(model)
+    compiled = mpcompile(model, dtype=torch.float16, level=level, emit=emit, strict=True)
+    x = torch.randn(32, 8)
+    for network in (reference, compiled):
+        torch.manual_seed(1)
+        network(x).sum().backward()
+    size = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])  # type: ignore[misc]
+    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        assert wanted.grad is not None
+        assert actual.grad is not None
+        assert (wanted.grad - actual.grad).norm() < 1e-2 * size
+    for wanted, actual in zip(reference.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=1e-3)
+    assert loss_scale_of(compiled).skipped_steps == 0
+    assert loss_scale_of(compiled).value < 2.0**16
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_first_step_is_skipped(level: str, fast: bool) -> None:
+    """And the trajectory is FP32's: whoever compares twenty steps sees the same numbers."""
+    torch.manual_seed(0)
+    model = mlp(32)
+    reference = copy.deepcopy(model)
+    compiled = mpcompile(model, level=level, **FP16)
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    losses: list[list[float]] = []
+    for network in (reference, compiled):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        if fast and network is compiled:
+            optimizer = MPOptimizer(optimizer, emit="eager")
+        losses.append([])
+        for _ in range(20):
+            # A sum: gradients 64 times those of the mean, which 2**16 does not fit.
+            loss = F.cross_entropy(network(x), y, reduction="sum")
+            optimizer.zero_grad()
+            (loss / 4).backward()
+            optimizer.step()
+            losses[-1].append(loss.item() / 64)
+    assert loss_scale_of(compiled).skipped_steps == 0
+    torch.testing.assert_close(
+        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.03, atol=0.03
+    )
+
+
+def test_grad_scalers_start_is_there_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """And a skip is said: one line, and the count in the repr."""
+    model = mpcompile(mlp(), loss_scale="grad_scaler", **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    assert loss_scale_of(model).value == 2.0**16
+    with caplog.at_level(logging.WARNING, logger="mpcompile"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 8)).sum() * 4).backward()
+            optimizer.step()
+    assert loss_scale_of(model).skipped_steps == 3
+    assert "skipped_steps=3" in repr(loss_scale_of(model))
+    assert sum("skipped" in record.message for record in caplog.records) == 1
+
+
+def test_a_loss_that_is_not_finite_finds_no_scale() -> None:
+    """The first batch may be broken: the second backward finds it, then."""
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameters(model)
+    (model(torch.randn(4, 8)).sum() * float("nan")).backward()
+    optimizer.step()
+    assert_unchanged(before, model)
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_training_that_fits_at_a_scale_below_one() -> None:
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    (model(torch.ones(64, 8)) * 1e4).sum().backward()
+    optimizer.step()
+    assert loss_scale_of(model).value < 1
+    assert loss_scale_of(model).skipped_steps == 0
+
+
+def test_a_search_that_fails_again_and_again_ends() -> None:
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameters(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(torch.randn(4, 8)).sum() * OVERFLOW).backward()
+        optimizer.step()
+    assert_unchanged(before, model)
+    assert not loss_scale_of(model).fitting
+    assert loss_scale_of(model).skipped_steps == 4
+
+
+def test_retain_graph_and_two_losses_in_the_first_step() -> None:
+    reference, model = mlp(), mlp()
+    model.load_state_dict(reference.state_dict())
+    compiled = mpcompile(model, **FP16)
+    x = torch.randn(4, 8)
+    for network in (reference, compiled):
+        out = network(x)
+        out.sum().backward(retain_graph=True)
+        (out.square().sum() * 100).backward()
+    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-2, atol=1e-1)
+
+
+def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:
+    """Reentrant: the forward that counts is the one in the backward."""
+    plain, model = nn.Linear(8, 8), mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters()], lr=0.1)
+    x = torch.randn(4, 8)
+    values = []
+    for factor in (1.0, 1.0, OVERFLOW, 1.0):
+        optimizer.zero_grad()
+        out = checkpoint(model, plain(x), use_reentrant=True)
+        before = parameters(plain, model)
+        (out.square().mean() * factor).backward()
+        optimizer.step()
+        values.append(loss_scale_of(model).value)
+        if factor == OVERFLOW:
+            assert_unchanged(before, plain, model)
+        else:
+            assert not torch.equal(before[0], plain.weight)
+    assert values == [values[0], values[0], values[0] / 2, values[0] / 2]
+    assert not loss_scale_of(model).fitting
