@@ -1,5 +1,5 @@
-"""Gradients that O2 stores in FP16 agree with FP32's, in whatever order a loop runs things; and they
-are freed with the model.
+"""Gradients that O2 stores in FP16 agree with FP32's, in whatever order a loop runs things; and
+they are freed with the model.
 """
 
 from __future__ import annotations

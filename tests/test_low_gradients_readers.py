@@ -1,4 +1,6 @@
-"""What else reads or adds to gradients that O2 stores in FP16: hooks, `autograd.grad`, a penalty."""
+"""What else reads or adds to the gradients that O2 stores in FP16: hooks, `autograd.grad`, terms
+of the loss outside of the model.
+"""
 
 from __future__ import annotations
 

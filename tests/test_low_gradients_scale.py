@@ -1,4 +1,4 @@
-"""Gradients that O2 stores in FP16 agree with FP32's while the loss scale moves or is searched for."""
+"""Gradients that O2 stores in FP16 agree with FP32's while the loss scale moves or is found."""
 
 from __future__ import annotations
 
