@@ -18,6 +18,7 @@ from mpcompile.optim.trace import trace
 
 DYNAMIC = ScaleRule(min_scale=1.0)
 STATIC = ScaleRule("static")
+SCALED = Gradient(torch.float16, (0,), scaled_by=0)
 
 
 def traced(
@@ -39,6 +40,10 @@ def traced(
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1)
 
 
 class StepStage:

@@ -1,31 +1,15 @@
-"""Loss scaling: the pure update, the skipped step, and training loops that never mention it."""
+"""A `LossScale` without a model: its update on plain numbers, its settings, what is saved of it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import pickle
-import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from mpcompile import LossScale, MPCompileError, MPCompileWarning, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPCompileError
 from mpcompile.state.loss_scale import ScaleState
-
-FP16: dict[str, Any] = {"dtype": torch.float16, "strict": True}
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-# -- the update, on plain numbers -------------------------------------------------------------
 
 
 def after(scale: LossScale, overflows: list[bool]) -> ScaleState:
@@ -201,132 +185,6 @@ def test_refuses_a_foreign_state() -> None:
         LossScale.dynamic().load_state_dict({"lr": 1.0})
 
 
-# -- training loops ---------------------------------------------------------------------------
-
-
-OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    lambda p: torch.optim.AdamW(p, lr=0.1),
-    lambda p: torch.optim.Adagrad(p, lr=0.1),
-]
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-
-@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_an_overflow_step_changes_nothing_and_is_counted(
-    make: Callable[..., torch.optim.Optimizer], emit: str
-) -> None:
-    model = mpcompile(mlp(), emit=emit, **FP16)
-    optimizer = make(model.parameters())
-    x = torch.randn(4, 8)
-
-    def step(data: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model(data).square().mean().backward()
-        optimizer.step()
-
-    step(x)
-    before, value = snapshot(model, optimizer), loss_scale_of(model).value
-    step(x * 1e6)  # 8e6 has no FP16 value: inf in the first layer, nan gradients
-    torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0, equal_nan=True)
-    scale = loss_scale_of(model)
-    assert (scale.skipped_steps, scale.value) == (1, value / 2)
-    assert all(p.grad is not None for p in model.parameters())  # still there to be looked at
-    step(x)
-    assert not torch.equal(model[0].weight, before["model"]["0.weight"])
-    assert scale.skipped_steps == 1
-
-
-def test_gradients_are_true_to_size_whatever_the_scale() -> None:
-    x = torch.randn(4, 8)
-    gradients = []
-    for scale in (1.0, 1024.0):
-        model = mpcompile(mlp(), emit="eager", loss_scale=scale, **FP16)
-        model(x).square().mean().backward()
-        gradients.append(model[0].weight.grad)
-    torch.testing.assert_close(*gradients, rtol=2e-3, atol=1e-6)
-
-
-def test_small_gradients_survive_only_with_scaling() -> None:
-    """A loss of 1e-7: its gradients are below 2**-24, FP16's smallest number."""
-    x = torch.randn(4, 8)
-
-    def gradient(loss_scale: LossScale | str) -> torch.Tensor:
-        model = mpcompile(mlp(), emit="eager", loss_scale=loss_scale, **FP16)
-        (model(x).sum() * 1e-9).backward()
-        assert model[0].weight.grad is not None
-        return model[0].weight.grad
-
-    reference = mlp()
-    (reference(x).sum() * 1e-9).backward()
-    assert reference[0].weight.grad is not None
-    assert gradient("none").count_nonzero() == 0
-    torch.testing.assert_close(gradient("dynamic"), reference[0].weight.grad, rtol=1e-2, atol=1e-11)
-
-
-def test_accumulation_and_clipping_need_no_scaler() -> None:
-    reference, model = mlp(), mpcompile(mlp(), emit="eager", **FP16)
-    batches = [torch.randn(4, 8) for _ in range(4)]
-    for network in (reference, model):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for x in batches:
-            (network(x).square().mean() / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-        optimizer.step()
-    torch.testing.assert_close(model[0].weight, reference[0].weight, rtol=1e-3, atol=1e-4)
-    assert loss_scale_of(model).skipped_steps == 0
-
-
-def test_clipping_by_value_cannot_hide_an_overflow() -> None:
-    """`clip_grad_value_` turns inf into a number: only the graph's own flag still knows."""
-    model = mpcompile(mlp(), emit="aot_eager", loss_scale="grad_scaler", **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
-    loss = (model(torch.ones(4, 8)) * 1e6).sum()  # a gradient of 1e6 * 2**16: overflows in FP16
-    loss.backward()
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad.nan_to_num_(0.0, 1.0, -1.0)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-    optimizer.step()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).skipped_steps == 1
-
-
-def test_a_closure_is_checked_after_it_ran() -> None:
-    model = mpcompile(mlp(), emit="eager", **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 8)
-
-    def closure(data: torch.Tensor = x) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        return loss
-
-    before = copy.deepcopy(model.state_dict())
-    optimizer.step(lambda: closure(x * 1e6))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).skipped_steps == 1
-    assert torch.isfinite(optimizer.step(closure))  # type: ignore[arg-type]
-    assert not torch.equal(model[0].weight, before["0.weight"])
-
-
-def test_two_optimizers_over_one_model_move_its_scale_once() -> None:
-    model = mpcompile(mlp(), emit="eager", **FP16)
-    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
-    before = copy.deepcopy(model.state_dict())
-    model(torch.full((4, 8), 1e6)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).value == 2.0**15
-
-
 def test_an_overflow_is_counted_once_whatever_else_is_skipped_for_it() -> None:
     """A generated step moves the scale, another optimizer skips for the same overflow, and then the
     generated step of a third one: no forward in between, so the scale stays.
@@ -342,66 +200,3 @@ def test_an_overflow_is_counted_once_whatever_else_is_skipped_for_it() -> None:
     scale.load_state_dict(LossScale.dynamic().state_dict())
     assert not bool(resident["hit"])
     assert not bool(resident["floor"])
-
-
-def test_a_gan_has_a_scale_for_each_network() -> None:
-    """Two losses, two optimizers, one loop of plain PyTorch; one network overflows, once."""
-    torch.manual_seed(0)
-    generator = mpcompile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)),
-                          emit="eager", **FP16)  # fmt: skip
-    critic = mpcompile(nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1)),
-                       emit="eager", **FP16)  # fmt: skip
-    opt_g = torch.optim.Adam(generator.parameters())
-    opt_c = torch.optim.Adam(critic.parameters())
-    real, ones, zeros = torch.randn(16, 8), torch.ones(16, 1), torch.zeros(16, 1)
-    bce = F.binary_cross_entropy_with_logits
-    for i in range(5):
-        fake = generator(torch.randn(16, 4))
-        opt_c.zero_grad()
-        data = real * (1e6 if i == 2 else 1)
-        (bce(critic(data), ones) + bce(critic(fake.detach()), zeros)).backward()
-        opt_c.step()
-        opt_g.zero_grad()
-        bce(critic(fake), ones).backward()
-        opt_g.step()
-    assert loss_scale_of(generator) is not loss_scale_of(critic)
-    assert loss_scale_of(critic).skipped_steps == 1
-    assert loss_scale_of(generator).skipped_steps == 0
-    assert loss_scale_of(generator).value == 2.0**16
-    assert all(torch.isfinite(p).all() for p in (*generator.parameters(), *critic.parameters()))
-
-
-def test_a_hopeless_overflow_warns_once_at_the_floor() -> None:
-    scale = LossScale.dynamic(init_scale=4.0, min_scale=2.0)
-    model = mpcompile(mlp(), emit="eager", loss_scale=scale, **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.full((4, 8), 1e6)).sum().backward()
-            optimizer.step()
-    ours = [w for w in caught if issubclass(w.category, MPCompileWarning)]
-    assert len(ours) == 1
-    assert "floor" in str(ours[0].message)
-    assert scale.value == 2.0
-
-
-def test_bf16_has_no_scale_unless_one_is_handed_over() -> None:
-    for scale, skipped in (("dynamic", 0), (LossScale.static(8.0), 1)):
-        model = mpcompile(mlp(), dtype=torch.bfloat16, emit="eager", loss_scale=scale)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        (model(torch.ones(4, 8)) * float("inf")).sum().backward()
-        optimizer.step()
-        assert loss_scale_of(model).skipped_steps == skipped
-
-
-def test_a_new_scale_does_not_recompile() -> None:
-    model = mpcompile(mlp(), emit="eager", **FP16)
-    scale = loss_scale_of(model)
-    x = torch.randn(4, 8)
-    for value in (2.0**16, 2.0**10, 3.0):
-        scale.state = dataclasses.replace(scale.state, scale=value)
-        with torch.compiler.set_stance("default" if value == 2.0**16 else "fail_on_recompile"):
-            model.zero_grad()
-            model(x).sum().backward()

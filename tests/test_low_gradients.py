@@ -1,4 +1,6 @@
-"""How O2's gradients are stored: in whatever order a loop runs things, they are FP32's."""
+"""Gradients that O2 stores in FP16 agree with FP32's, in whatever order a loop runs things; and
+they are freed with the model.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from low_gradients import MATRICES, Net, check, inputs, loss, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import LossScale, MPCompileError, MPOptimizer, compiled_plans, mpcompile
+from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.state.copies import copies_of
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
 
 
 class Twice(nn.Module):
@@ -40,50 +32,7 @@ class Twice(nn.Module):
         return y
 
 
-def trained(model: nn.Module, scale: LossScale | None = None, **options: Any) -> MPOptimizer:
-    """Compile the model in place, in FP16 and without breaks, and hold it."""
-    scale = scale or LossScale.dynamic(init_scale=2.0**10)
-    options = {"emit": "eager", "fullgraph": True, "loss_scale": scale, **options}
-    mpcompile(model, level="O2", dtype=torch.float16, **options)
-    return MPOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), emit="eager")
-
-
-def true(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a parameter, true to size."""
-    if p.grad is None or p.grad.dtype is not torch.float16:
-        return p.grad
-    (kept,) = copies_of(p).values()
-    assert kept.gradient.stored is not None
-    return p.grad.double() / kept.gradient.stored.by
-
-
-def check(model: nn.Module, reference: nn.Module) -> list[str]:
-    """Compare the gradients of two models. Returns the names of those that are stored low."""
-    low = []
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        ours, wanted = true(p), q.grad
-        assert (ours is None) == (wanted is None), name
-        if ours is not None and wanted is not None:
-            assert (ours - wanted).norm() <= 1e-2 * wanted.norm(), name
-            assert p.grad is not None
-            low += [name] if p.grad.dtype is torch.float16 else []
-    return low
-
-
-MATRICES = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]  # all that has a copy
-
-
-def inputs(net: nn.Module, rows: int = 4) -> torch.Tensor:
-    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
-    return x.to(next(net.parameters()).dtype)
-
-
-def loss(net: nn.Module, rows: int = 4) -> torch.Tensor:
-    value: torch.Tensor = net(inputs(net, rows)).square().mean()
-    return value
-
-
-# -- everything of ours passes ---------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 
 def _another_batch_size(net: nn.Module) -> None:
@@ -101,12 +50,6 @@ def _zeroed_in_place(net: nn.Module) -> None:
     loss(net).backward()
     net.zero_grad(set_to_none=False)
     (loss(net, 5) + loss(net, 6)).backward()
-
-
-def _a_penalty(net: nn.Module) -> torch.Tensor:
-    weight: Any = net.fc1.weight
-    value: torch.Tensor = weight.square().sum()
-    return value
 
 
 def _evaluations_between(net: nn.Module) -> None:
@@ -265,170 +208,6 @@ def test_frozen_and_thawed_through_the_backend() -> None:
             module.requires_grad_(trains)
             run(inputs(module).requires_grad_()).square().mean().backward()
     assert check(net, reference) == MATRICES
-
-
-# -- when the loss scale moves ---------------------------------------------------------------------
-
-
-def test_the_scale_may_move_between_a_forward_and_its_backward() -> None:
-    model = nn.Linear(8, 8)  # its backward reads no weights: they may change in between
-    reference = copy.deepcopy(model).double()
-    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
-    optimizer = trained(model, scale)
-    sgd = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    for net, stepper in ((model, optimizer), (reference, sgd)):
-        first, second = loss(net), loss(net, 5)
-        first.backward()
-        stepper.step()
-        second.backward()  # added to a gradient of the same scale
-        loss(net, 6).backward()  # and to one of another
-    assert scale.value == 2.0**11
-    assert check(model, reference) == ["weight", "bias"]
-    for _ in range(2):  # twice the same gradients: the scale moves after the first step
-        optimizer.step()
-        sgd.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
-
-
-def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
-    """D's step moves the scale between G's forward and backward."""
-    torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), Net()
-    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
-    models, references = copy.deepcopy(start), [net.double() for net in copy.deepcopy(start)]
-    ours = [trained(net, scale) for net in models]
-    theirs = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in references]
-    for _ in range(2):
-        for (g, d), steppers in ((models, ours), (references, theirs)):
-            for stepper in steppers:
-                stepper.zero_grad()
-            fake = g(inputs(g))
-            (loss(d, 5) - d(fake.detach()).mean()).backward()
-            steppers[1].step()
-            d(fake).mean().backward()
-            steppers[0].step()
-        for net, reference in zip(models, references, strict=True):
-            assert len(check(net, reference)) == 4
-    for net, reference in zip(models, references, strict=True):
-        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.fc1(x), self.fc2(x)
-
-
-@pytest.mark.parametrize("factor", [1e30, float("inf")])
-def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: float) -> None:
-    """What is finite of them stays true to size, and the search that finds the scale later writes
-    to no number that they are stored with.
-    """
-    torch.manual_seed(0)
-    reference = Branches()
-    model = copy.deepcopy(reference)
-    optimizer = trained(model, LossScale.dynamic(min_scale=1.0, max_scale=2.0**11))
-    for net in (reference, model):
-        first, second = net(inputs(net))
-        (first.sum() + (second * factor).sum()).backward()
-        first, second = net(inputs(net, rows=3))
-        ((first * 64).sum() + (second * 1024).sum()).backward()
-    assert model.fc1.weight.grad.dtype is torch.float16  # stored low, for an MPOptimizer
-    ours, wanted = true(model.fc1.weight), reference.fc1.weight.grad
-    assert ours is not None
-    assert wanted is not None
-    assert (ours - wanted).norm() <= 1e-2 * wanted.norm()
-    optimizer.step()  # skipped: the first backward overflowed
-    assert torch.equal(model.fc1.weight, reference.fc1.weight)
-
-
-# -- who else looks at a gradient gets a true one --------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["before the forward", "before the backward"])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_see_true_gradients(kind: str, when: str) -> None:
-    model = Net()
-    reference = copy.deepcopy(model).double()
-    optimizer = trained(model)
-    seen: list[torch.Tensor] = []
-    for net in (model, reference):
-        weight: Any = net.fc1.weight
-
-        def note(x: torch.Tensor) -> None:
-            grad = x.grad if isinstance(x, nn.Parameter) else x
-            assert grad is not None
-            seen.append(grad.clone())
-
-        loss(net, 5).backward()  # stored low: nobody looks yet
-        value = loss(net) if when == "before the backward" else None
-        handle = getattr(weight, kind)(note)
-        (loss(net) if value is None else value).backward()
-        handle.remove()
-    got, wanted = seen
-    assert got.dtype is torch.float32
-    assert (got - wanted).norm() <= 1e-2 * wanted.norm()
-    assert check(model, reference) == [n for n in MATRICES if n != "fc1.weight"]
-    optimizer.step()
-    optimizer.zero_grad()
-    loss(model).backward()
-    assert model.fc1.weight.grad.dtype is torch.float16  # type: ignore[union-attr]
-
-
-def test_a_hook_may_change_the_gradient() -> None:
-    model = Net()
-    reference = copy.deepcopy(model).double()
-    optimizer = trained(model)
-    for net in (model, reference):
-        net.fc1.weight.register_hook(lambda grad: 3 * grad)  # type: ignore[operator, union-attr]
-        loss(net).backward()
-    assert len(check(model, reference)) == 3
-    optimizer.step()
-
-
-def test_autograd_grad_returns_true_gradients() -> None:
-    model = Net()
-    reference = copy.deepcopy(model).double()
-    optimizer = trained(model)
-    found: list[tuple[torch.Tensor, ...]] = []
-    for net in (model, reference):
-        loss(net).backward()
-        x = inputs(net).requires_grad_()
-        wanted: list[Any] = [net.fc1.weight, net.norm.bias, x]  # type: ignore[union-attr]
-        found.append(torch.autograd.grad(net(x).square().mean(), wanted))
-        loss(net, 5).backward()
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.dtype is torch.float32
-        assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
-    assert check(model, reference) == MATRICES
-    optimizer.step()
-
-
-@pytest.mark.parametrize("widened", [True, False])
-def test_a_change_of_a_scaled_gradient_is_refused_when_more_is_added(widened: bool) -> None:
-    model = Net()
-    _optimizer = trained(model)
-    loss(model).backward()
-    model.fc1.weight.grad.clamp_(-1, 1)  # type: ignore[union-attr]
-    with pytest.raises(MPCompileError, match="was changed"):
-        (loss(model) + _a_penalty(model) if widened else loss(model)).backward()
-
-
-def test_a_gradient_that_was_zeroed_may_be_widened() -> None:
-    model = Net()
-    reference = copy.deepcopy(model).double()
-    optimizer = trained(model)
-    for net in (model, reference):
-        loss(net).backward()
-        net.zero_grad(set_to_none=False)
-        (loss(net, 5) + _a_penalty(net)).backward()
-    assert check(model, reference) == [n for n in MATRICES if n != "fc1.weight"]
-    optimizer.step()
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -1,95 +1,16 @@
-"""widen_weight_gradients: what leaves the graph leaves the GEMM in FP32; nothing else changes.
-
-The graphs are traced on the CPU; the pass is shown CUDA fakes of their values.
-"""
+"""widen_weight_gradients: what leaves the graph leaves the GEMM in FP32; nothing else changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import fx, nn
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from joint_graphs import Joint, weight
 
-from mpcompile import ir, mpcompile
 from mpcompile.ir import aten
-from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
-
-WIDE = (aten.mm.dtype, aten.bmm.dtype)
-
-
-def on(device: str, graph: fx.Graph) -> fx.Graph:
-    """The same graph with every value a fake one on `device`."""
-    for node in graph.nodes:
-        value = ir.tensor(node)
-        if isinstance(value, FakeTensor):
-            with value.fake_mode:
-                node.meta["val"] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=device
-                )
-    return graph
-
-
-class Joint:
-    """A forward and backward in one graph; `program` takes the tangents last, by that name."""
-
-    def __init__(
-        self, program: Callable[..., Any], *inputs: torch.Tensor, device: str = "cuda", **kw: Any
-    ) -> None:
-        kw = {"tracing_mode": "fake", **kw}
-        self.gm = make_fx(program, select_decomp_table(), **kw)(*inputs)
-        self.graph = on(device, self.gm.graph)
-        self.graph.eliminate_dead_code()
-
-    @property
-    def text(self) -> str:
-        return ir.render(self.graph).replace("prims::convert_element_type", "cast")
-
-    @property
-    def targets(self) -> list[Any]:
-        return [node.target for node in self.graph.nodes]
-
-    def run(self) -> bool:
-        """Run the pass; what it says of itself and of each value must be true."""
-        before, dtypes = self.text, self._dtypes()
-        changed = widen_weight_gradients(self.graph)
-        assert changed == (self.text != before)
-        self.graph.lint()
-        for node in self.graph.nodes:
-            if node in dtypes and (value := node.meta["val"]).dtype != dtypes[node]:
-                ir.refresh(node)
-                now = node.meta["val"]
-                assert (now.dtype, now.shape) == (torch.float32, value.shape)
-                assert now.stride() == value.stride()
-        return changed
-
-    def _dtypes(self) -> dict[fx.Node, torch.dtype]:
-        return {node: ir.dtype(node) for node in self.graph.nodes if ir.tensor(node) is not None}
-
-    def run_twice(self) -> None:
-        assert self.run()
-        text = self.text
-        assert not self.run()
-        assert self.text == text
-
-
-class OnCPU(fx.Interpreter):
-    """Runs a graph where no GEMM writes FP32: by FP32 operands, which says the same."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in WIDE:
-            return torch.matmul(args[0].float(), args[1].float())
-        return super().call_function(target, args, kwargs)
-
-
-def weight(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
 
 
 def linear(w: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, tangents: torch.Tensor) -> Any:
@@ -364,62 +285,6 @@ def test_products_in_fp32_are_none_of_ours() -> None:
         return torch.autograd.grad(F.linear(x, w), w, tangents)
 
     assert not Joint(program, weight(6, 8), torch.randn(4, 8), torch.randn(4, 6)).run()
-
-
-def test_numerics_against_fp64() -> None:
-    """Sums beyond FP16's range are finite, and nearer to FP64 than what they replace."""
-
-    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, w.half(), b.half()), (w, b), tangents)
-
-    x, tangents = (256 * torch.rand(512, 8)).half(), (1 + torch.rand(512, 6)).half()
-    inputs = weight(6, 8), weight(6), x, 16 * tangents
-    joint = Joint(program, *inputs)
-    with torch.no_grad():
-        before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
-        joint.run_twice()
-        after = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
-    expected = (16 * tangents.double()).T @ x.double(), (16 * tangents.double()).sum(0)
-    assert before[0].isinf().all()
-    for wide, exact, rounded in zip(after, expected, before, strict=True):
-        torch.testing.assert_close(wide.double(), exact, rtol=1e-6, atol=0)
-        assert ((wide - exact).abs() <= (rounded - exact).abs()).all()
-
-
-def test_every_parameter_of_a_compiled_model() -> None:
-    """In the graph that Inductor hands over, with the scale, the checks and the bookkeeping."""
-    found: list[tuple[bool, int, int]] = []
-
-    def look(graph: fx.Graph) -> None:
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(graph, {}))
-        changed = widen_weight_gradients(on("cuda", copy))
-        targets = [node.target for node in copy.nodes]
-        sums = [n for n in copy.nodes if n.target is aten.sum.dim_IntList and "dtype" in n.kwargs]
-        found.append((changed, targets.count(aten.mm.dtype), len(sums)))
-
-    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
-    fast = mpcompile(net, dtype=torch.float16, options={"joint_custom_post_pass": look})
-    fast(torch.randn(5, 8)).sum().backward()
-    assert found == [(True, 2, 2)]
-
-
-def test_every_padded_parameter_of_a_compiled_model() -> None:
-    found: list[bool] = []
-
-    def look(graph: fx.Graph) -> None:
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(graph, {}))
-        widen_weight_gradients(on("cuda", copy))
-        cuts = copy.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
-        found.extend(n.meta["val"].dtype is torch.float32 for n in cuts if min(n.args[1]) < 0)
-
-    net = nn.Sequential(nn.Linear(13, 21), nn.GELU(), nn.Linear(21, 3))
-    fast = mpcompile(
-        net, dtype=torch.float16, pad="always", options={"joint_custom_post_pass": look}
-    )
-    fast(torch.randn(8, 13)).sum().backward()
-    assert found == [True] * 4
 
 
 @pytest.mark.parametrize("factor", ["number", "tensor"])

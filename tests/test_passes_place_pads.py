@@ -1,0 +1,249 @@
+"""place_pads: lanes stay where they are exact, and everybody else reads the real size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import leaf
+from exact import CORES
+from expecttest import assert_expected_inline
+from graphs import Stage
+from padded_graphs import PAD, SLICE, Chain, nodes, ours, pads_of_weights, placed, values_of
+from torch import Tensor
+
+from mpcompile import ir, pipeline
+from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.ir import spec
+from mpcompile.passes.graph.place_pads import place_pads
+from mpcompile.passes.graph.read_copies import read_copies
+from mpcompile.rules.policy import Policy
+
+# -- chains and weights ----------------------------------------------------------------------------
+
+
+def test_applies() -> None:
+    """The result of one product goes padded through gelu into the next; the caller sees no lane."""
+
+    def program(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up, bias)), down)
+
+    stage = Stage(
+        place_pads, program, leaf(8, 257), leaf(1001, 257), leaf(1001), leaf(9, 1001),
+        pad="always", cores=CORES,
+    )  # fmt: skip
+    stage.run_twice()
+    assert_expected_inline(
+        stage.text,
+        """\
+x: f32[8, 257] = input
+up: f32[1001, 257] = input
+bias: f32[1001] = input
+down: f32[9, 1001] = input
+down_f16: f16[9, 1001] = to(down, f16)
+down_f16_padded: f16[16, 1008] = constant_pad_nd(down_f16, [0, 7, 0, 7])
+bias_f16: f16[1001] = to(bias, f16)
+bias_f16_padded: f16[1008] = constant_pad_nd(bias_f16, [0, 7])
+up_f16: f16[1001, 257] = to(up, f16)
+up_f16_padded: f16[1008, 264] = constant_pad_nd(up_f16, [0, 7, 0, 7])
+x_f16: f16[8, 257] = to(x, f16)
+x_f16_padded: f16[8, 264] = constant_pad_nd(x_f16, [0, 7])
+linear: f16[8, 1008] = linear(x_f16_padded, up_f16_padded, bias_f16_padded)
+gelu: f16[8, 1008] = gelu(linear)
+linear_1: f16[8, 16] = linear(gelu, down_f16_padded)
+linear_1_cut: f16[8, 9] = slice(linear_1, 1, 0, 9)
+linear_1_f32: f32[8, 9] = to(linear_1_cut, f32)
+return linear_1_f32
+""",
+    )
+
+
+def test_weights_are_padded_behind_their_cast_and_nothing_is_cut_between_products() -> None:
+    stage = placed(Chain(), torch.randn(8, 257))
+    first, second = nodes(stage, "linear")
+    (gelu,) = nodes(stage, "gelu")
+    assert gelu.all_input_nodes == [first]
+    assert second.all_input_nodes[0] is gelu
+    (cut,) = ours(stage, SLICE)
+    assert cut.all_input_nodes == [second]
+    weights = pads_of_weights(stage)
+    assert len(weights) == 4
+    for node in weights:
+        (cast,) = node.all_input_nodes
+        assert ir.is_cast(cast)
+        assert ir.is_parameter(cast.all_input_nodes[0])
+        assert list(cast.users) == [node]
+
+
+def test_copies_are_stored_padded() -> None:
+    parameters = dict.fromkeys(range(5))
+    stage = placed(Chain(), torch.randn(8, 257), level="O2", copied=parameters, until=read_copies)
+    assert pads_of_weights(stage) == []
+    copies = [n for n in stage.gm.graph.find_nodes(op="placeholder") if ir.is_parameter(n)]
+    assert sorted(tuple(ir.shape(n)) for n in copies) == [
+        (264,), (264, 1008), (1008,), (1008, 264),
+    ]  # fmt: skip
+    assert not [n for n in stage.gm.graph.nodes if ir.is_cast(n) and ir.is_parameter(n.args[0])]  # type: ignore[arg-type]
+
+
+def test_a_copy_that_another_graph_stores_in_its_own_shape_is_cut_and_padded() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    for stored in ((21, 13), (24, 16), (32, 16)):
+        stage = placed(
+            program, leaf(8, 13), leaf(21, 13), level="O2", copied={1: stored}, until=read_copies
+        )
+        assert tuple(ir.shape(stage.node("w"))) == stored
+        (linear,) = nodes(stage, "linear")
+        weight = linear.all_input_nodes[1]
+        assert tuple(ir.shape(weight)) == (24, 16)
+        assert (weight is stage.node("w")) == (stored == (24, 16))
+
+
+def test_a_head_of_50257_words() -> None:
+    model = GPT(GPTConfig(vocab=50257, context=8, width=32, layers=2, heads=2))
+    tokens = torch.randint(50257, (1, 8))
+    stage = placed(model, tokens, tokens)
+    (head,) = [n for n in nodes(stage, "linear") if ir.shape(n)[-1] == 50264]
+    (weight,) = pads_of_weights(stage)
+    assert ours(stage, PAD) == [weight]
+    assert head.all_input_nodes[1] is weight
+    (cut,) = ours(stage, SLICE)
+    assert cut.all_input_nodes == [head]
+    assert ir.shape(cut)[-1] == 50257
+
+
+def test_readers_share_a_pad_and_a_cut() -> None:
+    def program(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        h = F.linear(x, a)
+        return F.linear(x, b), F.linear(h, b), F.linear(h, b), h.softmax(-1), h.sum(-1)
+
+    stage = placed(program, leaf(8, 13), leaf(13, 13), leaf(21, 13))
+    pads = ours(stage, PAD)
+    assert sorted(n.name for n in pads) == ["a_f16_padded", "b_f16_padded", "x_f16_padded"]
+    (cut,) = [n for n in ours(stage, SLICE) if n.all_input_nodes == [stage.node("linear")]]
+    assert [n.name for n in cut.users] == ["linear_f32"]
+
+
+# -- what keeps lanes ------------------------------------------------------------------------------
+
+KEEP = {
+    "gelu": (F.gelu, 0.0),
+    "relu": (torch.relu, 0.0),
+    "sigmoid": (torch.sigmoid, 0.5),
+    "exp": (torch.exp, 1.0),
+    "multiple": (lambda x: 3 * x, 0.0),
+    "shifted": (lambda x: x + 0.5, 0.5),
+    "back and forth": (lambda x: x + 0.5 - 0.5, 0.0),
+    "shifted log": (lambda x: (x + 1).log(), 0.0),
+    "square": (torch.square, 0.0),
+    "detach": (torch.detach, 0.0),
+    "view": (lambda x: x.view(2, 4, 1001).relu().view(8, 1001), 0.0),
+}
+CUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": torch.log,
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "division": lambda x: 1 / x,
+    "division of two": lambda x: x / x.exp().sub(1),
+    "power": lambda x: x**-2,
+    "infinite slope": torch.sqrt,
+    "overflow in FP16": lambda x: (x + 100.0).exp(),
+    "softmax": lambda x: x.softmax(-1),
+    "sum": lambda x: x - x.sum(-1, keepdim=True),
+    "layer norm": lambda x: F.layer_norm(x, (1001,)),
+    "flip": lambda x: x.flip(-1),
+    "a zero but for rounding": lambda x: x + 0.3 - 0.3,
+    "split": lambda x: x.view(8, 7, 143).relu().view(8, 1001),
+}
+
+
+@pytest.mark.parametrize("between", KEEP)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_known_number_keeps_the_chain(between: str, level: str) -> None:
+    function, content = KEEP[between]
+    stage = placed(Chain(function), torch.randn(8, 257), level=level)
+    up, down = nodes(stage, "linear")
+    (cut,) = ours(stage, SLICE)
+    assert cut.all_input_nodes == [down]
+    values = values_of(stage)
+    assert (values[down.all_input_nodes[0].name][..., 1001:] == content).all()
+    assert (values[up.name][..., 1001:] == 0).all()
+
+
+@pytest.mark.parametrize("between", CUT)
+def test_what_is_not_known_or_not_finite_cuts_the_chain(between: str) -> None:
+    stage = placed(Chain(CUT[between]), torch.randn(8, 257))
+    _, down = nodes(stage, "linear")
+    assert len(ours(stage, SLICE)) == 2
+    assert ir.shape(down)[-1] == 264
+    (between_products,) = [n for n in ours(stage, PAD) if n not in pads_of_weights(stage)][1:]
+    assert between_products in down.all_input_nodes
+    assert list(ir.shape(between_products)) == [8, 1008]
+
+
+@pytest.mark.parametrize(("low", "cuts"), [([], 1), (["pow"], 2)])
+def test_a_slope_beyond_fp16_cuts_the_chain_where_fp16_has_to_hold_it(
+    low: list[str], cuts: int
+) -> None:
+    """2**15 fits, its slope doesn't: zero times infinity would be NaN."""
+    chain = Chain(lambda x: (x + 2) ** 15)
+    stage = placed(chain, torch.randn(8, 257), policy=Policy(low=low))
+    assert len(ours(stage, SLICE)) == cuts
+
+
+SIZES: dict[str, Callable[[Tensor], Any]] = {
+    "an output": lambda h: h,
+    "a reduction": lambda h: h.sum(-1),
+    "a mean": lambda h: h.mean(),
+    "softmax": lambda h: h.softmax(-1),
+    "a norm": lambda h: F.layer_norm(h, (21,)),
+    "a group norm": lambda h: F.group_norm(h, 3),
+    "a comparison": lambda h: h > 0,
+    "an index": lambda h: h[:, -1],
+    "a sort": lambda h: h.sort(-1).values,
+    "a view that folds": lambda h: h.view(-1),
+    "a loss": lambda h: F.cross_entropy(h, torch.zeros(8, dtype=torch.int64)),
+    "a broadcast": lambda h: h + torch.ones(4, 1, 21),
+}
+
+
+@pytest.mark.parametrize("reader", SIZES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_everybody_else_reads_the_real_size(reader: str, level: str) -> None:
+    stage = placed(
+        lambda x, w: SIZES[reader](F.linear(x, w)), leaf(8, 13), leaf(21, 13), level=level
+    )
+    (linear,) = nodes(stage, "linear")
+    assert list(ir.shape(linear)) == [8, 24]
+    assert [ir.mark(user).rule for user in linear.users] == ["pad"]
+    (cut,) = linear.users
+    assert list(ir.shape(cut)) == [8, 21]
+    for node in stage.gm.graph.nodes:
+        if ir.mark(node).rule not in ("pad", "cast") if ir.is_marked(node) else False:
+            value, captured = ir.tensor(node), ir.captured(node)
+            assert node is linear or value is None or value.shape == captured.shape  # type: ignore[union-attr]
+
+
+# -- the spec --------------------------------------------------------------------------------------
+
+
+def test_the_spec_wants_lanes_cut_off() -> None:
+    stage = placed(lambda x, w: F.linear(x, w).softmax(-1), leaf(8, 13), leaf(21, 13))
+    cut = stage.node("linear_cut")
+    cut.replace_all_uses_with(stage.node("linear"))
+    ir.set_mark(stage.node("linear_f32"), ir.mark(stage.node("linear")))
+    with pytest.raises(spec.SpecError, match="linear_f32 reads the lanes of linear"):
+        pipeline.verify(stage.gm, "place_pads")
+
+
+def test_the_spec_wants_the_shapes_that_were_planned() -> None:
+    stage = placed(F.linear, leaf(8, 13), leaf(21, 13))
+    linear = stage.node("linear")
+    ir.set_value(linear, ir.value(stage.node("linear_cut")))
+    with pytest.raises(spec.SpecError, match=r"linear is f16\[8, 21\], planned \(8, 24\)"):
+        pipeline.verify(stage.gm, "place_pads")

@@ -1,0 +1,266 @@
+"""plan on blocks of real models: of a GPT, of a ResNet, of an LSTM tagger; and how little of a deep
+GPT enters the flow network.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import leaf
+from expecttest import assert_expected_inline
+from graphs import Stage
+from torch import nn
+
+from mpcompile import ir
+from mpcompile.demo import GPT, GPTConfig
+from mpcompile.passes.graph.plan import plan
+from mpcompile.planner import cut
+
+
+def decisions(stage: Stage) -> str:
+    """`marks`, with a word on what is stored low although it is computed in FP32."""
+    return "".join(
+        f"{line}, stored low\n" if ir.is_stored_low(stage.node(line.split(":")[0])) else f"{line}\n"
+        for line in stage.marks.splitlines()
+    )
+
+
+def gpt_block(level: str) -> Stage:
+    """A layer of the demo's GPT, and the norm behind it."""
+    block = GPT(GPTConfig(vocab=16, context=8, width=16, layers=1, heads=2)).blocks[0]
+    stage = Stage(plan, nn.Sequential(block, nn.LayerNorm(16)), leaf(2, 8, 16), level=level)
+    stage.run_twice()
+    return stage
+
+
+def test_a_gpt_block_at_o1() -> None:
+    """The residual stream is FP32, and what reads the FP32 tables of rotary positions."""
+    assert_expected_inline(
+        decisions(gpt_block("O1")),
+        """\
+layer_norm: FULL [table]
+linear: LOW [table]
+unflatten: LOW [plan]
+permute: LOW [plan]
+unbind: LOW [plan]
+getitem: LOW [plan]
+getitem_1: LOW [plan]
+getitem_2: LOW [plan]
+slice_1: FULL [plan]
+slice_2: FULL [plan]
+chunk: LOW [plan]
+getitem_3: LOW [plan]
+getitem_4: LOW [plan]
+mul: FULL [plan]
+mul_1: FULL [plan]
+sub: FULL [plan]
+mul_2: FULL [plan]
+mul_3: FULL [plan]
+add: FULL [plan]
+cat: FULL [plan]
+slice_3: FULL [plan]
+slice_4: FULL [plan]
+chunk_1: LOW [plan]
+getitem_5: LOW [plan]
+getitem_6: LOW [plan]
+mul_4: FULL [plan]
+mul_5: FULL [plan]
+sub_1: FULL [plan]
+mul_6: FULL [plan]
+mul_7: FULL [plan]
+add_1: FULL [plan]
+cat_1: FULL [plan]
+scaled_dot_product_attention: LOW [table]
+transpose: LOW [plan]
+flatten: LOW [plan]
+linear_1: LOW [table]
+add_2: FULL [plan]
+layer_norm_1: FULL [table]
+linear_2: LOW [table]
+gelu: LOW [plan]
+linear_3: LOW [table]
+add_3: FULL [plan]
+layer_norm_2: FULL [table]
+""",
+    )
+
+
+def test_a_gpt_block_at_o2() -> None:
+    """The residual stream is low: the norms keep it for the backward."""
+    assert_expected_inline(
+        decisions(gpt_block("O2")),
+        """\
+layer_norm: FULL [table]
+linear: LOW [table]
+unflatten: LOW [plan]
+permute: LOW [plan]
+unbind: LOW [plan]
+getitem: LOW [plan]
+getitem_1: LOW [plan]
+getitem_2: LOW [plan]
+slice_1: FULL [guard]
+slice_2: FULL [guard]
+chunk: LOW [plan]
+getitem_3: LOW [plan]
+getitem_4: LOW [plan]
+mul: FULL [guard]
+mul_1: FULL [guard]
+sub: FULL [guard]
+mul_2: FULL [guard]
+mul_3: FULL [guard]
+add: FULL [guard]
+cat: FULL [guard]
+slice_3: FULL [guard]
+slice_4: FULL [guard]
+chunk_1: LOW [plan]
+getitem_5: LOW [plan]
+getitem_6: LOW [plan]
+mul_4: FULL [guard]
+mul_5: FULL [guard]
+sub_1: FULL [guard]
+mul_6: FULL [guard]
+mul_7: FULL [guard]
+add_1: FULL [guard]
+cat_1: FULL [guard]
+scaled_dot_product_attention: LOW [table]
+transpose: LOW [plan]
+flatten: LOW [plan]
+linear_1: LOW [table]
+add_2: LOW [plan]
+layer_norm_1: FULL [table]
+linear_2: LOW [table]
+gelu: LOW [plan]
+linear_3: LOW [table]
+add_3: LOW [plan]
+layer_norm_2: FULL [table]
+""",
+    )
+
+
+class Basic(nn.Module):
+    """ResNet's basic block, with a projected shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(4, 8, 1, stride=2, bias=False)
+        self.norm1, self.norm2, self.norm3 = (nn.BatchNorm2d(8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.norm3(self.shortcut(x))).mean((2, 3))
+
+
+def basic_block(level: str) -> Stage:
+    stage = Stage(plan, Basic(), leaf(2, 4, 8, 8), level=level)
+    stage.run_twice()
+    return stage
+
+
+def test_a_resnet_block_at_o1() -> None:
+    assert_expected_inline(
+        decisions(basic_block("O1")),
+        """\
+conv2d: LOW [table]
+add_: KEEP [captured]
+batch_norm: LOW [plan]
+relu: LOW [plan]
+conv2d_1: LOW [table]
+add__1: KEEP [captured]
+batch_norm_1: FULL [plan]
+conv2d_2: LOW [table]
+add__2: KEEP [captured]
+batch_norm_2: LOW [plan]
+add: FULL [plan]
+relu_1: FULL [plan]
+mean: FULL [table]
+""",
+    )
+
+
+def test_a_resnet_block_at_o2() -> None:
+    assert_expected_inline(
+        decisions(basic_block("O2")),
+        """\
+conv2d: LOW [table]
+add_: KEEP [captured]
+batch_norm: LOW [plan]
+relu: LOW [plan]
+conv2d_1: LOW [table]
+add__1: KEEP [captured]
+batch_norm_1: LOW [plan]
+conv2d_2: LOW [table]
+add__2: KEEP [captured]
+batch_norm_2: LOW [plan]
+add: LOW [plan]
+relu_1: LOW [plan]
+mean: FULL [table]
+""",
+    )
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.tokens(idx))
+        return F.cross_entropy(self.head(F.dropout(x)).flatten(0, 1), idx.flatten())
+
+
+def tagger(level: str) -> Stage:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        stage = Stage(plan, Tagger(), torch.zeros(2, 4, dtype=torch.int64), level=level)
+    stage.run_twice()
+    return stage
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_lstm_head(level: str) -> None:
+    """The same at both: nothing in it is stored that isn't low."""
+    assert_expected_inline(
+        decisions(tagger(level)),
+        """\
+embedding: FULL [plan]
+zeros: KEEP [table]
+zeros_1: KEEP [table]
+lstm: LOW [table]
+getitem: LOW [plan]
+getitem_1: LOW [plan]
+getitem_2: LOW [plan]
+dropout: LOW [plan]
+linear: LOW [table]
+flatten: LOW [plan]
+flatten_1: KEEP [captured]
+cross_entropy_loss: FULL [table]
+""",
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_little_of_a_deep_model_enters_the_flow_network(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer leaves undecided is a part of its own; at O1 the residual stream is another."""
+    parts, solve = [], cut._low_side
+
+    def counted(network: Any, costs: Any) -> set[int]:
+        parts.append(len(network))
+        return solve(network, costs)
+
+    monkeypatch.setattr(cut, "_low_side", counted)
+    layers = 12
+    model = GPT(GPTConfig(vocab=16, context=8, width=16, layers=layers, heads=2))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    stage = Stage(plan, model, tokens, tokens, level=level)
+    stage.run()
+    *each, stream = sorted(parts) or [0]
+    assert len(parts) <= 4 * layers + 1
+    assert max(each, default=0) <= 10
+    assert stream <= 2 * layers

@@ -1,0 +1,198 @@
+"""Device profiles on disk: what a file must hold, and which file serves a device."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from profiles import BF16, CPU, FP32, profile_of
+
+from mpcompile import MPCompileError
+from mpcompile.devices.registry import capabilities
+from mpcompile.errors import MPCompileWarning
+from mpcompile.profile import Profile, Sample, load, store
+from mpcompile.profile.grid import Point
+from mpcompile.profile.key import key_of
+from mpcompile.profile.measure import measure
+from mpcompile.profile.model import DTYPES
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    monkeypatch.setattr(
+        store.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name
+    )
+    monkeypatch.setattr(store, "_loaded", {})
+
+
+HERE = profile_of(
+    Sample("gemm", FP32, (1, 8, 8, 8), 1.25e-6, 3.75e-6),
+    Sample("gemm", BF16, (1, 8, 8, 8), 1.5e-6, 4.5e-6),
+)
+
+
+def fitting() -> Profile:
+    return key_of(CPU).profile(HERE.samples)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "profile.json"
+    store.write(HERE, path)
+    assert store.read(path) == HERE
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format=2), "no JSON object with format 1"),
+        (lambda d: d.pop("threads"), "the profile must have the fields device, device_type"),
+        (lambda d: d.update(extra=1), "the profile must have the fields"),
+        (lambda d: d.update(threads=True), "threads must be int"),
+        (lambda d: d.update(threads=-1), "threads -1"),
+        (lambda d: d.update(device_type="tpu"), "device_type 'tpu'"),
+        (lambda d: d.update(origin="hearsay"), "origin 'hearsay'"),
+        (lambda d: d.update(samples=[]), "no samples"),
+        (lambda d: d["samples"].append(7), "sample 2 must have the fields kind, dtype, dims"),
+        (lambda d: d["samples"].append(d["samples"][0]), "two samples of one size"),
+        (lambda d: d["samples"][0].update(dtype="float8"), "dtype 'float8'"),
+        (lambda d: d["samples"][0].update(kind="gem"), "unknown kind 'gem'"),
+        (lambda d: d["samples"][0].update(dims=[1, 2.5, 3, 4]), "sample 0: dims"),
+        (lambda d: d["samples"][0].update(dims=[1, 2, 3]), "for batch, m, n, k"),
+        (lambda d: d["samples"][0].update(forward="1"), "sample 0: forward must be float"),
+        (lambda d: d["samples"][0].update(forward=math.inf), "need 0 < forward"),
+    ],
+)
+def test_a_file_is_checked_in_full(
+    change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    store.write(HERE, path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(MPCompileError, match=message) as raised:
+        store.read(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"__import__('os')"])
+def test_what_is_no_profile_at_all(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(MPCompileError, match="holds no device profile"):
+        store.read(path)
+    with pytest.raises(MPCompileError, match="can't read the profile"):
+        store.read(tmp_path / "missing.json")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MPCompileError, match="can't write the profile"):
+        store.write(HERE, tmp_path / "file" / "profile.json")
+
+
+# -- which profile ---------------------------------------------------------------------------------
+
+
+def test_the_one_measured_here_comes_before_the_built_in_one() -> None:
+    stem = capabilities(CPU).builtin_profile()
+    assert load(CPU) == (None if stem is None else store.builtin(stem))
+    store.write(fitting(), store.cache_path(CPU))
+    assert load(CPU) == fitting()
+    assert load(CPU) is load(CPU), "a file is read once"
+
+
+def test_another_number_of_threads_is_another_profile() -> None:
+    store.write(fitting(), store.cache_path(CPU))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert load(CPU) != fitting()
+    finally:
+        torch.set_num_threads(threads)
+    assert load(CPU) == fitting()
+
+
+def test_a_file_of_another_device_under_our_name_is_not_used() -> None:
+    store.write(HERE, store.cache_path(CPU))
+    assert load(CPU) != HERE
+
+
+def test_a_damaged_file_in_the_cache_warns_once_and_is_passed_over() -> None:
+    path = store.cache_path(CPU)
+    store.write(fitting(), path)
+    path.write_text(path.read_text()[:-20])
+    with pytest.warns(MPCompileWarning, match="holds no device profile.*passed over"):
+        passed = load(CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(CPU) is passed
+    store.write(fitting(), path)
+    assert load(CPU) == fitting()
+
+
+def test_the_variable_names_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    store.write(HERE, path)
+    store.write(fitting(), store.cache_path(CPU))
+    monkeypatch.setenv(store.VARIABLE, str(path))
+    assert load(CPU) == HERE
+
+
+def test_the_variable_is_for_devices_of_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+    store.write(Profile("a GPU", "cuda", "2.13.0", "", 0, HERE.samples), path)
+    store.write(fitting(), store.cache_path(CPU))
+    monkeypatch.setenv(store.VARIABLE, str(path))
+    assert load(CPU) == fitting()
+
+
+def test_the_variable_switches_profiles_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(fitting(), store.cache_path(CPU))
+    monkeypatch.setenv(store.VARIABLE, "none")
+    assert load(CPU) is None
+
+
+def test_the_variable_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "missing.json"))
+    with pytest.raises(MPCompileError, match=r"MPCOMPILE_PROFILE: can't read.*'none', or unset"):
+        load(CPU)
+    (tmp_path / "missing.json").write_text("{}")
+    with pytest.raises(MPCompileError, match=r"MPCOMPILE_PROFILE: .* holds no device profile"):
+        load(CPU)
+
+
+@pytest.mark.parametrize(("capability", "stem"), [((9, 0), "cuda-hopper"), ((8, 0), None)])
+def test_the_class_of_a_gpu(
+    capability: tuple[int, int], stem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert capabilities("cuda").builtin_profile() == stem
+
+
+def test_a_device_without_profiles() -> None:
+    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
+        load(torch.device("meta"))
+
+
+@pytest.mark.gpu
+def test_the_gpu_at_hand_can_be_measured() -> None:
+    few = [Point("gemm", (1, 512, 512, 512)), Point("copy", (2**20,))]
+    profile = measure(torch.device("cuda"), seconds=5.0, points=few)
+    assert {s.dtype for s in profile.samples} == set(DTYPES)
+    assert profile.driver
+    store.write(profile, store.cache_path(torch.device("cuda")))
+    assert load(torch.device("cuda")) == store.read(store.cache_path(torch.device("cuda")))
