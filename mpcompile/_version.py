@@ -1,3 +1,3 @@
-"""The one place that states the version; pyproject.toml and the package read it from here."""
+"""The version. pyproject.toml and the package both read it from this file."""
 
 __version__ = "0.1.0"

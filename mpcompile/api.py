@@ -1,4 +1,4 @@
-"""The front door: `model = mpcompile(model)`."""
+"""The entry point of the library: `model = mpcompile(model)`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Record:
 
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
-        self.plans: list[Plan] = []  # of every graph compiled so far
+        self.plans: list[Plan] = []  # one for each graph compiled so far
 
 
 _records = WeakIdKeyDictionary()
@@ -67,15 +67,16 @@ def mpcompile(
 ) -> Any:
     """Train in mixed precision: compile a model, or a function, for FP16 or BF16.
 
-    The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters and their
-    gradients stay FP32 and true to size; an optimizer step whose gradients overflowed is skipped.
+    The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters stay FP32, and
+    `p.grad` is FP32 and unscaled, except at O2 with `MPOptimizer`. An optimizer step whose
+    gradients overflowed is skipped.
 
     Args:
         model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
-            returned: its `state_dict()`, attributes and pickles stay as they were. Left out, a
-            decorator comes back, as from `torch.compile`.
+            returned: its `state_dict()`, attributes and pickles stay as they were. Without this
+            argument, a decorator is returned, as by `torch.compile`.
         {options}
-        **torch_compile_kwargs: `dynamic`, `fullgraph` and others, handed to `torch.compile`.
+        **torch_compile_kwargs: `dynamic`, `fullgraph` and others, passed to `torch.compile`.
 
     Returns:
         The same module, or the compiled function.
@@ -100,7 +101,7 @@ def _compiled(
     accumulate_in_fp32()
     see_what_trains()
     hooks.register()
-    # A scale of its own for each call: Dynamo then keeps the compiled code of two models apart.
+    # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale)
     compile_kwargs = {
@@ -110,8 +111,8 @@ def _compiled(
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
-        # `_compiled_call_impl` (torch 2.13; since 2.2) is what `nn.Module.compile` sets, what a
-        # call of the module runs, and what pickling and deepcopy drop: nothing in its own state.
+        # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
+        # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
         model._compiled_call_impl = ModuleCall(
             model,
             compile_kwargs,
@@ -138,11 +139,11 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
 
 
 def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
-    """Warn of what the first calls of a module show; returns whether that was all."""
+    """Warn of what the first calls of a module reveal; True once nothing is left to check."""
     if not record.plans:
         _warn_nothing_compiled(module)
         return True
-    if not torch.is_grad_enabled():  # an evaluation: what it lacks, a training forward may have
+    if not torch.is_grad_enabled():  # an evaluation tells nothing about training
         return False
     _warn_of_what_matched_nothing(module, settings, record.plans)
     return True
@@ -155,7 +156,9 @@ def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: 
 
 
 def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
-    """What was asked for and found no place in any graph of the first training forward."""
+    """The requests (nodes of the policy, `fuse_head`) that applied to no graph of the first
+    training forward, as one message each.
+    """
     plans = [plan for plan in plans if plan.left is None]
     nodes = [node for plan in plans for node in plan.nodes]
     names = {node.name for node in nodes}
@@ -194,8 +197,8 @@ def loss_scale_of(model: Any) -> LossScale:
 
 
 def compiled_plans(model: Any) -> list[Plan]:
-    """The plan of each graph compiled so far for this model or function, in order. That of a graph
-    left in FP32 says why: `Plan.left`.
+    """The plan of each graph compiled so far for this model or function, in order. `Plan.left` of a
+    graph that was left in FP32 says why.
 
     Raises:
         MPCompileError: it was not compiled with `mpcompile()`.

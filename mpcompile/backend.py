@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo graph -> capture -> passes -> emit.
 
-One graph in, one callable out. Whatever can't be captured or rewritten safely is compiled
-unchanged, with one warning that says why; under `strict=True` it is an error. Nothing in between.
+One graph in, one callable out. A graph that can't be captured or rewritten safely is compiled
+unchanged, as a whole, with one warning that says why; under `strict=True` it is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._dynamo.exc import RestartAnalysis
 
 from . import (
     ir,
-    operators,  # noqa: F401  (registers ours)
+    operators,  # noqa: F401  (registers our operators)
     pipeline,
 )
 from .calls import uncalled
@@ -45,7 +45,7 @@ from .settings import Settings
 from .state import copies, fit, hooks, parameters
 from .state.loss_scale import LossScale
 
-# Told of each graph: its plan, which may say that it was left in FP32.
+# Called with the plan of each graph; the plan may say that the graph was left in FP32.
 Listener = Callable[[Plan], None]
 
 
@@ -58,7 +58,7 @@ def mpcompile_backend(
 ) -> Callable[..., Any]:
     """The backend that `torch.compile(model, backend="mpcompile", options={...})` finds.
 
-    `options` takes the keywords of `mpcompile()`; its own `"options"` entry goes to Inductor.
+    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor.
     """
     hooks.register()
     request = dict(options or {})
@@ -81,7 +81,7 @@ def _compile_or_fall_back(
         return _leave(gm, example_inputs, settings, reason)
     try:
         return _compile(gm, example_inputs, settings)
-    except (MPCompileError, RestartAnalysis):  # the latter asks Dynamo to trace once more
+    except (MPCompileError, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
         raise
     except Exception as error:
         reason = reason_of(error)
@@ -102,7 +102,7 @@ def _compile_or_fall_back(
 def _leave(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
 ) -> tuple[Callable[..., Any], Plan]:
-    """Compile a graph as it came, in FP32."""
+    """Compile a graph unchanged, in FP32."""
     compiled = _emit(gm, example_inputs, settings, untouched=True)
     return compiled, plan_of_left(reason, _place_of(example_inputs))
 
@@ -133,7 +133,7 @@ def _compile(
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how = _to_emit(gm, captured, plan, settings)
-    # Asked before it is emitted, which takes the graph over.
+    # Must come before `_emit`, which may change the graph.
     searches = scale is not None and scale.fitting and _can_run_again(captured, how, device)
     compiled = _emit(graph, given, how, joint=joint_passes(config))
     if scale is not None and searches:
@@ -150,7 +150,7 @@ _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", defa
 
 @contextlib.contextmanager
 def adjusted(adjust: Callable[[Config], Config]) -> Iterator[None]:
-    """Change what the passes are told of every graph that is rewritten inside: for benchmarks and
+    """Change the `Config` of every graph that is rewritten inside this context: for benchmarks and
     tests that ask, on one device, what would be decided for another.
     """
     token = _adjusted.set(adjust)
@@ -167,7 +167,7 @@ def config_for(
     scaled: bool,
     copied: Mapping[int, tuple[int, ...] | None],
 ) -> Config:
-    """The settings and the facts of the device, as the passes see them."""
+    """The `Config` that the passes get: the settings and the facts of the device."""
     return Config(
         level=settings.level,
         format=Format(target.low),
@@ -187,10 +187,10 @@ def config_for(
 def rewrite(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, settings: Settings
 ) -> tuple[fx.GraphModule, Plan]:
-    """Capture Dynamo's graph and run every pass over it: the graph to emit, and its plan.
+    """Capture Dynamo's graph and run every pass over it. Returns the graph to emit, and its plan.
 
     Raises:
-        CannotRewrite: it can't be captured, or a pass found it unsafe to rewrite.
+        CannotRewrite: the graph can't be captured, or a pass found it unsafe to rewrite.
     """
     config = _adjusted.get()(config)
     start = time.perf_counter()
@@ -208,8 +208,8 @@ def rewrite(
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """For operators that passes run on fakes and kernels.py on samples. The caller's hooks on saved
-    tensors may count what they see, as an activation checkpoint's do.
+    """Hide from the caller's hooks on saved tensors the operators that passes run on fakes and that
+    `rules/kernels.py` runs on samples: such a hook may count tensors, as a checkpoint's does.
 
     Torch internals used here were read in torch 2.13 and exist in 2.11.
     """
@@ -221,7 +221,7 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
 def _heed_the_device(
     captured: fx.GraphModule, plan: Plan, config: Config, device: torch.device
 ) -> None:
-    """Refuse what the device's own settings would round; say where it gains nothing."""
+    """Warn if a setting of the device may round sums, or if the device gains nothing by `low`."""
     check_accumulation(device, config.low)
     if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
         say_nothing_runs_low(capabilities(device).word, config.low)
@@ -234,7 +234,7 @@ def _has_products(gm: fx.GraphModule) -> bool:
 def _note_read_in_full(
     example_inputs: Sequence[Any], owned: Mapping[int, Any], inputs: GraphInputs
 ) -> None:
-    """Parameters of an optimizer that the graph reads in FP32 get their gradients so."""
+    """Note parameters of an optimizer that the graph reads in FP32: their gradients stay FP32."""
     in_full = [example_inputs[i] for i in owned if i not in inputs.copies]
     copies.read_in_full([x for x in in_full if is_leaf(x)])
 
@@ -246,7 +246,7 @@ def _working_copies(
     low: torch.dtype,
     scale: LossScale | None,
 ) -> list[torch.Tensor]:
-    """Working copies to compile the graph with, in the order of `inputs.copies`."""
+    """The working copies (fakes) to compile the graph with, in the order of `inputs.copies`."""
     placeholders = captured.graph.find_nodes(op="placeholder")
     working = []
     for k, of in inputs.copies.items():
@@ -265,13 +265,13 @@ def _reader(
 ) -> copies.Reader | None:
     if not inputs.copies:
         return None
-    # A scale that two optimizers move may move between two backwards of the same gradient.
+    # If two optimizers move one scale, it may change between two backwards of the same gradient.
     single = scale is None or len({id(owner) for owner in owned.values()}) == 1
     return copies.Reader(low, scale, low_gradients=single)
 
 
 def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
-    """The inputs that are parameters of an MPOptimizer, and which one."""
+    """The inputs that are parameters of an MPOptimizer: input number -> that optimizer."""
     owners = {
         i: parameters.owner_of(x)
         for i, x in enumerate(example_inputs)
@@ -283,15 +283,15 @@ def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
 def _to_emit(
     gm: fx.GraphModule, captured: fx.GraphModule, plan: Plan, settings: Settings
 ) -> tuple[fx.GraphModule, Settings]:
-    """The graph to emit, and how."""
+    """The graph to emit, and the settings to emit it with."""
     if settings.emit != "inductor" or not has_rnn(captured) or plan.counts().get("LOW"):
         return captured, settings
-    # As torch.compile does with an RNN: what is compiled in pieces around one gains nothing.
+    # As torch.compile does with an RNN: compiling the pieces around it gains nothing.
     eager = replace(settings, emit="eager", mode=None, recompute=False)
     rewritten = set(plan.changed) - {pass_.__name__ for pass_ in pipeline.FOLDING}
     if rewritten or any(map(ir.autocast_region, captured.graph.nodes)):
         return captured, eager
-    return gm, eager  # torch's own functions: their calls cost less than those of operators
+    return gm, eager  # torch's functions cost less to call than its operators
 
 
 def _emit(
@@ -309,7 +309,7 @@ def _emit(
 
 
 def _place_of(example_inputs: Sequence[Any]) -> torch.device:
-    """Where the graph's parameters live; without any, its first tensor."""
+    """The device of the graph's parameters; without parameters, that of its first tensor."""
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
     return (parameters or tensors)[0].device if tensors else torch.device("cpu")
@@ -344,12 +344,12 @@ def _is_trained(value: Any) -> bool:
 
 
 def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device) -> bool:
-    """Whether a call of the graph may be repeated on copies of what it writes to.
+    """Whether a call of the graph may be repeated on copies of the tensors that it writes to.
 
-    Not if autograd sees the write, nor if inputs share memory, which copies would not, or a result
-    shows an input's. CUDA graphs are left alone: what they replay is bound to addresses.
+    Not if autograd tracks such a write; if inputs share memory, which copies would not; or if a
+    result shares memory with an input. Not with CUDA graphs, which replay fixed addresses.
     """
-    # A working copy was captured as what it is the copy of, but has memory of its own.
+    # A working copy was captured as its parameter, but has memory of its own.
     inputs = [n for n in gm.graph.find_nodes(op="placeholder") if ir.copy_of(n) is None]
     memory = [at for node in inputs if (at := ir.storage(node)) is not None]
     tracked = any(map(ir.is_write_back, gm.graph.nodes))

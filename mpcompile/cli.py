@@ -40,7 +40,7 @@ _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (default: that of the process) and return the exit status."""
+    """Run the command line (default: `sys.argv`) and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options, Console())
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
-    """Add the flag of one of `mpcompile()`'s options; `own` replaces what the option declares."""
+    """Add the flag of one of `mpcompile()`'s options; `own` replaces parts of its declaration."""
     option = OPTIONS[name]
     how: dict[str, Any] = {"help": option.help, "default": option.default}
     if isinstance(option.default, bool):
@@ -121,7 +121,7 @@ def _add_profile(commands: Commands) -> None:
     profile.set_defaults(run=_profile)
 
 
-# What can be written on a command line: of a policy, nothing can.
+# The options that can be written on a command line; a policy can't.
 _PLAN_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans and one.name != "policy")
 
 
@@ -250,7 +250,7 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
         console.print(_profile_table(found))
         return 0
     path = options.out or store.cache_path(device)
-    if path.is_dir():  # found out before the minutes of measuring, not after
+    if path.is_dir():  # check before the minutes of measuring
         raise MPCompileError(f"--out {path} is a directory: name a file")
     with console.status("measuring") as status:
         profile = measure(
@@ -267,7 +267,7 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    gpu(options.device)  # found out before the factory runs, not after
+    gpu(options.device)  # check before the factory runs
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     model, args, kwargs = made_by(options.factory)
     found = plan_call(
@@ -284,7 +284,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def _profile_table(profile: Profile) -> Table:
-    """One row a size, the small ones first; "1.50x" is FP32's time over the dtype's."""
+    """One row for each size, small ones first; "1.50x" is FP32's time over the low dtype's."""
     threads = f", threads: {profile.threads}" if profile.threads else ""
     about = f"{profile.device}{threads}, torch {profile.torch_version or 'any'}, {profile.origin}"
     table = Table(title=escape(about), caption="forward and backward; ratios: FP32 is 1x")
@@ -323,7 +323,7 @@ def _gain(full: Sample | None, low: Sample | None) -> str:
 
 
 def _known_device(name: str) -> torch.device | None:
-    """Return the device asked for, None for ``"auto"``."""
+    """Return the device asked for; None for ``"auto"``."""
     if name == "auto":
         return None
     try:

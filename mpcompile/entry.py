@@ -1,4 +1,4 @@
-"""What torch loads for `torch.compile(model, backend="mpcompile")`, once and before it compiles."""
+"""The module that torch loads, once, for `torch.compile(model, backend="mpcompile")`."""
 
 from __future__ import annotations
 

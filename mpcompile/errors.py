@@ -1,7 +1,7 @@
-"""The error types: one family for users, one signal between passes and backend.
+"""The error types: one family for users, and one signal from passes to the backend.
 
-`MPCompileError` is what a user sees. Its message says what was asked, where, why it can't be, and
-what to do. `CannotRewrite` never reaches a user: the backend catches it in one place, and either
+`MPCompileError` is what a user sees. Its message says what was asked, where, why it can't be done,
+and what to do. `CannotRewrite` never reaches a user: the backend catches it in one place and either
 compiles the graph unchanged with one warning or, under `strict=True`, raises `MPCompileError`.
 """
 
@@ -20,7 +20,7 @@ class MPCompileWarning(UserWarning):
 
 
 class CannotRewrite(Exception):
-    """This graph can't be rewritten safely; the argument is the reason, one sentence."""
+    """This graph can't be rewritten safely; the argument is the reason, in one sentence."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

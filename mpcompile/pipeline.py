@@ -1,7 +1,7 @@
-"""The pipeline, top to bottom: each pass by name, in the order it runs.
+"""The pipeline: each pass by name, in the order it runs.
 
-The runner knows no pass's business. It runs them, verifies what each promised, times them, and
-records the graph for the dump.
+The runner knows nothing of what a pass does. It runs the passes, verifies what each promised, times
+them, and records the graph for the dump.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]
 
-# Passes that hide nodes in bodies: the plan is read before them. They only fold back what capture
-# inlined, so the program stays what it was.
+# Passes that move nodes into bodies: the plan is read before them. They only fold back the bodies
+# that capture inlined, so the program stays the same.
 FOLDING: tuple[Pass, ...] = (outline,)
 
 PASSES: tuple[Pass, ...] = (
-    drop_noop_casts,  # casts baked by the FP32 capture would end every low chain
-    functionalize,  # before anything is decided: what stays in place keeps its dtype
+    drop_noop_casts,  # casts that the FP32 capture left would end every chain of low operators
+    functionalize,  # before anything is decided: operators that stay in place keep their dtypes
     gather_hooks,  # before any cast comes between a value and its hook
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
-    guard_aliases,  # after classify, like the guards below: it may only widen
-    guard_constants,  # after classify: it may only widen what classify decided
+    guard_aliases,  # after classify; like the guards below, it may only make classes wider
+    guard_constants,  # after classify, likewise
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     leave_unpromised,  # before plan, which decides the products whose times are known
     plan,  # FOLLOW becomes LOW or FULL
-    expand_attention,  # the decision is made; place_casts sees the products
+    expand_attention,  # after plan has decided; before place_casts, which casts for its products
     fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
-    narrow_softmax,  # where a cast rounds its result
-    pad,  # what a dimension of a product ought to be; casts are in place, so pads go behind them
+    narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
+    pad,  # decides the padded sizes; after place_casts, so that pads stand behind casts
     place_pads,  # before read_copies: a copy may be stored padded
-    read_copies,  # what the casts of parameters read; their gradients leave scaled
-    copy_overlaps,  # before scale_gradients: what it copies is a result like any other
+    read_copies,  # replaces casts of parameters by copies, whose gradients leave the graph scaled
+    copy_overlaps,  # before scale_gradients: the copies that it makes are results like any other
     scale_gradients,  # on the FP32 side of the casts at the graph's edges
     clean,  # after the last pass that inserts nodes
     *FOLDING,  # last: no pass looks into bodies
@@ -69,7 +69,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 # What `disable_passes=` takes: passes whose absence leaves the graph legal and its gradients right.
-# A pass that stands in neither table can't be disabled before somebody has found out what it means.
+# A pass that is in neither table can't be disabled: somebody must first find out what that means.
 MAY_BE_DISABLED: Mapping[str, str] = {
     "drop_noop_casts": "a cast to FP32 that the capture left stays, and ends a chain in low",
     "functionalize": "what is written in place keeps its FP32, and so does all that shares its "
@@ -98,7 +98,7 @@ MUST_RUN: Mapping[str, str] = {
 
 
 def verify(gm: fx.GraphModule, stage: str) -> None:
-    """Raise `SpecError`, naming the pass, if the graph is not what it must be after it."""
+    """Raise `SpecError`, naming the pass `stage`, if the graph breaks a promise that holds now."""
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
 
 
@@ -117,7 +117,7 @@ def run(
         config: the compilation's settings.
         captured_in: seconds capture took, for the record.
         dump: directory for the dump of this graph, or None.
-        disabled: names of passes that don't run, of `MAY_BE_DISABLED`.
+        disabled: names, from `MAY_BE_DISABLED`, of passes that don't run.
 
     Returns:
         The plan: what was decided for each node and why.

@@ -1,13 +1,13 @@
 """The options of `mpcompile()` and of `torch.compile(backend="mpcompile", options=...)`.
 
-Each is declared once, as a field of `Settings`: its default, how it is checked, and its help text.
-Derived from that are the keywords that are accepted, the docstrings of `mpcompile()` and
-`plan_for()`, and the flags of the command line. The two functions repeat names and defaults in
-their signatures, for editors and type checkers; a test compares these with the declarations.
+Each option is declared once, as a field of `Settings`: its default, its check, its help text. The
+accepted keywords, the docstrings of `mpcompile()` and `plan_for()`, and the flags of the command
+line are derived from that. The two functions repeat names and defaults in their signatures, for
+editors and type checkers; a test compares these with the declarations.
 
 To add an option: declare it here, with `plans=True` if `plan_for()` is to take it; add its keyword
-to the signature of `mpcompile()` (and of `plan_for()`), at the same place; read `settings.<name>`
-where it acts.
+to the signature of `mpcompile()` (and of `plan_for()`), at the same position; read
+`settings.<name>` where it matters.
 """
 
 # ruff: noqa: RUF009 (what declares an option returns a dataclass field)
@@ -48,7 +48,7 @@ class Option:
         default: as a user would write it.
         parse: (name, what the user wrote) -> the parsed value; raises `MPCompileError`.
         help: what it means, for docstrings and for the command line.
-        words: the strings that the command line takes for it; empty for flags, paths and objects.
+        words: the strings that the command line accepts; empty for flags, paths and objects.
         plans: whether `plan_for()` takes it as well.
     """
 
@@ -66,7 +66,7 @@ def _option(default: Any, parse: Callable[[str, Any], Any], help: str, **more: A
 
 
 def _choice(default: str, words: tuple[str, ...], help: str, **more: Any) -> Any:
-    """Declare an option that is one of a few words."""
+    """Declare an option whose value is one of a few words."""
 
     def parse(name: str, value: Any) -> str:
         if value not in words:
@@ -78,7 +78,7 @@ def _choice(default: str, words: tuple[str, ...], help: str, **more: Any) -> Any
 
 
 def _switch(help: str, **more: Any) -> Any:
-    """Declare an option that is off unless it is True."""
+    """Declare an option that is True or False, by default False."""
 
     def parse(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -121,7 +121,7 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
 
 
 def _directory(name: str, value: Any) -> Path | None:
-    """Where dumps go, made if need be: what can't be written should not fail at the first graph."""
+    """The directory of dumps, made if need be, so that a bad path fails now, not at a graph."""
     path = value or os.environ.get("MPCOMPILE_DUMP")
     if not path:
         return None
@@ -160,9 +160,9 @@ class Settings:
     Attributes:
         dtype: torch.float16, torch.bfloat16, or None: the device decides.
         loss_scale: the model's own scale, or None: the backend finds or makes one.
-        scale_any_dtype: the user handed over a LossScale, so BF16 is scaled too. No option.
+        scale_any_dtype: the user passed a LossScale, so BF16 is scaled too. Not an option.
 
-    The other fields hold what the help of their options says.
+    The other fields are explained by the help of their options.
     """
 
     dtype: torch.dtype | None = _option(
@@ -247,7 +247,7 @@ class Settings:
         return settings
 
     def _check_together(self) -> None:
-        """Refuse what is wrong only in combination."""
+        """Refuse options that are wrong only in combination."""
         if self.dtype is not torch.float16 and not self.scale_any_dtype:
             _check_unscaled(self.policy)
         asked = {f"mode={self.mode!r}": self.mode is not None, "recompute=True": self.recompute}
@@ -267,10 +267,10 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def documented(function: F) -> F:
-    """Put the options' help in place of `{options}` in the docstring, and in place of `{plans}` the
-    names of those that `plan_for()` takes.
+    """Replace `{options}` in the docstring by the options' help, and `{plans}` by the names of the
+    options that `plan_for()` takes.
     """
-    if function.__doc__:  # `python -OO` drops it
+    if function.__doc__:  # `python -OO` drops docstrings
         wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
         entries = "\n".join(wrapper.fill(f"{one.name}: {one.help}") for one in OPTIONS.values())
         names = ", ".join(one.name for one in OPTIONS.values() if one.plans)
@@ -280,7 +280,7 @@ def documented(function: F) -> F:
 
 
 def _check_unscaled(policy: Policy) -> None:
-    """Without a loss scale, as in a BF16 compile, small gradients of an FP16 part would be zero."""
+    """Refuse FP16 parts without a loss scale (a BF16 compile): small gradients would be zero."""
     for (where, key), dtype in policy.low_dtypes.items():
         if dtype is torch.float16:
             raise MPCompileError(
@@ -301,11 +301,11 @@ def check_torch_version(version: str) -> None:
 
 
 def check_module(module: torch.nn.Module, settings: Settings) -> None:
-    """Refuse at the call what could only go wrong later.
+    """Refuse, at the call, a module that would only fail later.
 
     Raises:
-        MPCompileError: no FP32 parameters where there are some, half parameters at O1/O2, an
-            unsupported device, a module regex that matches nothing.
+        MPCompileError: the module has parameters but none in FP32, half parameters at O1/O2, an
+            unsupported device, or a module regex of the policy matches nothing.
     """
     where = type(module).__name__
     parameters = dict(module.named_parameters())

@@ -1,1 +1,1 @@
-"""What a call of a compiled module runs"""
+"""The functions that run when a compiled module, function or graph is called."""

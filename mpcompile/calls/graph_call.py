@@ -1,7 +1,7 @@
-"""What a call of one compiled graph runs: its extra inputs are put beside those of the caller.
+"""A call of one compiled graph: its extra inputs are added to those of the caller.
 
-Dynamo calls with the inputs of the graph that it traced. The rewritten graph may read working
-copies in place of parameters, and the loss scale (`ir/inputs.py`).
+Dynamo passes the inputs of the graph that it traced. The rewritten graph may read working copies in
+place of parameters, and the loss scale (`ir/inputs.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def with_extra_inputs(
     examples: Sequence[Any],
     device: torch.device,
 ) -> Function:
-    """The compiled graph as Dynamo calls it.
+    """Wrap the compiled graph in the function that Dynamo calls.
 
     Args:
         compiled: takes all inputs of the rewritten graph.
-        inputs: which of them is what.
-        reader: hands out the working copies; None where the graph reads none.
+        inputs: which input of the rewritten graph is what.
+        reader: provides the working copies; None where the graph reads none.
         scale: the loss scale; None where the graph is not scaled.
         examples: the caller's inputs that the graph was compiled with.
-        device: where the graph wants the scale.
+        device: the device on which the graph reads the scale.
     """
     if scale is not None:
         return _scaled(compiled, inputs, reader, scale, examples, device)
@@ -65,7 +65,7 @@ def _scaled(
     examples: Sequence[Any],
     device: torch.device,
 ) -> Function:
-    """Hand the live scale to the graph, and let optimizers of its parameters know whose it is."""
+    """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     masters = tuple(inputs.copies.values())
 
@@ -91,5 +91,5 @@ def _scaled(
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether autograd leaves a gradient on it."""
+    """Whether autograd stores a gradient in `value.grad`."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf

@@ -1,6 +1,6 @@
-"""Half inputs of an FP32 model: widened at its entry, which is exact.
+"""Half inputs of an FP32 model are widened to FP32 at its entry, which is exact.
 
-They would fail before a backend sees them. The first LOW operator narrows them again.
+Otherwise they would fail before a backend sees them. The first LOW operator narrows them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["widened", "widens_inputs"]
 
 
 def widens_inputs(module: nn.Module) -> bool:
-    """Whether half inputs of the module are to be widened: it has no half parameters."""
+    """Whether half inputs of the module are to be widened: only if it has no half parameters."""
     return not any(p.dtype in HALF for p in module.parameters())
 
 
@@ -34,10 +34,10 @@ def widened(
 
 
 def _has_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is a half tensor among them.
+    """Whether there is a half tensor among the arguments, at any depth.
 
-    Most calls take tensors and nothing else: for these, flattening a tree of arguments is a
-    noticeable part of what a call of a small model costs.
+    Most calls take only tensors: for these, flattening the tree of arguments would be a noticeable
+    part of a small model's call.
     """
     return any(
         _is_half(x) if isinstance(x, torch.Tensor) else any(map(_is_half, pytree.tree_leaves(x)))

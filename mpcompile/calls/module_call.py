@@ -1,14 +1,14 @@
-"""What a call of a compiled module or function runs: the compiled call, and what Dynamo needs help
-with.
+"""A call of a compiled module or function: the compiled call, and workarounds for what Dynamo
+doesn't do.
 
-* It skips frames of torch's own files, so `nn.Sequential(...).compile()` compiles nothing, and it
-  counts recompiles per code object, which all instances of a class share: each module gets an entry
-  function, in this file, with a code object of its own.
-* Recurrent layers break the graph unless that is prevented (`rnn_tracing.py`).
+* Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
+  and it counts recompiles per code object, which all instances of a class share. So each module
+  gets an entry function in this file, with a code object of its own.
+* Recurrent layers break the graph unless that is prevented (`emit/rnn_tracing.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
-  first LOW op narrows them again.
-* It guards neither on hooks of the module itself nor on whose parameters these are: the module is
-  compiled anew when a hook is put on or taken off, and when an `MPOptimizer` takes over parameters
+  first LOW op narrows them again (`half_inputs.py`).
+* Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
+  the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
 """
 
@@ -35,8 +35,8 @@ _numbers = itertools.count()
 
 
 def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Calls what torch.compile returned; recurrent layers are traced, errors of ours come out as
-    they are.
+    """Wrap a function that torch.compile returned: while it runs, Dynamo traces recurrent layers,
+    and an MPCompileError is raised as it is, without Dynamo's wrapper.
     """
     inner = with_rnns(compiled) if has_rnns else compiled
 
@@ -47,20 +47,20 @@ def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., An
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
             if isinstance(error, MPCompileError):
-                raise error from error.__cause__  # what made us give up; not Dynamo's wrapping
+                raise error from error.__cause__  # keep our cause; drop Dynamo's wrapper
             raise
 
     return run
 
 
 class ModuleCall:
-    """A compiled module's call.
+    """The function that a compiled module's call runs.
 
     Args:
         module: the module.
-        compile_kwargs: of torch.compile.
+        compile_kwargs: arguments of torch.compile.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
-        called: told of the module after a call, until it returns True: nothing more is to be said.
+        called: called with the module after each call, until it returns True.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class ModuleCall:
         return running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
 
     def _is_stale(self) -> bool:
-        """Whether something has changed on which Dynamo puts no guard."""
+        """Whether something has changed that Dynamo doesn't guard on."""
         stale = False
         if (hooks := self._hooks_now()) != self._hooks:
             self._hooks, stale = hooks, True
         if self._reads_copies and (changes := parameters.changes()) != self._changes:
             self._changes = changes
             owners = self._owners_now()
-            if owners != self._owners:  # an MPOptimizer came: its copies are read
+            if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
         return stale
 

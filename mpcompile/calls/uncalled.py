@@ -1,8 +1,9 @@
-"""A compiled module that is trained without being called: it gains nothing, and should hear so.
+"""Warn of a compiled module that is trained without being called: it gains nothing.
 
-What `mpcompile(module)` compiles is a call of the module. A trainer that calls another method of it
-(`training_step`) passes that by. It shows when an optimizer steps: the module's parameters have
-gradients, and no graph of ours ever held one of them. Nothing is looked at once that is known.
+`mpcompile(module)` compiles a call of the module. A trainer that calls another method of the module
+(`training_step`) never runs it. This shows when an optimizer steps: the module's parameters have
+gradients, but no graph that we compiled held one of them. Once a module is called, or the warning
+is given, nothing is checked any more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import MPCompileWarning
 
-# compiled modules that are still to be called -> optimizers of other parameters, seen already
+# compiled modules not called yet -> optimizers known to hold none of their parameters
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -27,7 +28,7 @@ _hook: RemovableHandle | None = None
 
 
 def expect(module: nn.Module) -> None:
-    """This module was compiled: a call of it should come before its parameters are updated."""
+    """Note a compiled module: it should be called before its parameters are updated."""
     global _hook
     if any(True for _ in module.parameters()):
         _waiting[module] = weakref.WeakSet()
@@ -35,7 +36,7 @@ def expect(module: nn.Module) -> None:
 
 
 def called(module: nn.Module) -> None:
-    """It was: there is nothing to look for any more."""
+    """Note that the module was called: there is nothing left to check."""
     global _hook
     _waiting.pop(module, None)
     if not _waiting and _hook is not None:
@@ -44,7 +45,7 @@ def called(module: nn.Module) -> None:
 
 
 def reached(inputs: Iterable[Any]) -> None:
-    """A graph was compiled with these inputs: as good as a call of a module they belong to."""
+    """A graph was compiled with these inputs: it counts as a call of the modules they belong to."""
     if _waiting:
         ids = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
         for module in list(_waiting):

@@ -1,9 +1,9 @@
 """Dynamo graph -> pre-dispatch ATen graph, ready for the passes: the entry of this room.
 
-Dynamo hands a backend torch functions, tensor methods and higher-order operators. We replay that
-graph under `make_fx(pre_dispatch=True)`: one finite vocabulary of ATen operators, still above
-autograd (AOTAutograd derives the backward from what we rewrite) and above the choice of an
-attention kernel (the dtypes we place decide it).
+Dynamo gives a backend torch functions, tensor methods and higher-order operators. We replay that
+graph under `make_fx(pre_dispatch=True)`. The result is one finite vocabulary of ATen operators. It
+is still above autograd (AOTAutograd derives the backward from the rewritten graph) and above the
+choice of an attention kernel (which depends on the dtypes that the passes choose).
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -35,17 +35,17 @@ def capture(
     """Replay Dynamo's graph as pre-dispatch ATen.
 
     Args:
-        gm: the graph Dynamo handed to the backend.
-        example_inputs: its inputs: tensors and SymInts, one per placeholder.
-        planned_for: the device type that the graph is planned for, whose autocast regions count
-            even if the inputs lie elsewhere; None: where they lie.
+        gm: the graph that Dynamo passed to the backend.
+        example_inputs: its inputs: tensors and SymInts, one for each placeholder.
+        planned_for: the device type that the graph is planned for: its autocast regions count even
+            if the inputs lie elsewhere; None: the device type of the inputs.
 
     Returns:
         A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
         `meta["val"]` and `meta["mp_captured"]` hold its FakeTensor in the FP32 program.
 
     Raises:
-        CannotRewrite: the graph holds what can't be replayed faithfully; the argument says what.
+        CannotRewrite: the graph holds something that can't be replayed exactly; says what.
     """
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -65,7 +65,7 @@ def capture(
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),
             pre_dispatch=True,
-            tracing_mode="real",  # the inputs are fake already; symbols come with them
+            tracing_mode="real",  # the inputs are fake already, with their symbols
             _allow_non_fake_inputs=True,
         )(*fakes)
     copy_provenance(gm, traced)
@@ -73,7 +73,7 @@ def capture(
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
         node.meta["mp_gradient"] = source(node).endswith(".grad")
     record_modes(traced.graph, place.devices)
-    # Not eliminate_dead_code(): it goes through bodies too, where it misses `x.add_(y)`.
+    # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):
         if not node.users and not _is_impure(node):
             traced.graph.erase_node(node)
@@ -85,8 +85,8 @@ def capture(
 
 @contextlib.contextmanager
 def _modes_kept() -> Iterator[None]:
-    """Undo what a replay that fails half-way leaves behind: no_grad, and functorch forbidding hooks
-    on saved tensors.
+    """Restore modes that a failed replay leaves changed: no_grad, and functorch's ban of hooks on
+    saved tensors.
     """
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -100,10 +100,10 @@ def _modes_kept() -> Iterator[None]:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """What dead-code elimination must leave: writes, mode switches, opaque and random calls.
+    """Whether dead-code elimination must keep it: a write, a mode switch, an opaque or random call.
 
     A body may write to its operands, so a higher-order operator always stays. Batch norm in
-    training writes its running statistics without its schema saying so, and is kept by its users.
+    training writes its running statistics, which its schema doesn't say; its users keep it alive.
     """
     if node.op in ("placeholder", "output"):
         return True
@@ -113,8 +113,8 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 def _output_memory(traced: fx.GraphModule) -> list[int | None]:
-    """For each result, the identity of its memory: equal for results that share it, and for the
-    input that one shows.
+    """For each result, the identity of its memory: equal for results that share memory, with each
+    other or with an input.
     """
     results: list[Any] = list(traced.graph.output_node().args[0])  # type: ignore[arg-type]
     return [storage(result) if isinstance(result, fx.Node) else None for result in results]

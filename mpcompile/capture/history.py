@@ -1,4 +1,4 @@
-"""What autograd knows of a value must survive the replay: which node it is, and its backward.
+"""Keeps what autograd knows of a value through the replay: the node it is, and its backward.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -18,7 +18,7 @@ from ..ir.units import grad_fns
 
 
 def current_tracer() -> Any:
-    """The one that records the graph now."""
+    """The tracer that records the graph now."""
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
@@ -26,9 +26,10 @@ def current_tracer() -> Any:
 
 @contextlib.contextmanager
 def known_as_before(operands: Any) -> Iterator[None]:
-    """An operator that gives back its operand (`broadcast_tensors`, `contiguous`) makes no new
-    value, but the tracer knows the operand by the new node from then on. One made under no_grad
-    would cut what comes after it from its history. (What is written in place is new.)
+    """Keep the tracer's nodes of the operands. An operator that returns its operand
+    (`broadcast_tensors`, `contiguous`) makes no new value, but the tracer would from then on take
+    the operand for the new node; if that was made under no_grad, later nodes would lose their
+    history. (A value that is written in place does get the new node.)
     """
     if torch.is_grad_enabled():
         yield
@@ -49,10 +50,10 @@ def known_as_before(operands: Any) -> Iterator[None]:
 
 
 def has_custom_backward(result: Any, known: set[Any]) -> bool:
-    """Whether autograd runs an autograd.Function of somebody's between `known` and the result.
+    """Whether a user's autograd.Function stands in the history between `known` and the result.
 
-    Its nodes in our graph would be its forward alone. (A custom operator's function is torch's own,
-    and the operator itself stands in our graph.)
+    Our graph would hold only its forward. (The function of a custom operator is torch's own, and
+    the operator itself stands in our graph.)
     """
     seen, queue = set(known), list(grad_fns(result))
     while queue:

@@ -1,4 +1,4 @@
-"""Calls that can't be replayed as ATen: one opaque node each, which calls what Dynamo wrote.
+"""Calls that can't be replayed as ATen: one opaque node each, with the call that Dynamo wrote.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -27,13 +27,13 @@ def opaque_call(
     kwargs: dict[str, Any],
     what: str = "call",
 ) -> Any:
-    """Record one node that calls what `node` of Dynamo's graph calls, with these arguments. The
-    shape and dtype of its result are those that Dynamo noted.
+    """Record a node with the call of `node` of Dynamo's graph, on these arguments. Its result has
+    the shape and dtype that Dynamo noted.
 
-    In an autocast region such a dtype may be low; what follows then gets the result in FP32.
+    In an autocast region such a dtype may be low; then a cast to FP32 follows.
 
     Args:
-        what: as `ir.is_opaque` and `ir.in_functorch` read it: "call" or "functorch".
+        what: "call" or "functorch", as `ir.is_opaque` and `ir.in_functorch` read it.
 
     Raises:
         CannotRewrite: a functorch transform under autocast.
@@ -63,14 +63,14 @@ def opaque_call(
 
 
 def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """A node that switches autocast around an opaque one; it is not the program's own."""
+    """A node that switches autocast around an opaque node; it is not part of the program."""
     node: fx.Node = current_tracer().create_node("call_function", target, args, {})
     node.meta.update(mp_opaque="call", val=None)
     return node
 
 
 def _fresh(value: Any) -> Any:
-    """A new tensor like one of Dynamo's, in the ambient fake mode, with its place in autograd."""
+    """A new tensor like one of Dynamo's, in the current fake mode, tracked by autograd likewise."""
     if not isinstance(value, torch.Tensor):
         return value
     new = like(value)
@@ -82,7 +82,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _register(root: Any, module: fx.GraphModule) -> None:
-    """Give a body a place on the traced module, so that the node can name it."""
+    """Register a body on the traced module, so that a node can name it."""
     if any(module is known for known in root.modules()):
         return
     name = next(n for i in itertools.count() if not hasattr(root, n := f"body_{i}"))

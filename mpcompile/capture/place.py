@@ -18,13 +18,13 @@ from ..ir.targets import AUTOCAST, ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABL
 
 @dataclass(frozen=True)
 class Place:
-    """Where the replay stands, bodies included.
+    """The place in the program that the replay has reached, bodies included.
 
     Attributes:
         devices: device types of the graph's inputs, and the one it is planned for; autocast regions
             of others don't matter.
-        autocasts: (device type, dtype, enabled) of the regions around, outermost first.
-        checkpoints: the activation checkpoints around, outermost first.
+        autocasts: (device type, dtype, enabled) of the enclosing regions, outermost first.
+        checkpoints: the enclosing activation checkpoints, outermost first.
     """
 
     devices: frozenset[str]

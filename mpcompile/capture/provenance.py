@@ -1,4 +1,4 @@
-"""What a captured graph keeps of Dynamo's: where each input comes from, names, static marks.
+"""What a captured graph keeps from Dynamo's: the sources of inputs, their names, static marks.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
-    """Carry over what AOTAutograd reads from a graph of Dynamo's (static inputs, sources)."""
+    """Copy what AOTAutograd reads from a graph of Dynamo's (static inputs, sources)."""
     traced.meta.update(gm.meta)
     theirs = gm.graph.find_nodes(op="placeholder")
     ours = traced.graph.find_nodes(op="placeholder")
@@ -34,7 +34,7 @@ def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
 
 
 def source(placeholder: fx.Node) -> str:
-    """Where the program has an input from: `L['self']._modules['fc']._parameters['weight']`."""
+    """Dynamo's expression of an input: `L['self']._modules['fc']._parameters['weight']`."""
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
     return str(name() if callable(name) else name)  # a method in 2.11, a property in 2.13
 
@@ -48,7 +48,7 @@ def _readable(source: str, fallback: str) -> str:
 
 
 def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
-    """What the user's program returns: FP32, or what an autocast of the user's own made of it."""
+    """The dtypes of the user's results: FP32, or what the user's own autocast made of it."""
     results = pytree.tree_leaves(gm.graph.output_node().args[0])
     examples = (r.meta.get("example_value") if isinstance(r, fx.Node) else None for r in results)
     return [e.dtype if isinstance(e, torch.Tensor) else None for e in examples]

@@ -1,18 +1,18 @@
 """The interpreter that runs Dynamo's graph again under the tracer.
 
-What replaying would lose is kept by hand:
+The interpreter handles itself what a replay would lose:
 
 * A higher-order operator (autograd.Function, cond, flex_attention) stays one opaque node. Traced
   through, `autograd.Function` would silently lose its backward.
-* So does a function that runs one unseen by Dynamo (`torch._dynamo.allow_in_graph`).
-* A functorch transform (`torch.vmap`, `torch.func.grad`) keeps the nodes between its entry and its
-  exit as Dynamo wrote them.
+* So does a function that calls such an operator unseen by Dynamo (`torch._dynamo.allow_in_graph`).
+* The nodes between the entry and the exit of a functorch transform (`torch.vmap`,
+  `torch.func.grad`) stay as Dynamo wrote them.
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
   passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
-* autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`). One that
-  is active around the whole call is ignored: the program is captured in FP32 all the same. Only an
-  opaque node gets the region it stood in put back around it.
+* Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`). An
+  autocast around the whole call is ignored: the program is captured in FP32 all the same. Only an
+  opaque node is run inside the region that it stood in.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -41,7 +41,7 @@ _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Replay(fx.Interpreter):
-    """Runs Dynamo's graph under the tracer; steps around higher-order operators."""
+    """Runs Dynamo's graph under the tracer; keeps higher-order operators as opaque nodes."""
 
     def __init__(self, module: fx.GraphModule, place: Place) -> None:
         super().__init__(module)
@@ -62,11 +62,11 @@ class Replay(fx.Interpreter):
         return super().run_node(n)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The node's arguments; under autocast its low dtype is FP32, as everywhere in the replay.
+        """The node's arguments, with autocast's low dtype replaced by FP32 as in all the replay.
 
-        There `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast gave h,
-        and Dynamo writes it down. (Not for `view`, which sees bits as another dtype, and not for
-        operators that aren't torch's own.)
+        Under autocast, `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast
+        gave h, and Dynamo writes down that dtype. (It is kept for `view`, which reinterprets bits,
+        and for operators that aren't torch's own.)
         """
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         autocast = self.place.autocast()
@@ -80,7 +80,7 @@ class Replay(fx.Interpreter):
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, torch.Tensor):
-            # No input but the tensor itself: to replay a write to it would be to write to it.
+            # It is not an input but the tensor itself: replaying a write would change the tensor.
             raise CannotRewrite(f"the program's own tensor {target} is an attribute of it")
         return value
 
@@ -118,7 +118,7 @@ class Replay(fx.Interpreter):
         before, known = len(graph.nodes), grad_fns((args, kwargs))
         with known_as_before((args, kwargs)):
             result = super().call_function(target, args, kwargs)
-        if has_custom_backward(result, known):  # a function that the user put in the graph whole
+        if has_custom_backward(result, known):  # the user's function, whole in Dynamo's graph
             for node in reversed(list(itertools.islice(graph.nodes, before, None))):
                 graph.erase_node(node)
             return opaque_call(self.current, self.place, args, kwargs)
@@ -139,15 +139,14 @@ class Replay(fx.Interpreter):
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
-    """What an RNN takes under autocast, which would make its operands one dtype: here FP32.
-
-    A state that an earlier call under autocast returned is low.
+    """An RNN's operand under autocast, which makes all operands one dtype: here FP32. (A state that
+    an earlier call under autocast returned has the low dtype.)
     """
     return value.float() if value.dtype in HALF else value
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether it calls a method, a function or an ATen operator of torch's own."""
+    """Whether the node calls a method, a function or an ATen operator of torch's own."""
     module = getattr(node.target, "__module__", None) or "torch"
     package = ".".join(module.split(".")[:3])
     custom = package.startswith("torch._ops.") and package != "torch._ops.aten"

@@ -1,6 +1,6 @@
-"""The graph that passes rewrite: typed facts of its nodes, edits, text, and what is legal.
+"""The graph that passes rewrite: typed access to its nodes, edits, text, and checks of legality.
 
-Passes reach `node.meta` through this room alone.
+Passes read and write `node.meta` only through this room.
 """
 
 from .dtypes import SHORT, is_floating

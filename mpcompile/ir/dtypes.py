@@ -1,4 +1,4 @@
-"""Dtypes: their names in text, and which are which."""
+"""Dtypes: their short names in text, the half dtypes, and which ones are floating."""
 
 from __future__ import annotations
 

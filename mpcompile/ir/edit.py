@@ -1,4 +1,4 @@
-"""Edits of a graph: operands, new calls and inputs; each keeps values true."""
+"""Edits of a graph: operands, new calls, new inputs. Each edit keeps `meta["val"]` correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .values import fake_mode, positions
 
 
 def operands(node: fx.Node) -> dict[Path, fx.Node]:
-    """The node's operands that are nodes, by where they stand."""
+    """The node's operands that are nodes, by their position in its arguments."""
     found: dict[Path, fx.Node] = {}
     for position, argument in positions(node):
         if isinstance(argument, fx.Node):
@@ -28,7 +28,7 @@ def operands(node: fx.Node) -> dict[Path, fx.Node]:
 
 
 def set_operand(node: fx.Node, path: Path, value: fx.node.Argument) -> None:
-    """Put something else where an operand stands."""
+    """Replace the operand at a position."""
     position, *rest = path
     if position < len(node.args):
         node.update_arg(position, _replaced(node.args[position], rest, value))
@@ -62,15 +62,15 @@ def position_of(node: fx.Node, name: str) -> int:
 
 
 def refresh(node: fx.Node) -> None:
-    """Recompute `meta["val"]` from the inputs' values; call it when an input changed dtype."""
+    """Recompute `meta["val"]` from the inputs' values; call this when an input changed dtype."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    # The mode is on, so that what a decomposition creates (SDPA makes a mask) is fake too.
+    # The mode is on so that tensors that a decomposition creates (SDPA makes a mask) are fake too.
     with fake_mode(node.graph), enable_python_dispatcher():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def restore(node: fx.Node) -> None:
-    """Set `meta["val"]` back to what was captured; call it once the inputs are as captured."""
+    """Set `meta["val"]` back to the captured value; call this once the inputs are as captured."""
     node.meta["val"] = node.meta["mp_captured"]
 
 
@@ -83,7 +83,7 @@ def insert(
     like: fx.Node,
     decision: Mark,
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, with its value and with `like`'s provenance."""
+    """Add a call at the graph's insertion point, with its value and the provenance of `like`."""
     node = graph.create_node("call_function", target, args, name=name)
     for key in ("stack_trace", "nn_module_stack", "mp_region", "mp_grad"):
         if key in like.meta:
@@ -94,7 +94,7 @@ def insert(
 
 
 def after(node: fx.Node) -> fx.Node:
-    """The first node before which a consumer of `node` may stand: inputs stay in one block."""
+    """The first node before which a user of `node` may stand: placeholders stay in one block."""
     following = node.next
     while following.op == "placeholder":
         following = following.next
@@ -102,18 +102,18 @@ def after(node: fx.Node) -> fx.Node:
 
 
 def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
-    """A new input behind the last one, tracked by autograd as `like` is."""
+    """Add an input behind the last one; autograd tracks it if it tracks `like`."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
     node._dynamo_source = None
-    # With "tensor_dict" Dynamo says that a parameter keeps its address.
+    # "tensor_dict" is where Dynamo notes that a parameter keeps its address.
     kept = ("mp_captured", "tensor_meta", "tensor_dict")
     node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)
     return node
 
 
 def first_call(graph: fx.Graph) -> fx.Node:
-    """The first node that is no input: what stands before it runs before everything else."""
+    """The first node that is no placeholder; a node put before it runs before all others."""
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first

@@ -1,5 +1,5 @@
-"""FakeTensors of a graph's inputs, as AOTAutograd makes them: same mode, same symbols for sizes;
-and tensors like others.
+"""FakeTensors of a graph's inputs, as AOTAutograd makes them (same mode, same symbols for sizes),
+and new tensors with the layout of a given one.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def fake_twin(value: Any, context: TracingContext) -> Any:
-    """The fake twin of an input; what is no tensor, and a fake of this very mode, is itself.
-
-    A program may run on FakeTensors of its own: for a device that isn't there, say.
+    """The fake twin of an input. A value that is no tensor, or already a fake of this mode, is
+    returned as it is: a program may run on FakeTensors, for example for a device that isn't there.
     """
     mode = context.fake_mode
     assert mode is not None
@@ -34,8 +33,8 @@ def fake_twin(value: Any, context: TracingContext) -> Any:
 
 
 def fake_of_fixed_size(value: torch.Tensor) -> torch.Tensor:
-    """A fake for an input that Dynamo knows nothing of: for its real self AOTAutograd would make
-    symbolic sizes, and nobody guards those.
+    """A fake of an input that Dynamo doesn't know. Without it, AOTAutograd would make symbolic
+    sizes for the real tensor, and no guard would check those.
     """
     context = TracingContext.get()
     assert context.fake_mode is not None
@@ -45,8 +44,8 @@ def fake_of_fixed_size(value: torch.Tensor) -> torch.Tensor:
 def like(
     value: torch.Tensor, *, dtype: torch.dtype | None = None, strides: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    """A new, uninitialised tensor of the same shape, strides, dtype and device as a strided one, or
-    of another dtype or other strides; fake under a fake mode. (`torch.empty_like` changes the
+    """A new, uninitialised tensor with the shape, strides, dtype and device of a strided one, or
+    with another dtype or other strides; fake under a fake mode. (`torch.empty_like` changes the
     strides of a tensor with gaps.)
     """
     return torch.empty_strided(

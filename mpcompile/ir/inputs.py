@@ -1,13 +1,13 @@
 """The inputs of a rewritten graph, by number: the caller's, O2's working copies, the loss scale's.
 
-    0 ... given-1          what the caller of Dynamo's graph hands over; where the graph reads a
-                           parameter only in the low dtype, its working copy stands in its place
+    0 ... given-1          the inputs that the caller of Dynamo's graph passes; where the graph
+                           reads a parameter only in the low dtype, its working copy replaces it
     given ...              working copies of parameters that the graph reads in FP32 as well
     the last two           the loss scale, and the leaf whose "gradient" counts the overflows; only
                            in a graph that is scaled
 
-`passes/graph/read_copies.py` adds the copies, `passes/graph/scale_gradients.py` the last two. What
-calls the graph is told by `GraphInputs` alone what goes where.
+`passes/graph/read_copies.py` adds the copies, `passes/graph/scale_gradients.py` the last two. The
+code that calls the graph learns the positions from `GraphInputs` alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class GraphInputs:
     """Which input of a graph is what.
 
     Attributes:
-        given: how many inputs the caller hands over; they come first.
-        copies: input that reads a working copy -> the caller's input that it is the copy of.
+        given: how many inputs the caller passes; they come first.
+        copies: number of an input that reads a working copy -> number of the caller's input (the
+            parameter) that it is a copy of.
         scaled: whether the last two inputs are the loss scale and the overflow leaf.
     """
 
@@ -41,7 +42,7 @@ class GraphInputs:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> GraphInputs:
-        """Read the layout off a graph, at any point of the pipeline."""
+        """Read the layout from a graph, at any point of the pipeline."""
         inputs = graph.find_nodes(op="placeholder")
         scaled = any(node.target == SCALE for node in inputs)
         copies = {k: of for k, node in enumerate(inputs) if (of := copy_of(node)) is not None}
@@ -51,10 +52,10 @@ class GraphInputs:
     def assembled(
         self, given: Sequence[Any], copies: Sequence[Any] = (), scaling: Sequence[Any] = ()
     ) -> list[Any]:
-        """All inputs of a call.
+        """Assemble all inputs of a call.
 
         Args:
-            given: the caller's.
+            given: the caller's inputs.
             copies: working copies, in the order of `self.copies`.
             scaling: the loss scale and the overflow leaf, if the graph is scaled.
         """
@@ -67,6 +68,6 @@ class GraphInputs:
     def scaling_apart(
         self, inputs: Sequence[Any]
     ) -> tuple[Sequence[Any], torch.Tensor, torch.Tensor]:
-        """The inputs of a call of a scaled graph: all others, the loss scale, the overflow leaf."""
+        """Split the inputs of a scaled graph: (all others, the loss scale, the overflow leaf)."""
         assert self.scaled
         return inputs[:-2], inputs[-2], inputs[-1]

@@ -1,4 +1,4 @@
-"""What was decided about a node, and what passes leave on it for later ones."""
+"""The decision about each node, and the notes that passes leave on nodes for later passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import aten
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """An activation checkpoint whose body was inlined: what is needed to fold it back."""
+    """An activation checkpoint whose body was inlined: the data needed to fold it back."""
 
     kwargs: dict[str, Any]
     body_meta: dict[str, Any]
@@ -36,18 +36,18 @@ def set_regions(nodes: Iterable[fx.Node], path: tuple[Region, ...]) -> None:
 
 
 class By(enum.Enum):
-    """Who decided a node's precision; what others may still change follows from it.
+    """Who decided a node's precision; this says who may still change it.
 
-    TABLE     the operator's row, so guards and the planner may decide otherwise.
-    KERNEL    the device has no low kernel.
-    ALIAS     memory that is shared.
-    GUARD     what the low dtype can't hold.
-    POLICY    the user: nobody overrules it.
-    REGION    an autocast region of the user's.
-    CAPTURED  a value that must stay as it was captured.
-    UPDATE    an update of parameters in place.
+    TABLE     the operator's row in the table; guards and the planner may decide otherwise.
+    KERNEL    the device has no kernel in the low dtype.
+    ALIAS     the value shares memory with another.
+    GUARD     the low dtype can't hold the values.
+    POLICY    the user, whom nothing overrules.
+    REGION    an autocast region of the user's program.
+    CAPTURED  the value must stay as it was captured.
+    UPDATE    part of an in-place update of parameters.
     PLAN      the planner.
-    REWRITE   the pass that put the node there.
+    REWRITE   the pass that added the node.
     """
 
     TABLE = "table"
@@ -63,14 +63,14 @@ class By(enum.Enum):
 
 
 class Role(enum.Enum):
-    """What a node is there for.
+    """The purpose of a node.
 
-    PROGRAM  the user's program.
-    CAST     a cast of ours (captured programs may hold casts of their own).
-    SCALE    the loss scale enters, or leaves.
-    PAD      padding, and what cuts it off.
-    COPY     the copy of a result whose elements overlap.
-    STEP     an optimizer step.
+    PROGRAM  part of the user's program.
+    CAST     a cast that we added (captured programs may hold casts of their own).
+    SCALE    multiplies by the loss scale, or divides by it.
+    PAD      adds padding, or cuts it off.
+    COPY     copies a result whose elements overlap in memory.
+    STEP     part of an optimizer step.
     """
 
     PROGRAM = "program"
@@ -81,7 +81,7 @@ class Role(enum.Enum):
     STEP = "step"
 
 
-# The roles of nodes that passes add to a program: they read and give the dtypes they are made with.
+# The roles of nodes that passes add to a program; such a node keeps the dtypes it was made with.
 ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD})
 
 
@@ -92,9 +92,9 @@ class Mark:
     Attributes:
         precision: LOW or FULL once planned; KEEP leaves captured dtypes; FOLLOW is undecided.
         by: who decided.
-        reason: one sentence for people; nothing follows from it.
-        format: the low format it runs in (an autocast region may name another than the rest).
-        role: what the node is there for.
+        reason: one sentence for people; no code depends on it.
+        format: the low number format (an autocast region may name another than the rest has).
+        role: the purpose of the node.
     """
 
     precision: Precision
@@ -105,32 +105,32 @@ class Mark:
 
     @property
     def low(self) -> torch.dtype:
-        """The dtype that the node computes in where it is LOW."""
+        """The dtype that the node computes in if it is LOW."""
         return self.format.compute
 
     @property
     def rule(self) -> str:
-        """By which rule, for people."""
+        """Who decided, or the role of a node that is not the program's, as a word for people."""
         return self.by.value if self.role is Role.PROGRAM else self.role.value
 
 
 def added(role: Role, reason: str) -> Mark:
-    """The mark of a node that a rewriting pass adds: it keeps the dtypes that it is made with."""
+    """The mark of a node that a pass adds: the node keeps the dtypes that it is made with."""
     return Mark(Precision.KEEP, By.REWRITE, reason, FP32, role)
 
 
 def mark(node: fx.Node) -> Mark:
-    """The node's decision; classify gives one to every node that computes a tensor."""
+    """The node's decision; `classify` makes one for every node that computes a tensor."""
     return node.meta["mp"]  # type: ignore[no-any-return]
 
 
 def role(node: fx.Node) -> Role | None:
-    """What the node is there for, or None for inputs, constants and the output."""
+    """The purpose of the node, or None for inputs, constants and the output."""
     return mark(node).role if is_marked(node) else None
 
 
 def precision(node: fx.Node) -> Precision | None:
-    """The node's class, or None for inputs, constants and the output."""
+    """The node's precision class, or None for inputs, constants and the output."""
     return node.meta["mp"].precision if "mp" in node.meta else None
 
 
@@ -143,21 +143,21 @@ def set_mark(node: fx.Node, value: Mark) -> None:
 
 
 def set_mutable(node: fx.Node) -> None:
-    """Note that some node writes this value's memory: a cast of it must be taken where it is used,
-    never shared.
+    """Note that some node writes this value's memory: each use needs a cast of its own, made just
+    before it, never a shared one.
     """
     node.meta["mp_mutable"] = True
 
 
 def set_copy(node: fx.Node, *, of: int) -> None:
-    """Note that this input is the working copy, in the low dtype, of the parameter that the caller
-    hands over as input `of`.
+    """Note that this input is the working copy, in the low dtype, of the parameter that is the
+    caller's input `of`.
     """
     node.meta["mp_copy"] = of
 
 
 def copy_of(node: fx.Node) -> int | None:
-    """Of which input (by number) this one is the working copy, if it is one."""
+    """The number of the input of which this one is the working copy, or None."""
     return node.meta.get("mp_copy")
 
 
@@ -166,7 +166,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def set_stored_low(node: fx.Node) -> None:
-    """Note that the node's FP32 result is rounded to the low dtype where it is made."""
+    """Note that the node computes in FP32 and gives its result in the low dtype."""
     node.meta["mp_stored_low"] = True
 
 
@@ -175,12 +175,12 @@ def is_stored_low(node: fx.Node) -> bool:
 
 
 def set_costs(node: fx.Node, value: dict[str, dict[str, int]]) -> None:
-    """Note what either precision would cost: "low", "full" -> term -> bytes of traffic."""
+    """Note the planner's cost of each precision: "low" or "full" -> term -> bytes of traffic."""
     node.meta["mp_costs"] = value
 
 
 def costs(node: fx.Node) -> dict[str, dict[str, int]] | None:
-    """What the planner weighed, or None where it had nothing to decide."""
+    """The costs that the planner weighed, or None where it had nothing to decide."""
     found: dict[str, dict[str, int]] | None = node.meta.get("mp_costs")
     return found
 
@@ -190,7 +190,7 @@ def set_alignment(node: fx.Node, value: Alignment) -> None:
 
 
 def alignment(node: fx.Node) -> Alignment | None:
-    """What was decided about the dims of a product, or None for other nodes."""
+    """The decision about the dims of a product, or None for other nodes."""
     found: Alignment | None = node.meta.get("mp_alignment")
     return found
 
@@ -200,7 +200,7 @@ def set_padding(node: fx.Node, value: Padding) -> None:
 
 
 def padding(node: fx.Node) -> Padding | None:
-    """The shapes that the node is to read and to give, or None: as captured."""
+    """The padded shapes of the node's operands and result, or None: they are as captured."""
     found: Padding | None = node.meta.get("mp_padding")
     return found
 
@@ -210,17 +210,17 @@ def remark(node: fx.Node, **changes: Any) -> None:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """A cast of ours (captured programs may hold `aten.to` of their own)."""
+    """Whether a pass of ours added this cast (captured programs may hold `aten.to` calls too)."""
     return node.target is aten.to.dtype and role(node) is Role.CAST
 
 
 def copies_for_overlap(node: fx.Node) -> bool:
-    """Whether the node is, scaled or not, the copy of a result that overlaps (copy_overlaps)."""
+    """Whether the node, behind any loss scaling, copies a result that overlaps (copy_overlaps)."""
     while role(node) is Role.SCALE:
         node = node.all_input_nodes[0]
     return role(node) is Role.COPY
 
 
 def is_write_back(node: fx.Node) -> bool:
-    """Whether the node writes an input of the graph, and autograd sees it (scale_gradients)."""
+    """Whether the node writes to an input of the graph and autograd tracks it (scale_gradients)."""
     return node.target is aten.copy_.default and role(node) is Role.SCALE

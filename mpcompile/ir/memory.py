@@ -1,4 +1,4 @@
-"""Which memory a value lies in, and what a node writes in place."""
+"""The memory that a value lies in, and the values that a node writes in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .values import (
 
 
 def storage(node: fx.Node) -> int | None:
-    """Identity of the memory under the captured value; equal for aliases."""
+    """Identity of the memory of the captured value; equal for aliases."""
     value = captured(node)
     if value is None or value.layout is not torch.strided:
         return None
@@ -30,38 +30,38 @@ def storage(node: fx.Node) -> int | None:
 
 
 def shares_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether captured values, or parts of them, lie in the same memory."""
+    """Whether two captured values, or parts of them, lie in the same memory."""
     return not memory(a.meta.get("mp_captured")).isdisjoint(memory(b.meta.get("mp_captured")))
 
 
 def memory(value: Any) -> set[int]:
-    """Identity of the memory under a value, or under its parts."""
+    """Identities of the memory of a value or, if it is a sequence, of its parts."""
     strided = (t for t in tensors_of(value) if t.layout is torch.strided)
     return {int(t.untyped_storage()._cdata) for t in strided}
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The values that the node writes in place, as far as its own arguments go."""
+    """The arguments of the node that it writes in place."""
     if is_opaque(node):
         name = op_name(node)
         writes = (
             name == "setitem" or name.endswith("_") if in_functorch(node)
             else _marks_dirty(node) if is_op(node)
-            else True  # a function of the user's: nobody knows
+            else True  # a function of the user's: assume that it writes
         )  # fmt: skip
         return list(node.all_input_nodes) if writes else []
     places = rules.written_args(node.target)
     return [a for i, a in positions(node) if i in places and isinstance(a, fx.Node)]
 
 
-# Dynamo tells which operands an autograd.Function marks as dirty from torch 2.13 on.
+# From torch 2.13 on, Dynamo says which operands an autograd.Function marks as dirty.
 _DIRTY_IS_TOLD = torch.__version__ >= "2.13"
 
 
 def _marks_dirty(node: fx.Node) -> bool:
-    """Whether an autograd.Function writes what it is given, and says so (`mark_dirty`).
+    """Whether an autograd.Function writes to its operands and says so (`mark_dirty`).
 
-    Where Dynamo doesn't tell (read in torch 2.11), one whose forward writes anything in place.
+    Where Dynamo doesn't tell (read in torch 2.11): whether its forward writes anything in place.
     """
     if _DIRTY_IS_TOLD or not op_name(node).endswith("autograd_function_apply"):
         return "dirty_idx" in node.kwargs
@@ -70,7 +70,7 @@ def _marks_dirty(node: fx.Node) -> bool:
 
 
 def _is_a_write(node: fx.Node) -> bool:
-    """Of a program that nobody has traced: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
+    """Whether an untraced call writes: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
     name = node.target if isinstance(node.target, str) else op_name(node)
     named = name.endswith("_") and not name.startswith("__")
     assigned = name == "__setitem__" or node.target in _ASSIGNMENTS

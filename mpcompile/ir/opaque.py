@@ -1,7 +1,7 @@
-"""Products that no pass sees: those in the bodies of opaque nodes, and opaque nodes that are one.
+"""The matrix products that no pass sees: in the bodies of opaque nodes, or opaque nodes themselves.
 
-What an opaque node does stays as it was captured, so a product there runs in FP32 whatever the
-level. The plan says how many those are, or nobody would know what is still to gain.
+An opaque node stays as it was captured, so a product in it runs in FP32 at every level. The plan
+says how many there are: that is work which could still gain.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from .. import ir, rules
 
 
 def products_in(node: fx.Node) -> int:
-    """How many matrix products, convolutions and attentions an opaque node holds (each as often as
-    the program says it, not as it runs). Under an autocast of the user's own, which applies inside
-    as it always does, none of them counts.
+    """How many matrix products, convolutions and attentions an opaque node holds, each counted as
+    often as it is written, not as it runs. 0 under an autocast of the user's, which applies inside
+    the node as always.
     """
     region = ir.autocast_region(node)
     if not ir.is_opaque(node) or (region is not None and region[0]):
@@ -24,7 +24,7 @@ def products_in(node: fx.Node) -> int:
 
 
 def _count(module: fx.GraphModule, node: fx.Node) -> int:
-    """Of a node of that module: itself, and the bodies it is handed."""
+    """The products of one node of `module`: the node itself, and the bodies among its arguments."""
     bodies = (
         ir.attribute(module, n) for n in dict.fromkeys(node.all_input_nodes) if n.op == "get_attr"
     )
@@ -38,7 +38,7 @@ def _count(module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def described(node: fx.Node) -> str:
-    """What to say about it in the reason of the node, or nothing."""
+    """The part of the node's reason that states this count, or the empty string."""
     count = products_in(node)
     if count == 0:
         return ""

@@ -1,13 +1,13 @@
-"""How a loss scale moves: its constants, its state, and the rule that leads from one to the next.
+"""How a loss scale moves: its constants, its state, and the rule that updates the state.
 
-    an overflow                  scale x backoff_factor, not below min_scale, once `hysteresis` of
-                                 them have come; the count of good steps starts anew
+    an overflow                  scale x backoff_factor, not below min_scale, once there were
+                                 `hysteresis` overflows; the count of good steps restarts at 0
     growth_interval good steps   scale x growth_factor, not above max_scale
     any overflow                 skipped_steps + 1
 
 This is the dynamic scale of NVIDIA's guide to mixed precision. The functions are pure, and written
-once for numbers and for 0-d tensors: `LossScale` calls them with the one, and with the other the
-pass `move_scale` traces them into the graph of an optimizer step.
+once for numbers and for 0-d tensors: `LossScale` calls them with numbers; the pass `move_scale`
+traces them with tensors into the graph of an optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-# The dynamic scale's start, as GradScaler's; the largest that a fitted scale starts with, too.
+# The start of the dynamic scale, as GradScaler's; also the largest start that a search may find.
 INIT_SCALE = 2.0**16
 
 _Flag: TypeAlias = Any  # a bool, or a 0-d bool tensor
@@ -27,10 +27,10 @@ _Number: TypeAlias = Any  # a float or an int, or a 0-d tensor
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The constants of one loss scale: `LossScale.dynamic` says what each does.
+    """The constants of one loss scale; `LossScale.dynamic` explains each.
 
     Attributes:
-        kind: "dynamic"; or "static" or "none", whose value never moves.
+        kind: "dynamic"; or "static" or "none", for a scale that never moves.
     """
 
     kind: str = "dynamic"
@@ -38,7 +38,7 @@ class ScaleRule:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     hysteresis: int = 1
-    min_scale: float = 2.0**-14  # a sum over a batch of large errors may fit below 1 only
+    min_scale: float = 2.0**-14  # large errors summed over a batch may fit only below 1
     max_scale: float = 2.0**24
 
     @property
@@ -48,18 +48,19 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """What changes while training: numbers or, where a step keeps them on a device, 0-d tensors.
+    """The values that change while training: numbers, or 0-d tensors where a step keeps them on a
+    device.
 
     Attributes:
-        scale: what gradients are multiplied by, FP32 on a device.
+        scale: the factor of the gradients; FP32 if it is a tensor.
         good_steps: steps since the scale last moved or a gradient overflowed.
         overflows_left: how many more overflows lower the scale.
-        skipped_steps: of all optimizers, because of an overflow.
+        skipped_steps: steps that any optimizer skipped because of an overflow.
         hit: whether an overflow was counted since the last training forward.
         floor: whether an overflow has come at the lowest scale.
 
-    The last two are the business of one run: no checkpoint keeps them, and states that differ in
-    nothing else are equal.
+    `hit` and `floor` belong to one run: checkpoints don't keep them, and comparisons of states
+    ignore them.
     """
 
     scale: float
@@ -87,7 +88,7 @@ STATE_DTYPES = {
 
 
 def updated(rule: ScaleRule, state: ScaleState, overflow: _Flag) -> ScaleState:
-    """The state after one optimizer step, of which there is one for each training forward.
+    """The state after one optimizer step, if there is one step for each training forward.
 
     Args:
         overflow: whether the step was skipped, because a gradient was not finite.
@@ -112,8 +113,8 @@ def updated(rule: ScaleRule, state: ScaleState, overflow: _Flag) -> ScaleState:
 
 
 def settled(rule: ScaleRule, state: ScaleState, overflow: _Flag, first: _Flag) -> ScaleState:
-    """The state after one optimizer step, of which there may be several for a training forward:
-    the scale moves for the first one, and after that for the first that overflows.
+    """The state after one optimizer step, if there may be several for each training forward:
+    the scale moves for the first step, and after that for the first that overflows.
 
     Args:
         overflow: whether the step was skipped, because a gradient was not finite.
@@ -135,7 +136,7 @@ def settled(rule: ScaleRule, state: ScaleState, overflow: _Flag, first: _Flag) -
     )
 
 
-# -- what numbers and tensors write differently ---------------------------------------------------
+# -- operations that differ between numbers and tensors -------------------------------------------
 
 
 def _not(flag: _Flag) -> _Flag:

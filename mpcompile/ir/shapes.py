@@ -1,9 +1,9 @@
-"""What the padding passes say to each other: products, lanes and shapes, as plain data.
+"""The data that the padding passes exchange: products, lanes and shapes.
 
 A *product* is any operator that Tensor Cores run: a matrix product, a convolution, attention, a
 recurrent layer. Each dimension of its operands and of its result carries a *label*, as in einsum;
-padding a product is padding labels. *Lanes* are the elements that padding adds at a dimension's
-end.
+to pad a product is to pad labels. *Lanes* are the elements that padding adds at the end of a
+dimension.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Size = int | torch.SymInt
 Labels = tuple[str | None, ...]  # None: a dimension that is never padded
-Path = tuple[int, ...]  # an operand: its position in the schema, then in a list that stands there
+Path = tuple[int, ...]  # an operand: its schema position, then its index if that holds a list
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Product:
 
     Attributes:
         kind: "gemm", "conv", "attention" or "rnn".
-        operands: the labels of each tensor operand that can carry lanes.
+        operands: the labels of each tensor operand that can have lanes.
         added: operands that are added to the product instead of multiplied (biases).
         result: the result's labels; None where the operator returns several tensors.
         sizes: size of each label, in elements.
-        dims: what people call the sizes ("m", "in_channels"), each a product of labels.
-        terms: the labels whose product is the number of multiply-adds, summed over terms.
-        rows: the dims that set no row stride anywhere: how many rows there are.
+        dims: the usual names of the sizes ("m", "in_channels"), each a product of labels.
+        terms: sets of labels; the products of their sizes add up to the number of multiply-adds.
+        rows: the dims that are nowhere a row stride: they say how many rows there are.
         strides: the dims that are row strides of an operand or of the result, here or in the
             backward.
         fixed: labels that can't be padded, and why.
@@ -51,7 +51,7 @@ class Product:
     fixed: Mapping[str, str] = field(default_factory=dict)
 
     def measured(self, padded: Mapping[str, Size] | None = None) -> dict[str, Size]:
-        """The dims by name, with some labels at another size."""
+        """The dims by name; `padded` gives some labels another size."""
         sizes = {**self.sizes, **(padded or {})}
         return {name: math.prod(sizes[x] for x in labels) for name, labels in self.dims.items()}
 
@@ -62,15 +62,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What was decided about a product's dims.
+    """The decision about a product's dims.
 
     Attributes:
         product: the product as captured.
         padded: label -> its size after padding, for the labels that are padded.
-        wanted: the dims that ought to be multiples of `multiple`.
-        unaligned: those that are not, before and after padding.
+        wanted: the dims that should be multiples of `multiple`.
+        unaligned: the dims of `wanted` that are not: before padding, and after.
         multiple: in elements.
-        reason: what was done, or why nothing was.
+        reason: what was padded, or why nothing was.
     """
 
     product: Product
@@ -89,7 +89,7 @@ class Lanes:
     Attributes:
         real: the size without them.
         padded: the size with them.
-        content: the number that every lane holds, or None: unknown, so they must be cut off.
+        content: the number that every lane holds, or None: unknown, so the lanes must be cut off.
     """
 
     real: Size
@@ -99,11 +99,11 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Padding:
-    """The shapes that a node reads and gives once padded.
+    """The padded shapes of a node's operands and result.
 
     Attributes:
-        operands: shape of each operand that the node wants padded.
-        real: shape of its result without lanes; None where that is several tensors.
+        operands: shape of each operand that the node reads padded.
+        real: shape of its result without lanes; None if it has several results.
         result: shape of its result with lanes; likewise.
     """
 

@@ -1,4 +1,4 @@
-"""Sizes, symbols among them: comparisons that add no guard."""
+"""Comparisons of sizes, which may hold symbols. No comparison adds a guard."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from .shapes import Size
 
 
 def known_equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal whatever the symbols in them; adds no guard."""
+    """Whether two sizes are equal for all values of their symbols; adds no guard."""
     return bool(symbolic_shapes.statically_known_true(a == b))
 
 
 def known_multiple(size: Size, of: int) -> bool:
-    """Whether a size is a multiple of a number whatever the symbols in it; adds no guard."""
+    """Whether a size is a multiple of a number for all values of its symbols; adds no guard."""
     return bool(symbolic_shapes.statically_known_true(size % of == 0))
 
 
 def known_below(a: Size, b: Size) -> bool:
-    """Whether a size is smaller than another whatever the symbols in them; adds no guard."""
+    """Whether a size is smaller than another for all values of their symbols; adds no guard."""
     return bool(symbolic_shapes.statically_known_true(a < b))
 
 
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
-    """Whether two shapes are equal whatever the symbols in them; adds no guard."""
+    """Whether two shapes are equal for all values of their symbols; adds no guard."""
     left, right = tuple(a), tuple(b)
     return len(left) == len(right) and all(map(known_equal, left, right))
 
 
 def hint(size: Size) -> int:
-    """The size in the inputs that were traced: for estimates only; adds no guard."""
+    """The size in the inputs that were traced; use it for estimates only. Adds no guard."""
     if isinstance(size, int):
         return size
-    # One function under two names: torch 2.11 has size_hint, 2.13 has optimization_hint.
+    # torch 2.11 calls this function size_hint, torch 2.13 optimization_hint.
     name = "optimization_hint" if hasattr(symbolic_shapes, "optimization_hint") else "size_hint"
     find = getattr(symbolic_shapes, name)
     return int(find(size, fallback=1))

@@ -1,4 +1,4 @@
-"""Graphs of optimizer steps: inputs by what they are, and new calls."""
+"""Graphs of optimizer steps: their inputs by `Slot`, and calls added to them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .values import aten, fake_mode, value
 
 
 def slots(graph: fx.Graph) -> dict[Slot, fx.Node]:
-    """The inputs of a step's graph by what they are."""
+    """The inputs of a step's graph by slot."""
     return {node.meta["mp_slot"]: node for node in graph.find_nodes(op="placeholder")}
 
 
 def set_slot(node: fx.Node, slot: Slot) -> None:
-    """Say what an input of a step's graph is; it is named after that."""
+    """Set the slot of an input of a step's graph, and name the input after it."""
     node.meta["mp_slot"] = slot
     node._rename(str(slot))
 
 
 def slot_of(node: fx.Node) -> Slot:
-    """What the input of a step's graph is."""
+    """The slot of an input of a step's graph."""
     found: Slot = node.meta["mp_slot"]
     return found
 
 
 def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
-    """The 0-d input `wanted`, on the device of the others; added, if it isn't there yet."""
+    """The 0-d input `wanted`, on the device of the others; added if it isn't there yet."""
     known = slots(graph)
     if wanted not in known:
         device = value(next(iter(known.values()))).device
@@ -51,14 +51,14 @@ def scale_slot(
 
 
 def become_tensor(node: fx.Node) -> None:
-    """Turn an input that is a symbolic number into the 0-d FP64 tensor that holds it."""
+    """Turn an input that is a symbolic number into a 0-d FP64 tensor of that number."""
     device = value(next(iter(slots(node.graph).values()))).device
     with fake_mode(node.graph):
         node.meta["val"] = torch.empty((), dtype=torch.float64, device=device)
 
 
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
-    """A new input, behind the last one."""
+    """Add an input behind the last one."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(str(wanted))
@@ -74,7 +74,7 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
 
 
 def step_notes(gm: fx.GraphModule) -> StepNotes:
-    """What the passes over this step leave for each other."""
+    """The notes that the passes over this step leave for each other."""
     notes: StepNotes = gm.meta.setdefault("mp_notes", StepNotes())
     return notes
 
@@ -96,8 +96,8 @@ def inline(
     *,
     why: str,
 ) -> list[fx.Node]:
-    """Add what a function of tensors does to these nodes, traced, at the insertion point of a
-    step's graph. Returns the nodes of its results; one that it returns as given is its input.
+    """Trace a function of tensors and add its nodes at the insertion point of a step's graph.
+    Returns the nodes of its results; a result that is an input of the function is that input.
     """
     with fake_mode(graph), torch.no_grad():
         body = make_fx(function)(*map(value, inputs)).graph

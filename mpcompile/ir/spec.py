@@ -1,7 +1,7 @@
-"""What is legal after each stage of the pipeline. `verify` raises where a pass broke its promise.
+"""What must hold after each pass of the pipeline. `verify` raises where a pass broke its promise.
 
-These are internal invariants: a failure is a bug of ours, never the user's. The backend then
-compiles the graph unchanged and says so, rather than run what might be wrong.
+These are internal invariants: a failure is a bug of mpcompile, never the user's. The backend then
+compiles the graph unchanged and says so, rather than run a graph that may be wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[fx.GraphModule], Iterator[str]]
 
 
 class SpecError(AssertionError):
-    """A pass left the graph in a state its successors do not accept."""
+    """A pass left the graph in a state that later passes do not accept."""
 
 
 def _everything_marked(gm: fx.GraphModule) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
-    """Results that lay in one memory, with each other or with an input, lie in one now."""
+    """Results that shared memory, with each other or with an input, must still share it."""
     results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     captured: list[int | None] = gm.meta.get("mp_output_memory", [])
     together: dict[int | None, list[fx.Node]] = {}
@@ -112,12 +112,12 @@ def _units_agree(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _tracked_as_captured(gm: fx.GraphModule) -> Iterator[str]:
-    """No path of a gradient is cut off: autograd tracks what it tracked in the program."""
+    """No path of a gradient is cut: autograd tracks every value that it tracked in the program."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if not torch.is_grad_enabled() or not any(map(ir.requires_grad, inputs)):
         return
     if any(map(ir.in_functorch, gm.graph.nodes)):
-        return  # what is inside of a transform has stand-ins, which know no history
+        return  # stand-ins inside a transform have no history
     for node, tracked in units.History(gm).made.items():
         if ir.requires_grad(node) and not tracked and not ir.is_opaque(node):
             yield f"{node.name} has lost its history"
@@ -139,14 +139,14 @@ class Promise:
 
 
 PROMISES = (
-    # What `outline` inserts, calls of checkpoints, has no class; their bodies' nodes have theirs.
+    # The calls of checkpoints that `outline` inserts have no class; the nodes in their bodies do.
     Promise(_everything_marked, since="classify", until="clean"),
     Promise(_nothing_undecided, since="plan", until="outline"),
-    # `outline` moves nodes out of sight, into bodies.
+    # `outline` moves nodes into bodies, where this check doesn't look.
     Promise(_operands_as_planned, since="place_casts", until="clean"),
     Promise(_outputs_as_captured, since="place_casts", until="outline"),
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
-    # The history of a graph is that of the flat one; see `costly`.
+    # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
     Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
     Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
@@ -155,7 +155,7 @@ PROMISES = (
 
 
 def checks_after(stage: str, order: Sequence[str]) -> tuple[Check, ...]:
-    """The checks to make after a pass, of which `order` tells the place in the pipeline."""
+    """The checks to make after the pass `stage`; `order` lists the passes in pipeline order."""
     at = order.index(stage)
     return tuple(
         promise.check

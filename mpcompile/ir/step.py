@@ -1,7 +1,7 @@
-"""The vocabulary of a generated optimizer step: what its inputs are, and how it is to be rewritten.
+"""The vocabulary of a generated optimizer step: its inputs (`Slot`), its settings, passes' notes.
 
 The graph of a step has no outputs. Its inputs are the tensors it reads and writes, each named by a
-`Slot`; what it does is the set of its `copy_` nodes.
+`Slot`; its effect is the set of its `copy_` nodes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How the gradient of one parameter arrives.
+    """How the gradient of one parameter is stored when the step reads it.
 
     Attributes:
-        dtype: as stored in `p.grad`.
+        dtype: of `p.grad`.
         scales: the loss scales (by index) of the graphs that make it.
-        scaled_by: the one (by index) it is stored multiplied by, or None: it is stored unscaled.
+        scaled_by: the loss scale (by index) it is multiplied by, or None: it is unscaled.
     """
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class CopyLayout:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """One step's settings, as every pass over its graph sees them.
+    """The settings of one step, as its passes see them.
 
     Attributes:
         gradients: one for each parameter of the step.
@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 
 class _Note(Generic[T]):
-    """A field of `StepNotes`, made by the pass `maker`; reading it before that is an error."""
+    """A field of `StepNotes`, set by the pass `maker`; reading it earlier is an error."""
 
     def __init__(self, maker: str) -> None:
         self.maker = maker
@@ -106,13 +106,13 @@ class _Note(Generic[T]):
 
 
 class StepNotes:
-    """What the passes over one step leave for later ones: nodes of its graph.
+    """What the passes over one step leave for later passes: nodes of the step's graph.
 
-    Each field is made by one pass. Reading a field that isn't made yet raises RuntimeError, which
+    Each field is set by one pass. Reading a field that isn't set yet raises RuntimeError, which
     names that pass.
 
     Attributes:
-        start: the first operator of the traced step. What prepares the gradients goes before it.
+        start: the first operator of the traced step; nodes that prepare gradients go before it.
             Made by unscale_gradients; read by measure_gradients, check_gradients, clip_gradients.
         inverses: 0-d FP32, for each loss scale (by index) that some gradient is stored multiplied
             by: one over that scale. Made by unscale_gradients; read by clip_gradients.

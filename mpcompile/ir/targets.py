@@ -1,4 +1,4 @@
-"""Call targets of torch's own, other than ATen operators, that several rooms look for in a graph.
+"""Call targets of torch, other than ATen operators, that several rooms look for in a graph.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """

@@ -1,4 +1,4 @@
-"""A graph as text, and where its nodes come from."""
+"""Text of a graph and its nodes, and the source positions of nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<
 
 
 def source(node: fx.Node) -> str:
-    """`"model.py:12"`: the innermost user frame that made the node, or the empty string."""
+    """`"model.py:12"`: the user's innermost frame that made the node, or the empty string."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return ""
@@ -73,7 +73,7 @@ def line(node: fx.Node) -> str:
 
 
 def render(graph: fx.Graph, *, reasons: bool = False) -> str:
-    """The whole graph as text, a line a node; with `reasons`, why each decided line is as it is."""
+    """The graph as text, one line for each node; with `reasons`, the reason of each decision."""
     lines = []
     for node in graph.nodes:
         text = line(node)

@@ -1,20 +1,20 @@
-"""The loss scale is a unit: every gradient in a graph carries it to the power 0 or 1, and this is
-proved for each graph that is emitted.
+"""Proof, for each graph that is emitted, that gradients carry the loss scale where they should: the
+loss scale is a unit, and every gradient in a graph carries it to the power 0 or 1.
 
-Autograd itself says which way gradients go: the graph is run once on FakeTensors, as it stands, in
-place writes, views and `no_grad` included. That gives the nodes of the backward graph that
-AOTAutograd will derive, and what they need is one fact of mathematics: the backward of a
-differentiable operator is linear in its gradients, so it hands on the unit that it receives.
+Autograd itself tells the paths of gradients: the graph is run once on FakeTensors, with its
+in-place writes, views and `no_grad`. That gives the nodes of the backward graph that AOTAutograd
+will derive. One fact of mathematics then suffices: the backward of a differentiable operator is
+linear in its gradients, so it passes on the unit that it receives.
 
     leaves the graph's outputs, and inputs it wrote     scale^0
     scale_grad, backward                                scale^0 -> scale^1
     unscale_grad, backward                              scale^1 -> scale^0
     backward code that may not be linear                scale^0 only
-    any other node                                      hands on; all it receives must agree
+    any other node                                      passes on; all it receives must agree
     arrives at an input                                 scale^0; at a working copy of O2's scale^1
 
-Where two units would be added, or a wrong one would arrive, `complaints` says so, and the graph is
-not emitted.
+If two different units would be added, or a wrong one would arrive, `complaints` says so, and the
+graph is not emitted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ..rules import RNN_OPS
 from .fakes import like
 from .inputs import GraphInputs
 
-# A node of autograd's graph. Python makes the object anew unless somebody holds it: we hold all.
+# A node of autograd's graph. Python makes the object anew unless it is referenced: we keep all.
 GradFn = Any
 
 
 class _Stand(torch.autograd.Function):
-    """Stands for a call that is not run: its results, and that autograd tracks them."""
+    """Stands in for a call that is not run: gives its results, tracked by autograd or not."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,7 @@ class _Stand(torch.autograd.Function):
 
 
 class History(fx.Interpreter):
-    """What autograd makes of a graph: the graph, run once on FakeTensors.
+    """What autograd records of a graph that is run once on FakeTensors.
 
     Attributes:
         reads: (node, operand) -> whether autograd tracked the operand as the node read it. A tensor
@@ -69,7 +69,7 @@ class History(fx.Interpreter):
         self.made: dict[fx.Node, bool] = {}
         self.inputs: dict[fx.Node, GradFn] = {}
         self.origin: dict[GradFn, fx.Node] = {}
-        self.exact: set[GradFn] = set()  # whose gradients must be true to size
+        self.exact: set[GradFn] = set()  # nodes whose gradients must be unscaled
         self.node: fx.Node
         fake_mode = ir.fake_mode(gm.graph)
         shapes = fake_mode.shape_env
@@ -79,7 +79,7 @@ class History(fx.Interpreter):
             enable_python_dispatcher(),
             torch.enable_grad(),  # the graph may end in another mode
             shapes.ignore_fresh_unbacked_symbols() if shapes else contextlib.nullcontext(),
-            # What it asks of a size, AOTAutograd will ask when it traces the graph: no new guards.
+            # The sizes it asks about, AOTAutograd will ask about when it traces: add no guards now.
             shapes.suppress_guards() if shapes else contextlib.nullcontext(),
         ):
             self.run(*(None for _ in gm.graph.find_nodes(op="placeholder")))
@@ -92,26 +92,26 @@ class History(fx.Interpreter):
         for operand in n.all_input_nodes:
             self.reads[n, operand] = _tracked(self.env[operand])
         operands = [self.env[operand] for operand in n.all_input_nodes]
-        self._note(operands)  # a view of what was written gets its history when it is looked at
+        self._note(operands)  # a view of a written tensor gets its history on access
         result = super().run_node(n)
         if n.op != "output":
             self.made[n] = _tracked(result)
-            new = self._note([result, *operands])  # what it wrote to an operand is new as well
+            new = self._note([result, *operands])  # a written operand has new nodes too
             if ir.backward_is_unknown(n):
                 self.exact.update(new)
         return result
 
     def is_as_it_came(self, node: fx.Node) -> bool:
-        """Whether autograd saw no write to an input that needs a gradient."""
+        """Whether the node is an input that needs a gradient, and autograd saw no write to it."""
         return node in self.inputs and self.env[node].grad_fn is self.inputs[node]
 
     def shares_memory(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether what two nodes give, or parts of it, lies in the same memory."""
+        """Whether the values of two nodes, or parts of them, lie in the same memory."""
         return not ir.memory(self.env[a]).isdisjoint(ir.memory(self.env[b]))
 
     def _note(self, values: Any) -> set[GradFn]:
-        """Note where the nodes of autograd's graph behind some values come from; returns the new
-        ones.
+        """Note which node of the graph made the nodes of autograd's graph behind some values;
+        returns the new ones.
         """
         new: set[GradFn] = set()
         queue = list(grad_fns(values))
@@ -124,7 +124,7 @@ class History(fx.Interpreter):
         return new
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A fresh twin of the input; no leaf, for the graph may write to it."""
+        """A fresh twin of the input. It is no leaf: the graph may write to it."""
         value = _like(self.node.meta.get("val"))
         tracked = ir.requires_grad(self.node) and isinstance(value, torch.Tensor)
         if not tracked:
@@ -135,34 +135,34 @@ class History(fx.Interpreter):
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Constants are fakes too, for the graph may write to them."""
+        """A constant: a fake too, because the graph may write to it."""
         value = self.node.meta.get("val")
         if isinstance(value, torch.Tensor):
             return _like(value)
         return super().get_attr(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A method is in the graph only as part of what is opaque."""
+        """A call of a method occurs only in an opaque part of the graph: use a stand-in."""
         return self._stand_in(args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; what can't be run here has a stand-in."""
+        """Run an operator, or use a stand-in for one that can't be run here."""
         if ir.is_opaque(self.node) or target in RNN_OPS:
             return self._stand_in(args, kwargs)
         value = self.node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return value  # what `.item()` gave: the same symbol
+            return value  # a result of `.item()`: keep the same symbol
         try:
             return super().call_function(target, args, kwargs)
         except (GuardOnDataDependentSymNode, DataDependentOutputException):
-            # Sizes that depend on numbers, which a new fake doesn't know. What stands in for the
-            # results shares no memory with them: so only where nothing is written.
+            # Sizes that depend on values, which a new fake doesn't have. Stand-ins of the results
+            # share no memory with the operands, so use them only if the graph writes nothing.
             if any(map(ir.written, self.node.graph.nodes)):
                 raise
             return self._stand_in(args, kwargs)
 
     def _stand_in(self, args: Any, kwargs: Any) -> Any:
-        """Results as captured; a gradient of any of them reaches every operand."""
+        """Results as captured; the gradient of each result reaches every operand."""
         operands = [v for v in pytree.tree_leaves((args, kwargs)) if _tracked(v)]
         for operand in ir.written(self.node):
             target = self.env[operand]
@@ -185,7 +185,7 @@ class History(fx.Interpreter):
 
 
 def complaints(gm: fx.GraphModule) -> Iterator[str]:
-    """What is wrong with the units of the gradients in a graph whose loss scale is in place."""
+    """The errors in the units of the gradients of a graph whose loss scale is in place."""
     if not GraphInputs.of(gm.graph).scaled:
         return
     history = History(gm)
@@ -222,18 +222,18 @@ _STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
 
 
 def _function(grad_fn: GradFn) -> Any:
-    """The autograd.Function that a node of autograd's runs the backward of, if it is one."""
+    """The autograd.Function whose backward a node of autograd's graph runs, or None."""
     return getattr(type(grad_fn), "_forward_cls", None)
 
 
 def _written(history: History) -> list[Any]:
-    """What inputs hold at the end, where the graph wrote to them: the caller sees that, too."""
+    """The final values of inputs that the graph wrote to: the caller sees those, too."""
     nodes = [node for node, tracked in history.final.items() if tracked]
     return [history.env[node] for node in nodes if not history.is_as_it_came(node)]
 
 
 def _in_order(roots: list[GradFn], stop: Any) -> Iterator[GradFn]:
-    """The nodes of autograd's graph, each after all that hand gradients to it."""
+    """The nodes of autograd's graph, each after all nodes that pass gradients to it."""
     waiting: dict[GradFn, int] = defaultdict(int)
     found, queue = set(roots), list(roots)
     while queue:
@@ -271,13 +271,13 @@ def _tracked(value: Any) -> bool:
 
 
 def grad_fns(values: Any) -> set[GradFn]:
-    """Where the tensors among the values, at any depth, stand in autograd's graph."""
+    """The nodes of autograd's graph that made the tensors among the values, at any depth."""
     leaves = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
     return {v.grad_fn for v in leaves if v.grad_fn is not None}
 
 
 def _like(value: Any) -> Any:
-    """A new tensor of the same layout, tracked by nobody."""
+    """A new tensor of the same layout, not tracked by autograd."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.layout is not torch.strided:

@@ -1,11 +1,11 @@
-"""Updates of parameters in place: an optimizer's step that Dynamo traced, or one written by hand.
+"""In-place updates of parameters: an optimizer's step that Dynamo traced, or a handwritten one.
 
-FP32 master weights are the point of mixed precision, so what is written into them, and the moments
-it is computed from, must never be rounded. Two checks see to that:
+Mixed precision relies on FP32 master weights, so the values written into them, and the moments
+those are computed from, must never be rounded. Two checks ensure that:
 
-* `is_update`: Dynamo's graph is an optimizer's step as a whole. It is compiled as it stands.
-* `nodes_of_updates`: in any other graph, what is written into a parameter or a gradient, and what
-  it is computed from, keeps its dtypes.
+* `is_update`: Dynamo's graph is an optimizer's step as a whole. It is compiled unchanged.
+* `nodes_of_updates`: in any other graph, a value written into a parameter or a gradient, and the
+  values it is computed from, keep their dtypes.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -23,14 +23,14 @@ from .targets import SET_GRAD_ENABLED
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph of Dynamo's is an optimizer's step: autograd is off from end to end, and
+    """Whether a graph of Dynamo's is an optimizer's step: autograd is off throughout, and
     something is written into a leaf that requires a gradient.
     """
     if torch.is_grad_enabled() or gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
         return False
     placeholders = gm.graph.find_nodes(op="placeholder")
     held = [(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
-    # What Dynamo knows to be an optimizer's own are attributes of the graph, not inputs.
+    # Tensors that Dynamo knows to belong to an optimizer are attributes of the graph, not inputs.
     held += [(node, ir.attribute(gm, node)) for node in gm.graph.find_nodes(op="get_attr")]
     leaves = {
         place
@@ -42,14 +42,14 @@ def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def _memory(node: fx.Node) -> Iterator[int]:
-    """What lies under the tensors that Dynamo saw the node make; equal for aliases."""
+    """Identities of the memory of the tensors that Dynamo saw the node make; equal for aliases."""
     for tensor in ir.tensors_of(node.meta.get("example_value")):
         if tensor.layout is torch.strided:
             yield int(tensor.untyped_storage()._cdata)
 
 
 def _written_memory(node: fx.Node) -> set[int]:
-    """What the node writes in place, told by the name of what it calls (`mul_`, `isub`)."""
+    """The memory that the node writes in place, by the name of what it calls (`mul_`, `isub`)."""
     name = ir.op_name(node)
     if not (node.op in ("call_function", "call_method") and node.args):
         return set()
@@ -65,8 +65,8 @@ _ASSIGNMENTS = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imo
 
 
 def nodes_of_updates(graph: fx.Graph) -> set[fx.Node]:
-    """What a write to a parameter or to a gradient is computed from, as far as autograd doesn't
-    track it: behind that lies a forward, of which a codebook, say, keeps an average.
+    """The writes to a parameter or a gradient, and all they are computed from that autograd doesn't
+    track. What it does track is a forward (a codebook, say, keeps an average of its results).
     """
     inputs = graph.find_nodes(op="placeholder")
     trained = [n for n in inputs if ir.is_parameter(n) and ir.requires_grad(n)]
@@ -74,7 +74,7 @@ def nodes_of_updates(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     if not memory:
         return found
-    # Backwards: what is written into memory counts for all that is read from there later.
+    # In reverse: a value written into memory counts for all later reads of that memory.
     for node in reversed(graph.nodes):
         if node in found or not memory.isdisjoint(map(ir.storage, ir.written(node))):
             untracked = [n for n in node.all_input_nodes if not ir.requires_grad(n)]

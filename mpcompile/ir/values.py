@@ -20,14 +20,14 @@ aten = torch.ops.aten
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the node calls an operator that computes: no placeholder, getitem or mode switch."""
+    """Whether the node calls an operator that computes: not a placeholder, getitem, mode switch."""
     return node.op == "call_function" and isinstance(
         node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     )
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """A call kept just as Dynamo wrote it: a higher-order operator, a functorch transform."""
+    """Whether the call stays as Dynamo wrote it: a higher-order operator, a functorch transform."""
     return "mp_opaque" in node.meta
 
 
@@ -37,7 +37,7 @@ def in_functorch(node: fx.Node) -> bool:
 
 
 def backward_is_unknown(node: fx.Node) -> bool:
-    """Whether the node's backward is code that nobody here knows, or known not to be linear."""
+    """Whether the node's backward is unknown code, or is known not to be linear."""
     if not is_op(node):
         return is_opaque(node) and not in_functorch(node)
     if not rule(node).linear_backward:
@@ -47,7 +47,7 @@ def backward_is_unknown(node: fx.Node) -> bool:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """A tensor that depends on no input: baked into the graph, or made of one number."""
+    """Whether the tensor depends on no input: baked into the graph, or filled with one number."""
     if is_op(node) and rule(node).copies_constant:
         return all(is_constant(n) for n in node.all_input_nodes)
     return node.op == "get_attr" or (is_op(node) and rule(node).creates)
@@ -64,25 +64,25 @@ def is_float_call(node: fx.Node) -> bool:
 
 
 def grad_enabled(node: fx.Node) -> bool:
-    """Whether autograd records what happens at this place of the program."""
+    """Whether grad mode is on where the node stands in the program."""
     return bool(node.meta.get("mp_grad", True))
 
 
 def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
-    """(enabled, dtype) of the innermost autocast region of the user's own, or None outside."""
+    """(enabled, dtype) of the user's innermost autocast region, or None outside of any."""
     region: tuple[bool, torch.dtype | None] | None = node.meta.get("mp_autocast")
     return region
 
 
 def op_name(node: fx.Node) -> str:
-    """`"aten::linear"`, or for what is no operator its Python name."""
+    """`"aten::linear"`; for a target that is no operator, its Python name."""
     if is_op(node):
         return op_key(node.target)
     return getattr(node.target, "__name__", str(node.target))
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
-    """The FakeTensor the node produces now, or None for tuples, ints and nothing."""
+    """The FakeTensor the node produces now, or None for other values."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
@@ -93,20 +93,20 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def captured(node: fx.Node) -> torch.Tensor | None:
-    """The FakeTensor it produced in the FP32 program."""
+    """The FakeTensor the node produced in the FP32 program, or None for other values."""
     value = node.meta.get("mp_captured")
     return value if isinstance(value, torch.Tensor) else None
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The FakeTensor the node produces now; it must be one."""
+    """The FakeTensor the node produces now; the node must produce one."""
     found = tensor(node)
     assert found is not None
     return found
 
 
 def shape(node: fx.Node) -> tuple[Size, ...]:
-    """The sizes, symbols among them, of the tensor the node produces now."""
+    """The sizes (which may be symbols) of the tensor the node produces now."""
     return tuple(value(node).shape)
 
 
@@ -119,7 +119,7 @@ def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def set_value(node: fx.Node, value: torch.Tensor) -> None:
-    """Change what an input holds: its dtype, its shape."""
+    """Replace the value of an input, to change its dtype or shape."""
     node.meta["val"] = value
 
 
@@ -161,7 +161,7 @@ def requires_grad(node: fx.Node) -> bool:
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What a get_attr node names on its module: a constant tensor or a body."""
+    """The attribute of the module that a get_attr node names: a constant tensor or a body."""
     value: Any = gm
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -200,10 +200,10 @@ def layout(node: fx.Node) -> tuple[Any, Any]:
 
 
 def rule(node: fx.Node) -> rules.Rule:
-    """What is known about the operator that the node calls."""
+    """The table's row of the operator that the node calls."""
     return rules.rule_for(node.target)
 
 
 def kind(node: fx.Node) -> rules.Kind:
-    """What the node does with a value; taking a part of several results is a view."""
+    """What the node does with a value; picking one of several results counts as a view."""
     return rules.Kind.VIEW if is_getitem(node) else rule(node).kind

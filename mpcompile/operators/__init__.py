@@ -1,4 +1,4 @@
-"""Operators of our own, registered with torch.library when this room is imported."""
+"""mpcompile's own operators, registered with torch.library when this room is imported."""
 
 from . import fused_head, library
 

@@ -1,23 +1,23 @@
-"""The operator behind `fuse_head`: a linear layer and its cross entropy, logits never whole.
+"""The operator behind `fuse_head`: a linear layer and its cross entropy, without whole logits.
 
     loss = cross_entropy(x @ weight.T + bias, target)     x: (N, d), weight: (V, d), target: (N,)
 
-The logits are made for some rows at a time, reduced to two numbers a row (the log of the sum of
-exponentials, the loss), and dropped. The backward makes them again: one more matrix product, for
-4*N*V bytes and more that are never stored. With p = softmax(logits), e the label smoothing, w the
-class weights, W their sum, t the row's class, and a the gradient that reaches the row's loss (over
-the mean's denominator):
+The logits are made for some rows at a time, reduced to two numbers for each row (the log of the sum
+of exponentials, and the loss), and dropped. The backward makes them again: that costs one more
+matrix product, and at least 4*N*V bytes are never stored. With p = softmax(logits), e the label
+smoothing, w the class weights, W their sum, t the row's class, and a the gradient that reaches the
+row's loss (over the mean's denominator):
 
     loss = (1-e) * w[t] * -log p[t]  +  e/V * sum_c w[c] * -log p[c]
     d loss / d logits = a * (p * ((1-e) * w[t] + e/V * W)  -  (1-e) * w[t] * onehot(t)  -  e/V * w)
 
-The products take x and the weight as they come (FP16, BF16) and return that dtype; everything
-between is FP32. The incoming gradient, loss scale included, multiplies in FP32 before the one
-rounding to the low dtype, which is why the gradient is not made in the forward, where the scale is
-not known: softmax / N underflows FP16. Over several chunks the weight's gradient adds up in FP32.
+The products read x and the weight in their dtype (FP16, BF16) and return that dtype; everything
+between is FP32. The incoming gradient, which holds the loss scale, multiplies in FP32 before the
+only rounding to the low dtype. That is why the gradient is not made in the forward, where the scale
+is unknown: softmax / N underflows FP16. Over several chunks the weight's gradient adds up in FP32.
 
-Three operators. The public one is composite: AOTAutograd traces through it to the other two, which
-are opaque, so a symbolic number of rows unrolls no loop.
+There are three operators. The public one is composite: AOTAutograd traces through it to the other
+two, which are opaque, so a symbolic number of rows unrolls no loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..devices.registry import capabilities
 
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
 
-LOGITS_BYTES = 2**25  # of FP32 logits in a chunk
+LOGITS_BYTES = 2**25  # bytes of FP32 logits in one chunk
 # With fewer rows in a chunk, adding up the weight's gradient (8 bytes an element and chunk) costs
 # as much as the products that make it: `Capabilities.fewest_rows`.
 
@@ -45,7 +45,7 @@ def rows_per_chunk(rows: int, classes: int, device: torch.device) -> int:
         most = max(fewest_rows, LOGITS_BYTES / (4 * classes))
         ceil(rows / ceil(rows / most)), up to a multiple of 64
 
-    The chunks are of one size but for what is left of the last one.
+    All chunks have this size, except the last one, which has the remaining rows.
     """
     most = max(capabilities(device).fewest_rows, LOGITS_BYTES // (4 * max(classes, 1)))
     chunks = max(1, -(-rows // most))
@@ -74,7 +74,7 @@ _define(
 
 @dataclass(frozen=True)
 class _Loss:
-    """The arguments of a cross entropy, and what its rows and classes count for.
+    """The arguments of a cross entropy, and the weights of its rows and classes.
 
     Attributes:
         wide: the dtype to compute in.
@@ -94,12 +94,12 @@ class _Loss:
 
     @functools.cached_property
     def column(self) -> Tensor:
-        """(N, 1): the class of each row; one that exists for rows that are ignored."""
+        """(N, 1): the class of each row; for ignored rows, a class that exists (0)."""
         return self.target.masked_fill(self.ignored, 0).unsqueeze(1)
 
     @functools.cached_property
     def row_weights(self) -> Tensor:
-        """(N,): the weight of each row's class, 0 for rows that are ignored."""
+        """(N,): the weight of each row's class, 0 for ignored rows."""
         if self.class_weight is None:
             return self.ignored.logical_not().to(self.wide)
         weights = self.class_weight.to(self.wide)[self.column.squeeze(1)]
@@ -115,7 +115,7 @@ class _Loss:
 
     @property
     def spread(self) -> float:
-        """What of the smoothing each class gets."""
+        """The share of the smoothing that each class gets."""
         return self.smoothing / self.classes
 
     def reduce(self, losses: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class _Loss:
         return total / self.row_weights.sum() if self.reduction == MEAN else total
 
     def row_gradients(self, grad: Tensor) -> Tensor:
-        """(N,): the gradient that reaches each row's loss, 0 for rows that are ignored."""
+        """(N,): the gradient that reaches each row's loss, 0 for ignored rows."""
         grad = grad.to(self.wide)
         if self.reduction == MEAN:
             grad = grad / self.row_weights.sum()
@@ -137,7 +137,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, their logits in the wide dtype, the buffer of the product) for each chunk.
 
-    All chunks use the same two buffers, which are one where x is wide itself.
+    All chunks use the same two buffers, which are the same buffer if x has the wide dtype.
     """
     size = (min(chunk, x.shape[0]), weight.shape[0])
     product = x.new_empty(size)
@@ -175,7 +175,7 @@ def _forward(
     chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device)
     lse, at_class, at_all = x.new_empty(3, x.shape[0], dtype=loss.wide).unbind()
     for rows, z, _ in _chunks(x, weight, bias, chunk):
-        # What log_softmax computes, in place.
+        # What log_softmax computes, but in place.
         largest = z.amax(1, keepdim=True)
         z.sub_(largest)
         at_class[rows] = z.gather(1, loss.column[rows]).squeeze(1)
@@ -220,7 +220,7 @@ def _backward(
         if wanted[2]:
             bias_sum += z.sum(0)
         if low is not z:
-            low.copy_(z)  # the one rounding, with the loss scale already in
+            low.copy_(z)  # the only rounding; z already holds the loss scale
         if wanted[0]:
             torch.mm(low, weight, out=x_grad[rows])
         if wanted[1] and several:
@@ -235,7 +235,7 @@ def _backward(
 def _gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros for the gradients that are wanted; for the others tensors without an element."""
+    """Zeros for the gradients that are wanted; empty tensors for the others."""
     made = [
         x.new_zeros(value.shape, dtype=value.dtype)
         if value is not None and want

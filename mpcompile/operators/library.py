@@ -1,14 +1,14 @@
-"""Library operators: those that carry loss scaling through a graph, and a softmax of O2's.
+"""Library operators: the two that carry loss scaling through a graph, and a softmax for O2.
 
-Registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache accepts
-them (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd over an
-autograd.Function, so AOTAutograd traces into them and the compiled graph holds plain arithmetic.
+They are registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache
+accepts those (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd
+over an autograd.Function: AOTAutograd traces into it, and the compiled graph is plain arithmetic.
 
-The result shares its input's memory, but by `detach()`: autograd forbids writing in place to a view
-that an autograd.Function returns, and a program may well write to what our graph hands out.
+The result shares its input's memory, but as a `detach()`: autograd forbids in-place writes to a
+view that an autograd.Function returns, and a program may well write to our graph's results.
 
-Differentiable once: in a second differentiation the gradient enters in the middle, unscaled, and
-would leave divided by the scale. It is refused, as AOTAutograd refuses it for compiled graphs.
+They are differentiable once. In a second differentiation the gradient would enter in the middle,
+unscaled, and leave divided by the scale. It is refused, as AOTAutograd does for compiled graphs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LIBRARY.define("unscale_grad(Tensor(a) x, Tensor scale, Tensor found) -> Tensor
 
 
 class ScaleGrad(torch.autograd.Function):
-    """Identity; the gradient times the scale."""
+    """Identity; its backward multiplies the gradient by the scale."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
-        ctx.set_materialize_grads(False)  # no gradient stays no gradient, as in the FP32 program
+        ctx.set_materialize_grads(False)  # a missing gradient stays None, as in FP32
         return x.detach()
 
     @staticmethod
@@ -41,7 +41,7 @@ class ScaleGrad(torch.autograd.Function):
 
 
 class UnscaleGrad(torch.autograd.Function):
-    """Identity; the gradient over the scale, and how many were not finite."""
+    """Identity; its backward divides the gradient by the scale and flags an overflow."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ _LIBRARY.define("softmax_low(Tensor x, int dim, ScalarType dtype, bool safe) -> 
 
 
 class _SoftmaxLow(torch.autograd.Function):
-    """softmax(x) computed in x's dtype and rounded to `dtype`; the backward reads what it gave.
+    """softmax(x) computed in x's dtype and rounded to `dtype`; the backward reads that result.
 
     dx = p * (g - sum(p * g)),  p the rounded result, in x's dtype
     """

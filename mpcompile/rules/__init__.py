@@ -1,4 +1,4 @@
-"""What is known about operators, and what a user may ask for.
+"""What is known about operators, and what a user may request about precision.
 
 `table.py` is the one place that names operators; `lookup.py` answers questions about them.
 """

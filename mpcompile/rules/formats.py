@@ -1,4 +1,4 @@
-"""Number formats: how a precision stores values and computes with them."""
+"""Number formats: the dtypes in which a precision stores values and computes with them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Format:
 
     Attributes:
         compute: the dtype that operators compute in, and that their results have.
-        operands: the dtype that the operands of products are rounded to first; None: `compute`.
-            It is narrower, and its range too small for values as they come (FP8): they are divided
-            by a scale, one number a tensor, so that the largest of them just fits.
+        operands: the dtype that the operands of products are first rounded to; None: `compute`.
+            It is narrower (FP8), and its range is too small for unscaled values: each tensor is
+            divided by one scale, so that its largest element just fits.
     """
 
     compute: torch.dtype
@@ -23,7 +23,7 @@ class Format:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of an element of a product's operand."""
+        """Bytes of one element of a product's operand."""
         return (self.operands or self.compute).itemsize
 
 

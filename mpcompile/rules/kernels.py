@@ -1,13 +1,13 @@
-"""Does this device have a kernel for this operator in this dtype? Asked of torch, not of a list.
+"""Whether this device has a kernel for an operator in a dtype: asked of torch, not of a list.
 
-`meta` and fake tensors accept what the device then refuses ("not implemented for 'Half'"), and the
-set of refusals changes with every torch release. So the operator is run once, forward and backward,
-on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8. Only a
-refusal counts; a complaint about the shrunken shapes is not one. A recurrent kernel complains about
-nothing: oneDNN reads past the end of weights that don't fit together. It gets a layer of its own.
+`meta` and fake tensors accept calls that the device refuses ("not implemented for 'Half'"), and the
+set of refusals changes with every torch release. So the operator is run once, forward and
+backward, on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8.
+Only a refusal counts; an error about the shrunken shapes does not. A recurrent kernel raises no
+error: oneDNN reads past the end of weights that don't fit together. So it runs in a real layer.
 
-Only torch's own operators are asked. A custom one is never run behind its author's back: whoever
-registers it as low promises the kernels.
+Only torch's own operators are run. A custom operator is never run behind its author's back: the
+author who registers it as low promises the kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
 
 
 def _signature(node: fx.Node) -> str:
-    """What may decide which kernel is picked: ranks, dtypes, flags and modes, but no sizes."""
+    """The facts that may decide which kernel is picked: ranks, dtypes, flags, modes; no sizes."""
 
     def part(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -84,7 +84,7 @@ def _runs(
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Leave no trace (random numbers, warnings), and take no notice of the modes around us."""
+    """Restore random states, hide warnings, and ignore the modes (grad, autocast) around us."""
     with (
         warnings.catch_warnings(),
         unchanged([device]),
@@ -97,7 +97,7 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 
 def _sample(argument: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tiny tensor of an operand's rank, in `dtype` if it is FP32: ones stay ones."""
+    """A tiny tensor of an operand's rank, in `dtype` if the operand is FP32; sizes of 1 stay 1."""
     if isinstance(argument, fx.Node):
         argument = argument.meta["mp_captured"]
     if isinstance(argument, torch.SymInt):

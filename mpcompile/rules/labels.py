@@ -1,4 +1,4 @@
-"""The text by which a rule says that an operator is a product: `"mat1[m,k] mat2[k,n] -> [m,n]"`."""
+"""The text in a rule that declares an operator a product: `"mat1[m,k] mat2[k,n] -> [m,n]"`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Operators whose number of dimensions varies, or that are no product of two arrays: each has a
-# function of its own in padding/products.py.
+# Operators whose number of dimensions varies, or that are not a product of two arrays: each has
+# its own function in padding/products.py.
 NAMED = ("linear", "matmul", "einsum", "convolution", "conv_tbc", "attention", "recurrent")
 
 
@@ -29,7 +29,9 @@ class Signature:
 
 @functools.cache
 def signature(text: str) -> Signature | None:
-    """Read the text; None: it is none. One that adds: `"a[m,k] b[k,n] + bias -> [m,n]"`."""
+    """Parse the text, which may add a bias: `"a[m,k] b[k,n] + bias -> [m,n]"`. None: it is no
+    signature.
+    """
     match = re.fullmatch(r"(\w+)\[([\w,]+)\] (\w+)\[([\w,]+)\](?: \+ (\w+))? -> \[([\w,]+)\]", text)
     if match is None:
         return None

@@ -16,12 +16,12 @@ from .table import TABLE
 
 _REGISTERED: dict[str, Rule] = {}
 
-# Functions of Python's and of Dynamo's that are no operators of the table, but come down to one.
+# Names from Python and Dynamo that are not operators of the table but come down to products.
 _MADE_OF_PRODUCTS = frozenset(("imatmul", "higher_order::flex_attention"))
 
 
 def rule_for(op: object) -> Rule:
-    """The row of an operator (OpOverload), `UNKNOWN` where there is none. User rows come first."""
+    """The row of an operator (OpOverload), or `UNKNOWN`. A user's row beats the table's."""
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return UNKNOWN
     return _row(op_key(op))
@@ -33,14 +33,14 @@ def known_ops() -> frozenset[str]:
 
 
 def multiplies(name: str) -> bool:
-    """Whether this is the name of a matrix product, convolution or attention: an operator's, or
-    that of the function or method a program calls (`"matmul"`).
+    """Whether this name is that of a matrix product, convolution or attention: an operator's name,
+    or that of a function or method that a program calls (`"matmul"`).
     """
     return name in _MADE_OF_PRODUCTS or _row(op_key(name)).multiplies
 
 
 def castable(op: object, position: int) -> bool:
-    """Whether the argument at this position may be handed over in another dtype."""
+    """Whether the argument at this position may be passed in another dtype."""
     return position not in _places(op, rule_for(op).uncast)
 
 
@@ -62,7 +62,7 @@ def written_args(op: object) -> frozenset[int]:
 
 
 def register_rule(op: object, precision: Precision | str, why: str, **facts: Any) -> None:
-    """Say what is known about an operator, process-wide; replaces an earlier row of the user's.
+    """State what is known about an operator, for this process; replaces the user's earlier row.
 
     Args:
         op: `"mylib::op"`, or the `torch.ops` object.
@@ -70,9 +70,9 @@ def register_rule(op: object, precision: Precision | str, why: str, **facts: Any
             backward, for FP16/BF16 inputs; "keep" is what an unregistered op gets anyway.
         why: the reason shown beside every node of this op in plans and dumps.
         **facts: the other attributes of `mpcompile.rules.Rule`, as `grows=True` or
-            `product="x[m,k] w[n,k] -> [m,n]"`. What isn't said stays as the table has it; of an
-            operator without a row, the defaults of `Rule`, but it is a kernel of its own
-            (`fuses=False`).
+            `product="x[m,k] w[n,k] -> [m,n]"`. Facts not given stay as in the table; for an
+            operator without a row they are the defaults of `Rule`, except `fuses=False`: it is a
+            kernel of its own.
 
     Raises:
         MPCompileError: no such operator, an unknown precision, an empty reason, a fact that `Rule`
@@ -104,7 +104,7 @@ def _row(key: str) -> Rule:
 
 @functools.cache
 def _places(op: object, names: str) -> frozenset[int]:
-    """Positions of some arguments, by their names in the operator's schema."""
+    """Positions of some arguments, given by their names in the operator's schema."""
     if not names or not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     wanted = names.split()
@@ -133,14 +133,14 @@ def _check_facts(key: str, facts: dict[str, Any]) -> None:
             raise MPCompileError(f"register_rule({key!r}): it has no argument {name!r}{hint}")
 
 
-# The facts whose default, None, doesn't show their type.
+# The types of the facts whose default is None.
 _TYPES: dict[str, type] = {
     "product": str, "recurrent": Recurrent, "low_form": str, "fill": str, "dims": str,
 }  # fmt: skip
 
 
 def _named_arguments(key: str, facts: dict[str, Any]) -> list[str]:
-    """The arguments of the operator that some facts are about."""
+    """The names of operator arguments that the facts mention."""
     named = " ".join(facts.get(name, "") for name in ("uncast", "writes", "masks", "fill")).split()
     if (text := facts.get("product")) is not None and text not in NAMED:
         if (found := signature(text)) is None:
@@ -169,6 +169,6 @@ RNN_OPS: frozenset[Any] = frozenset(
     for overload in ("input", "data")  # padded, packed
 )
 
-# As Dynamo names them, in the graph that capture replays; one that could not be captured comes to
-# `emit` so.
+# The recurrent functions as Dynamo names them, in the graph that capture replays. A graph that
+# could not be captured reaches `emit` with these.
 PACKETS: dict[Any, Any] = {getattr(torch, n): getattr(torch.ops.aten, n) for n in _RECURRENT}

@@ -29,7 +29,9 @@ _PRECISIONS = {
 
 
 def page() -> str:
-    """The table as Markdown: a section a precision, a paragraph a reason, a line a set of facts."""
+    """The table as Markdown: a section for each precision, a paragraph for each reason, a line for
+    each set of facts.
+    """
     parts = [_TITLE, "", _filled(_ABOUT, ""), "", _legend()]
     for precision, title in _PRECISIONS.items():
         parts.append(f"\n## {title}\n")
@@ -41,7 +43,7 @@ def page() -> str:
 
 
 def _legend() -> str:
-    """What each fact means: the attributes of `Rule`, from its docstring."""
+    """The meaning of each fact: the attributes of `Rule`, from its docstring."""
     text = inspect.getdoc(Rule) or ""
     paragraphs = text.partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", paragraphs, re.S | re.M)
@@ -57,7 +59,7 @@ def _by_facts(rows: list[tuple[str, Rule]]) -> dict[str, list[str]]:
 
 
 def _facts(rule: Rule) -> str:
-    """What the rule says beside precision and reason, where it is not the default."""
+    """The facts of a rule that differ from their defaults, without precision and reason."""
     said = []
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)

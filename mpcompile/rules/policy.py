@@ -1,7 +1,7 @@
-"""What the user may ask for: levels, dtypes and overrides, as frozen data checked at the call.
+"""What a user may request: levels, dtypes and overrides, as frozen data checked at the call.
 
-Nothing here looks at a graph. `Policy` is the user's word on precision and beats every built-in
-rule; `Config` is the whole of one compilation's settings, bound once and handed to every pass.
+Nothing here looks at a graph. `Policy` is the user's choice of precision and beats every built-in
+rule; `Config` holds all settings of one compilation, made once and passed to every pass.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .formats import Format
 
 
 class Precision(enum.Enum):
-    """The precision class of an operator (the field's allow / deny / infer lists, and hands off).
+    """The precision class of an operator (elsewhere: the allow, deny and infer lists).
 
     LOW     runs in the low dtype: a Tensor Core op ("allow", "white").
     FULL    runs in FP32 ("deny", "black").
-    FOLLOW  safe in either; decided by its neighbours ("infer", "gray").
+    FOLLOW  safe in either; its neighbours decide ("infer", "gray").
     KEEP    keeps the dtypes it was captured with; nothing is known about it.
     """
 
@@ -39,9 +39,9 @@ class Level(enum.Enum):
     """How far the rewrite goes, named as Apex and Paddle name it.
 
     O0  FP32, untouched.
-    O1  Tensor Core ops low, the FP32 list in FP32, accumulating paths FP32.
-    O2  everything is stored low; norms, softmax, reductions and losses compute in FP32.
-    O3  all low, no rules: the speed-of-light baseline, not meant to train well.
+    O1  Tensor Core ops in the low dtype; the ops of the FP32 list and accumulating paths in FP32.
+    O2  all results in the low dtype; norms, softmax, reductions and losses compute in FP32.
+    O3  everything in the low dtype, no rules: shows the highest speed, not meant to train well.
     """
 
     O0 = "O0"
@@ -52,7 +52,7 @@ class Level(enum.Enum):
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# What a user may write for a precision in `Policy(modules=..., nodes=...)`.
+# The words for a precision in `Policy(modules=..., nodes=...)`.
 _WORDS = {
     "fp32": Precision.FULL,
     "float32": Precision.FULL,
@@ -92,7 +92,7 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     )
 
 
-# Words that name the dtype too, whatever the rest of the graph runs in.
+# Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.
 _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
@@ -126,8 +126,8 @@ class Policy:
         low, full, keep: operators, as `"softmax"`, `"aten.softmax"`, `"mylib::op"` or the
             `torch.ops` object itself.
         modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
-            (`"layers.0.mlp.fc1"`). From `mpcompile(module)`, one that matches none is an error.
-            `"bf16"` and `"fp16"` are low in that dtype, whatever the rest runs in.
+            (`"layers.0.mlp.fc1"`). In `mpcompile(module)`, a regex that matches no module is an
+            error. `"bf16"` and `"fp16"` mean low in that dtype, whatever the rest runs in.
         nodes: node name as the dump shows it -> precision.
 
     Raises:
@@ -139,7 +139,7 @@ class Policy:
     keep: frozenset[str] = frozenset()
     modules: Mapping[str, Precision] = field(default_factory=dict)
     nodes: Mapping[str, Precision] = field(default_factory=dict)
-    # ("modules" or "nodes", key) -> the low dtype asked for by name
+    # ("modules" or "nodes", key) -> the low dtype that the user named
     low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
 
     def __init__(
@@ -187,7 +187,7 @@ class Policy:
         return hash((self.low, self.full, self.keep, *(i for t in tables for i in t.items())))
 
     def for_op(self, op: str) -> Precision | None:
-        """The user's word on an operator key such as `"aten::softmax"`, if any."""
+        """The user's precision for an operator key such as `"aten::softmax"`, or None."""
         for precision in (Precision.LOW, Precision.FULL, Precision.KEEP):
             if op in getattr(self, precision.name.lower()):
                 return precision
@@ -229,7 +229,7 @@ def op_exists(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """One compilation's settings, as every pass sees them.
+    """The settings of one compilation, as every pass sees them.
 
     Attributes:
         level: O1, O2 or O3 (O0 never reaches the passes).
@@ -238,12 +238,12 @@ class Config:
         policy: the user's overrides.
         scaled: whether gradients are scaled inside the graph.
         pad: "never", "auto" (where it pays) or "always".
-        cores: what the device's matrix units ask of dimensions.
-        profile: how long products take on this device, in the low dtype and in FP32; or None.
-        promised: whether a product that the profile knows nothing of may be taken to be faster low.
-        copied: which inputs (by number) have a working copy in `low` that may be read instead; the
-            shape it is stored in, or None: not stored yet.
-        fuse_head: whether a head and its cross entropy become one operator.
+        cores: the sizes that the device's matrix units require of dimensions.
+        profile: the times of products on this device, in the low dtype and in FP32; or None.
+        promised: whether products that the profile doesn't cover are assumed faster in `low`.
+        copied: the inputs (by number) whose working copy in `low` may be read instead -> the shape
+            that the copy is stored in, or None: not stored yet.
+        fuse_head: whether a linear layer and its cross entropy become one operator.
         has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 

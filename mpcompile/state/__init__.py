@@ -1,15 +1,15 @@
-"""What is true of parameters, optimizers and loss scales between the calls of compiled graphs.
+"""What is known of parameters, optimizers and loss scales between the calls of compiled graphs.
 
     parameters.py        one `ParamState` for each parameter, and the count of changes
     optimizers.py        one `OptimizerState` for each optimizer of the process
-    copies.py            the low-precision copies that O2's graphs read
+    copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
-      live_scale.py        its live numbers, and when they move
+      live_scale.py        its current values, and when they move
       overflows.py         the count of backward passes that overflowed
       search.py, fit.py    the search for its start
-    guard.py             who may take a step
-    hooks.py             torch's step hooks, which ask the guard; `register` says from when on
+    guard.py             whether an optimizer may take its step
+    hooks.py             torch's step hooks, which ask the guard; `register` installs them
 
-The copies' files are for O2 alone; a loss scale is there at each level in FP16.
+The copies are used at O2 only; a loss scale exists at each level in FP16.
 """

@@ -1,4 +1,4 @@
-"""O2's working copies: who owns them, and that a forward never reads a stale one.
+"""O2's working copies: which parameters have one, and that a forward never reads a stale one.
 
 A parameter that an `MPOptimizer` holds is an FP32 master weight; a model at O2 reads a copy of it
 in the low dtype, which the optimizer's step writes. There is one copy for each parameter and dtype,
@@ -8,11 +8,11 @@ however many graphs read it.
     backward: p.grad, low   <--ReadCopies--  gradients, low (in FP16 times the loss scale)
 
 Freshness. Before each forward every copy is compared with its master: same memory, same version
-counter (torch bumps it at every write in place: load_state_dict, an initialiser, another optimizer,
-an EMA that copies under no_grad). A write through `p.data` bumps nothing. So a master's class is
-`MasterWeight`, an nn.Parameter that notes each time somebody takes its `.data`: its copy is then
-cast anew before the next forward, changed or not, and before each one while that tensor is kept.
-(Writes through a view of it that outlives it, or through NumPy, go unnoticed.)
+counter. Torch increments the counter at every write in place: load_state_dict, an initialiser,
+another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it.
+So a master's class is `MasterWeight`, an nn.Parameter that notes each access to its `.data`. Its
+copy is then cast anew before the next forward, and before each one while the tensor from `.data`
+exists. (Writes through a view of that tensor that outlives it, or through NumPy, go unnoticed.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .traced_gradients import hide_low_gradients
 
 
 class MasterWeight(nn.Parameter):
-    """An nn.Parameter that knows when its memory was handed out by `.data`.
+    """An nn.Parameter that notes when `.data` gave access to its memory.
 
     An existing parameter becomes one by taking this class: it stays the same object, in the module
     and in the optimizer. A pickle or a deepcopy of it is a plain nn.Parameter again.
@@ -58,7 +58,7 @@ class MasterWeight(nn.Parameter):
         return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
 
     def may_be_written(self) -> bool:
-        """Whether somebody took `.data` since `settled`, or still holds what it returned."""
+        """Whether `.data` was accessed since `settled`, or a tensor it returned still exists."""
         return getattr(self, "_mp_written", False) or bool(self._living_handles())
 
     def settled(self) -> None:
@@ -95,7 +95,7 @@ class WorkingCopy:
     """The low-precision copy of one master weight.
 
     Attributes:
-        stored: what graphs read: the copy, behind it zeros where it is stored padded.
+        stored: the tensor that graphs read: the copy, followed by zeros if it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         gradient: how its gradients are stored.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
@@ -114,8 +114,8 @@ class WorkingCopy:
         """Cast the copy anew if the master may have changed since it was written."""
         exposed = isinstance(master, MasterWeight) and master.may_be_written()
         if exposed and self.awaited and self._holds(master):
-            # Somebody only looked. Autograd saved the copy in a forward whose backward is to come,
-            # and would take a write of the same numbers for a change.
+            # `.data` was only read. Autograd saved the copy in a forward whose backward is to come,
+            # and would take rewriting the same numbers for a change.
             self.written(master)
         elif exposed or self._seen != _state(master):
             with torch.no_grad():
@@ -123,7 +123,7 @@ class WorkingCopy:
             self.written(master)
 
     def _holds(self, master: torch.Tensor) -> bool:
-        """Whether the copy holds what the master does; waits for the device."""
+        """Whether the copy holds the master's current values; waits for the device."""
         with torch.no_grad():
             return torch.equal(self.tensor, master.to(self.tensor.dtype))
 
@@ -137,14 +137,14 @@ class WorkingCopy:
 
     @staticmethod
     def real_part(padded: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        """What is no padding of the copy, or of its gradient: a view."""
+        """The part of a padded copy, or of its gradient, that is not padding: a view."""
         for dim, size in enumerate(master.shape):
             if padded.shape[dim] != size:
                 padded = padded.narrow(dim, 0, size)
         return padded
 
     def written(self, master: torch.Tensor) -> None:
-        """Note that the copy holds what the master holds now."""
+        """Note that the copy holds the master's current values."""
         if isinstance(master, MasterWeight):
             master.settled()
         self._seen = _state(master)
@@ -160,7 +160,7 @@ def copies_of(parameter: torch.Tensor) -> Mapping[torch.dtype, WorkingCopy]:
 
 
 def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """The shape in which the copy of a parameter is stored, or None: there is none yet."""
+    """The shape in which the copy of a parameter is stored, or None: there is no copy yet."""
     copy = copies_of(parameter).get(dtype)
     return tuple(copy.stored.shape) if copy is not None else None
 
@@ -168,8 +168,8 @@ def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...]
 def copy_of(
     parameter: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
 ) -> WorkingCopy:
-    """The copy of a parameter in `dtype`; made, and its class changed, at the first call. It is
-    stored in `shape`, the parameter's own by default, which later calls don't change.
+    """The copy of a parameter in `dtype`. The first call makes it, and changes the parameter's
+    class. It is stored in `shape` (default: the parameter's own), which later calls don't change.
     """
     known = copies_of(parameter)
     if dtype in known:
@@ -183,8 +183,8 @@ def copy_of(
 
 
 def read_in_full(masters: Iterable[torch.Tensor]) -> None:
-    """Note that the gradients of these must be FP32 and true to size from now on: a graph reads
-    the parameters in FP32, too, or their gradients are averaged over processes.
+    """Note that the gradients of these must be FP32 and unscaled from now on: a graph reads the
+    parameters in FP32, too, or their gradients are averaged over processes.
     """
     for master in masters:
         parameters.note(master, in_full=True)
@@ -193,20 +193,20 @@ def read_in_full(masters: Iterable[torch.Tensor]) -> None:
 
 
 class Reader:
-    """Hands the copies of some parameters to a compiled graph, and takes their gradients back.
+    """Gives the copies of some parameters to a compiled graph, and takes their gradients back.
 
     Args:
         dtype: of the copies.
         scale: the loss scale inside the graph, or None.
         low_gradients: store gradients in the low dtype (in FP16 times the scale) for the one
-            optimizer that owns the parameters; otherwise in FP32 and true to size.
+            optimizer that owns the parameters; otherwise in FP32 and unscaled.
     """
 
     def __init__(self, dtype: torch.dtype, scale: LossScale | None, *, low_gradients: bool) -> None:
         self.dtype, self.scale, self.low_gradients = dtype, scale, low_gradients
 
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The copies, fresh; tracked by autograd where it is on."""
+        """The copies, brought up to date; tracked by autograd where grad mode is on."""
         copies = [copy_of(p, self.dtype) for p in masters]
         for copy, master in zip(copies, masters, strict=True):
             copy.refresh(master)
@@ -222,7 +222,7 @@ class Reader:
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
     def stores_low(self, master: torch.Tensor) -> bool:
-        """Whether nobody but the one optimizer looks at this parameter's gradients."""
+        """Whether this parameter's gradient may have the low dtype: only its optimizer reads it."""
         state = parameters.state_of(master)
         return (
             self.low_gradients
@@ -248,21 +248,21 @@ class _ReadCopies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[torch.Tensor | None] = []
-        nodes = [node for node, _ in ctx.next_functions]  # one for each tensor given
+        nodes = [node for node, _ in ctx.next_functions]  # one for each input
         for grad, copy, master, node in zip(grads, ctx.copies, ctx.masters, nodes, strict=True):
             copy.awaited = max(0, copy.awaited - 1)
             if grad is None or node is None:
                 results.append(None)
                 continue
             if copy.is_padded:
-                # Laid out as the parameter is: autograd keeps such a gradient as it is.
+                # In the parameter's layout: autograd then stores this gradient without a copy.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
             low, keeper = ctx.reader.stores_low(master), parameters.owner_of(master)
             results.append(
                 copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
             )
-        # What is stored low its optimizer's step looks at; nobody can change it before.
+        # The optimizer's step checks low gradients; nothing can change them before.
         true = [g for g in results if g is not None and g.dtype is torch.float32]
         if ctx.multiplied is not None and true:
             ctx.reader.scale.overflows.saw(true)
@@ -270,7 +270,7 @@ class _ReadCopies(torch.autograd.Function):
 
 
 def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str) -> None:
-    """Refuse two loss scales for gradients that are stored scaled.
+    """Refuse a second loss scale for gradients that are stored scaled.
 
     Raises:
         MPCompileError: another model reads this parameter under another scale.
@@ -285,7 +285,7 @@ def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str)
 
 
 def refuse_scaled(optimizer: Optimizer) -> None:
-    """A plain optimizer must not take a scaled gradient for a true one.
+    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones.
 
     Raises:
         MPCompileError: it holds a parameter whose gradient is stored scaled.

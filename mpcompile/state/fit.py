@@ -1,18 +1,18 @@
-"""Start at a loss scale that fits: the first backward is run again at a lower one, until no
-gradient overflows.
+"""Find a fitting start for the loss scale: the first backward is run again at lower scales, until
+no gradient overflows.
 
 GradScaler starts at 2**16 and skips steps until the scale has come down to where the model's
 gradients fit FP16. Here the first backward runs at 2**19; if it overflows, forward and backward are
-run again, with the same random numbers and on what the inputs were, at half of that, and so on.
-The value kept is an eighth of the one that fits, 2**16 at most: gradients of the next steps may be
-some times as large. The gradient itself is exact at any power of two, so the first step is no other
-than a later one.
+run again at half of that, and so on, each time with the same random numbers and inputs. The scale
+kept is an eighth of the one that fits, 2**16 at most: gradients of the next steps may be a few
+times as large. The gradient itself is exact at any power of two, so the first step is as good as a
+later one.
 
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
 
-Only while `scale.fitting`; afterwards the compiled function is called as it is. The search waits
-for the device and runs one or a few steps more, beside a compilation that takes seconds.
+All this happens only while `scale.fitting`; afterwards the compiled function is called directly.
+The search waits for the device and runs one or a few extra steps, during a compilation of seconds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .overflows import any_nonfinite
 HEADROOM = 8.0
 
 Function = Callable[..., Any]
-Saved = Callable[[], Sequence[Any]]  # the inputs of the call, if nobody wrote to them since
+Saved = Callable[[], Sequence[Any]]  # the call's inputs; raises if they were written to since
 
 
 def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Function:
-    """What the backend calls: `compiled`, but for the backward passes that find the scale.
+    """Wrap `compiled` for the backend: the same, plus the backward passes that find the scale.
 
     Args:
         compiled: the graph as emitted.
-        scale: what it is scaled by.
+        scale: the loss scale of the graph.
         inputs: which of the graph's inputs is what. The gradients of O2's working copies leave
-            multiplied by the scale, so that there is one for all backward passes of a step.
+            multiplied by the scale, so all backward passes of a step must use one scale.
     """
 
     def call(*args: Any) -> Any:
@@ -56,7 +56,7 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
 
 
 class _Trial:
-    """One call of the compiled function, which can be made again under another scale."""
+    """One call of the compiled function, which can be repeated at another scale."""
 
     def __init__(
         self, compiled: Function, scale: LossScale, inputs: GraphInputs, args: Sequence[Any]
@@ -66,7 +66,7 @@ class _Trial:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         self.devices = {x.device for x in tensors}
         self.random = RandomState(self.devices)
-        # What the graph may write to (a buffer), as it was.
+        # Inputs that the graph may write to (buffers), as they were before.
         self.before = {
             i: x.clone()
             for i, x in enumerate(values)
@@ -77,7 +77,9 @@ class _Trial:
         self.results: Any = None
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """Call the function on leaves of its own; returns what its results are, or are views of."""
+        """Call the function on leaves of its own. Returns the bases of its results: each result is
+        a base, or a view of one.
+        """
         values, _, found = self.inputs.scaling_apart(args)
         with torch.enable_grad():
             self.own = [
@@ -92,15 +94,15 @@ class _Trial:
         return self.bases
 
     def shown(self, bases: Sequence[torch.Tensor]) -> list[Any]:
-        """The results, made anew of what they are views of: the caller may write to one of them
-        and read another.
+        """The results, rebuilt as views of these bases: the caller may write to one result and read
+        another.
         """
         known = {id(own): base for own, base in zip(self.bases, bases, strict=True)}
         return [_like(x, known[id(_base(x))]) if isinstance(x, torch.Tensor) else x
                 for x in self.results]  # fmt: skip
 
     def again(self, saved: Saved, at: float) -> None:
-        """The same call once more, at another scale."""
+        """Repeat the call at another scale."""
         given = [self.before[i].clone() if i in self.before else x for i, x in enumerate(saved())]
         self.at = at
         with unchanged(self.devices):
@@ -121,7 +123,7 @@ class _Trial:
             [grad for _, grad in pairs],
             allow_unused=True,
         )
-        self.results, self.bases = None, []  # their graph is spent
+        self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)
         return [next(by_leaf) if _is_tracked(x) else None for x in self.own] + [found[-1]]
 
@@ -130,9 +132,9 @@ class _Trial:
         return not bool(any_nonfinite([g for g in gradients[:-1] if g is not None]))
 
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients at the first scale, from above, at which they fit."""
+        """The gradients at the first scale, going down, at which they fit."""
         scale = self.scale
-        # Gradients of this step may be stored under it: another graph's, or a failed search's.
+        # Gradients of this step may be stored at this scale: by another graph or a failed search.
         copied = bool(self.inputs.copies)
         stored = copied and (scale.search.found or scale.search.was_in_vain(self.used))
         fixed = stored or not scale.fitting
@@ -140,7 +142,7 @@ class _Trial:
             self.top = float(self.used)
         if self.results is None or fixed:
             self.again(saved, self.top)
-        # No scale helps where the values themselves are not finite.
+        # No scale helps if the results or incoming gradients themselves are not finite.
         hopeless = bool(any_nonfinite([g for g in grads if g is not None])) or bool(
             any_nonfinite([x.detach() for x in self.results if _is_float(x)])
         )
@@ -154,7 +156,7 @@ class _Trial:
             self._keep(gradients)
         elif not (fits or fixed):
             scale.search_failed(self.used, hopeless=hopeless)
-            if hopeless:  # what is finite should be, as at the usual start
+            if hopeless:  # so that finite gradients are finite, as without a search
                 self.again(saved, float(self.used))
                 return self.backward(grads)
             self._multiply(gradients, float(self.used))
@@ -170,7 +172,7 @@ class _Trial:
         self._multiply(gradients, value)
 
     def _multiply(self, gradients: list[torch.Tensor | None], scale: float) -> None:
-        """By the scale that they are known to leave with, in place of the one that was tried."""
+        """Multiply O2's gradients by `scale`, in place of the scale that was tried."""
         for i in self.inputs.copies:
             gradient = gradients[i]
             if gradient is not None:
@@ -182,7 +184,7 @@ class _Fitted(torch.autograd.Function):
     def forward(ctx: Any, trial: _Trial, *args: Any) -> Any:
         bases = trial.forward(args)
         ctx.trial = trial
-        # Buffers may have changed by the time of the backward; the trial has what they were.
+        # Buffers may change before the backward; the trial keeps their old values.
         ctx.places = [i for i, x in enumerate(args) if _is_tracked(x)]
         values, *scaling = trial.inputs.scaling_apart(args)
         ctx.others = [None if isinstance(x, torch.Tensor) else x for x in values] + scaling
@@ -197,7 +199,7 @@ class _Fitted(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        @functools.cache  # a checkpoint hands out what was saved once
+        @functools.cache  # a checkpoint unpacks a saved tensor only once
         def saved() -> Sequence[Any]:
             args = list(ctx.others)
             for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):
@@ -209,7 +211,7 @@ class _Fitted(torch.autograd.Function):
 
 
 def _base(result: torch.Tensor) -> torch.Tensor:
-    """What autograd takes a result for a view of; the result itself, if for none."""
+    """The tensor that autograd takes a result for a view of; the result itself if it is no view."""
     base = result._base if result.requires_grad else None
     return result if base is None else base
 

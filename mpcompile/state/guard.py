@@ -1,15 +1,15 @@
-"""Who may take a step: no optimizer uses a gradient that came out of a compiled graph and is not
-finite.
+"""Whether an optimizer may take its step: no optimizer uses a gradient that came out of a compiled
+graph and is not finite.
 
-    optimizer.step()    of each loss scale behind its parameters: did a backward overflow since this
-                        optimizer looked last, or is a gradient of these parameters not finite?
-                        of its other parameters (of a plain network before a compiled one, of
-                        FSDP's shards): did a backward of a graph that they may stand before
+    optimizer.step()    for each loss scale of its parameters: did a backward overflow since this
+                        optimizer last looked, or is a gradient of these parameters not finite?
+                        for its other parameters (of a plain network before a compiled one, of
+                        FSDP's shards): did a backward of a graph that may come after them
                         overflow, and is one of their own gradients not finite?
-                        if so: hide the gradients, so that the step changes nothing; show them again
-                        after it
+                        if so: hide the gradients, so that the step changes nothing, and put them
+                        back after it
 
-Torch's step hooks (`hooks.py`) ask this for plain optimizers, on the host. A generated step
+For plain optimizers, torch's step hooks (`hooks.py`) ask this, on the host. A generated step
 (`MPOptimizer`) asks on the device.
 """
 
@@ -33,18 +33,18 @@ _listeners: weakref.WeakSet[ScaleListener] = weakref.WeakSet()
 
 
 class ScaleListener(Protocol):
-    """Who waits for the scales of its parameters."""
+    """An object that is told when the scales of its parameters become known."""
 
     def scales_appeared(self) -> None: ...
 
 
 def listen(listener: ScaleListener) -> None:
-    """Call `listener.scales_appeared()` after each call of `watch`, as long as it lives."""
+    """Call `listener.scales_appeared()` after each call of `watch`, while the listener lives."""
     _listeners.add(listener)
 
 
 def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> None:
-    """Let optimizers that hold these parameters know whose scale their gradients depend on."""
+    """Tell optimizers that hold these parameters which scale their gradients depend on."""
     _live.add(scale)
     scale.overflows.watch(trained)
     for parameter in trained:
@@ -61,16 +61,16 @@ def is_needed() -> bool:
 
 
 def skips_by_itself(optimizer: Optimizer) -> None:
-    """Leave this optimizer's steps alone: they look at the gradients themselves."""
+    """Leave this optimizer's steps alone: they check the gradients themselves."""
     optimizers.state_of(optimizer).skips_by_itself = True
 
 
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
-    """How many backward passes of the scale's graphs overflowed since this optimizer looked last:
-    0-d int64 on the device, or None where none ran. It has looked now.
+    """How many backward passes of the scale's graphs overflowed since this optimizer last looked:
+    0-d int64 on the device, or None where none ran. This call counts as a look.
 
-    Not counted are those whose gradients were thrown away before the last forward, unless the
-    optimizer's parameters stand `upstream` of the graphs: what became of those nobody knows.
+    Backward passes whose gradients were thrown away before the last forward are not counted, unless
+    the optimizer's parameters come before the graphs (`upstream`): their gradients may still exist.
     """
     looks, overflows = optimizers.state_of(optimizer).looks, scale.overflows
     overflows.lookers.add(optimizer)
@@ -82,14 +82,14 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:
-    """Hide the gradients from the step that comes, if any of them must not be used; waits for the
-    device. `show_hidden` is for after the step.
+    """Hide the gradients from the coming step, if any of them must not be used; waits for the
+    device. Call `show_hidden` after the step.
     """
     held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     gradients = [(p, grad) for p, grad in held if grad is not None]
     if not gradients:
         return
-    # Each scale answers for the gradients of its own graphs; any overflow skips the whole step.
+    # Each scale is judged by the gradients of its own graphs; any overflow skips the whole step.
     own: dict[LossScale, list[torch.Tensor]] = {
         s: [] for p, _ in held for s in parameters.scales_of(p)
     }
@@ -102,10 +102,10 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
             others.append(gradient)
     looked = {scale: look(optimizer, scale) for scale in own}
     answers = {scale: _overflowed(own[scale], overflows) for scale, overflows in looked.items()}
-    # Parameters that may stand before these graphs (or whose gradients another pass has left).
+    # Parameters that may come before these graphs (or whose gradients an earlier backward left).
     before = [scale for scale in own if scale.open]
     upstream = bool(others) and bool(before) and bool(any_nonfinite(others))
-    if upstream and not any(answers[scale] for scale in before):  # nobody knows which it was
+    if upstream and not any(answers[scale] for scale in before):  # blame every scale that ran
         answers.update({scale: True for scale in before if looked[scale] is not None})
     for scale, answer in answers.items():
         scale.settle(answer)
@@ -136,9 +136,9 @@ def _upstream_overflowed(
 ) -> bool:
     """Whether gradients of parameters that no graph reads came out of an overflow in some graph.
 
-    They may stand before a compiled model (a generator before its critic), or be the shards of
-    parameters that it reads whole (FSDP's DTensors, each with a part of the gradient: there all
-    ranks must decide alike, so the gradients alone decide, and they move the scale).
+    Such parameters may come before a compiled model (a generator before its critic), or be shards
+    of parameters that it reads whole: FSDP's DTensors, each with a part of the gradient. For these
+    all ranks must decide alike, so the gradients alone decide, and they move the scale.
     """
     sharded = any(hasattr(gradient, "device_mesh") for gradient in gradients)
     others = set(_live).difference(own)

@@ -1,8 +1,8 @@
-"""Torch's public step hooks: they see every optimizer of the process, before and after its step.
+"""Torch's public step hooks: they run before and after each step of every optimizer of the process.
 
-They cost one look-up while nothing is scaled. While something is, a plain optimizer's step costs
-one host synchronisation, as GradScaler's does. An MPOptimizer's step asks on the device, and is
-left alone here.
+They cost one look-up while no loss scale exists. While one does, a plain optimizer's step costs one
+host synchronisation, as GradScaler's does. An MPOptimizer's step checks on the device; these hooks
+skip it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from . import copies, guard, optimizers
 
 @functools.cache
 def register() -> None:
-    """Be called around each optimizer step, from now on and once. `mpcompile()` and the backend do
-    this before anything is compiled: a step's closure may be what compiles the first graph.
+    """Install the hooks, once. `mpcompile()` and the backend do this before anything is compiled:
+    the closure of a step may be what compiles the first graph.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -40,8 +40,8 @@ def _before_step(
     if closure is None:
         _check_gradients(optimizer)
         return None
-    # The gradients are made inside the step: look at them right after the closure has run. (It may
-    # even be what compiles the model, so there is nothing to know about the parameters before.)
+    # The gradients are made inside the step: check them right after the closure has run. (It may
+    # even compile the model, so nothing is known about the parameters before.)
     checked = _checked_closure(optimizer, closure)
     return (args[0], *args[2:]), {**kwargs, "closure": checked}
 

@@ -1,4 +1,4 @@
-"""A number on the device that the host reads once it is there, without waiting for it."""
+"""A number on the device that the host reads once it has arrived, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..devices.registry import capabilities
 
 
 class Later:
-    """One 0-d tensor, read when it has arrived: on a CPU at once, on a GPU after its copy."""
+    """One 0-d tensor, readable once it has arrived: on a CPU at once, on a GPU after its copy."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._event: Any = None
@@ -23,9 +23,9 @@ class Later:
             self._event = device.record_event()
 
     def read(self) -> int | float | bool | None:
-        """The number, or None: not yet there."""
+        """The number, or None if it has not arrived yet."""
         if self._event is not None and not self._event.query():
             return None
-        # A read of memory: the tensor's `.item()` would be a synchronisation.
+        # Read the memory directly: the tensor's `.item()` would synchronise.
         number: int | float | bool = self._mirror.numpy().item()
         return number

@@ -1,7 +1,7 @@
-"""The live numbers of a loss scale: where they are kept, and when they move.
+"""The current values of a loss scale: where they are kept, and when they move.
 
-They are Python numbers until a generated optimizer step moves them. From then on they reside on its
-device, so that the step need not wait for the host. The rule itself is in `ir/scale.py`.
+They are Python numbers until a generated optimizer step moves them. From then on they are tensors
+on its device, so that the step need not wait for the host. The rule itself is in `ir/scale.py`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 
 
 class LiveScale:
-    """The numbers of one loss scale while training.
+    """The current values of one loss scale while training.
 
     Attributes:
-        moves: grows whenever the scale may have changed: between equal `moves` it is one number.
+        moves: grows whenever the scale may have changed: while it is equal, so is the scale.
     """
 
     def __init__(self, state: ScaleState) -> None:
         self.moves = 0
         self._numbers = state
-        self._resident: dict[str, torch.Tensor] = {}  # the numbers, once they reside on a device
-        self._forwards = 0  # training forwards seen; the scale moves once for each
+        self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
+        self._forwards = 0  # training forwards; the scale moves once for each
         self._moved_at = 0
-        self._early = False  # it was lowered for an overflow whose step is still to come
+        self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
 
     @property
     def state(self) -> ScaleState:
-        """All numbers. Where they reside on a GPU, this waits for it."""
+        """All values. Where they are kept on a GPU, this waits for it."""
         if not self._resident:
             return self._numbers
         numbers = {name: tensor.item() for name, tensor in self._resident.items()}
@@ -39,18 +39,18 @@ class LiveScale:
 
     @property
     def scale(self) -> float:
-        """The scale alone. Where it resides on a GPU, this waits for it."""
+        """The scale alone. Where it is kept on a GPU, this waits for it."""
         if not self._resident:
             return self._numbers.scale
         return float(self._resident["scale"].item())
 
     def set(self, state: ScaleState) -> None:
-        """Take over a state from outside, of which no overflow has been counted yet."""
+        """Take over a loaded state, of which no overflow has been counted yet."""
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
     def start_at(self, scale: float) -> None:
-        """Take over what the search for the start has found. The forward that is being searched
-        used it already, so for whoever asks `moves` it is the same number.
+        """Take over the start that the search has found. `moves` stays the same: the search also
+        changes the tensor that the forward being searched has used.
         """
         self._numbers = dataclasses.replace(self._numbers, scale=scale)
         if self._resident:
@@ -66,11 +66,11 @@ class LiveScale:
     # -- on a device ------------------------------------------------------------------------------
 
     def tensor(self, device: torch.device, *, shared: bool) -> torch.Tensor:
-        """The scale for a forward to multiply by: 0-d FP32 on `device`. A new value is a new
-        tensor, as a backward that is still to come divides by what its forward multiplied with.
+        """The scale for a forward to multiply by: 0-d FP32 on `device`. A new value gets a new
+        tensor: a backward still to come must divide by the number that its forward multiplied by.
 
         Args:
-            shared: use one tensor for all forwards until `forget_tensors`, whatever the value.
+            shared: all forwards use one tensor until `forget_tensors`, whatever the value.
         """
         if self._resident and not shared:
             return self._resident["scale"].clone()
@@ -81,12 +81,12 @@ class LiveScale:
         return held[1]
 
     def forget_tensors(self) -> None:
-        """Let the next forward use a new tensor: the last one will be, or was, written to."""
+        """Make the next forward use a new tensor: the last one is, or will be, written to."""
         self._tensors.clear()
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keep the numbers on `device` from now on: 0-d tensors by the fields of `ScaleState`,
-        which a generated step writes to.
+        """Keep the values on `device` from now on, and return them: 0-d tensors by the fields of
+        `ScaleState`. A generated step writes to them.
         """
         if not self._resident:
             self._resident = {
@@ -96,7 +96,7 @@ class LiveScale:
         return self._resident
 
     def resident(self, name: str) -> torch.Tensor | None:
-        """One of the tensors of `reside`, once the numbers reside there."""
+        """One of the tensors of `reside`, or None before they exist."""
         return self._resident.get(name)
 
     # -- how it moves -----------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class LiveScale:
         return first
 
     def settle(self, rule: ScaleRule, overflow: bool) -> bool:
-        """Conclude an optimizer step. Returns whether an overflow has come at the lowest scale."""
+        """Conclude an optimizer step. Returns whether an overflow came at the lowest scale."""
         first, before = self._is_first_step(), self.state
         counted = before
         if overflow and self._early:
@@ -121,8 +121,8 @@ class LiveScale:
         return after.floor
 
     def begin_step(self, rule: ScaleRule) -> bool:
-        """A generated step is about to move the scale: whether it is the first since the last
-        training forward.
+        """Prepare for a generated step that will move the scale. Returns whether it is the first
+        step since the last training forward.
         """
         first = self._is_first_step()
         self.moves += rule.dynamic
@@ -132,13 +132,13 @@ class LiveScale:
         return first
 
     def move_without_step(self, rule: ScaleRule, overflow: bool, *, step_will_come: bool) -> None:
-        """Move for a backward that no optimizer's step looked at; no step counts as skipped."""
+        """Move for a backward that no optimizer's step checked; no step counts as skipped."""
         self._early |= overflow and step_will_come
         before = self.state
         after = updated(rule, before, overflow)
         self._take(dataclasses.replace(after, skipped_steps=before.skipped_steps), before)
 
     def count_skipped(self) -> None:
-        """Count a skipped step, and move nothing."""
+        """Count a skipped step, without moving the scale."""
         before = self.state
         self._take(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1), before)

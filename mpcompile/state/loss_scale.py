@@ -5,14 +5,14 @@ where it leaves, moves it into range ("Mixed Precision Training", Micikevicius e
 section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start large, double after
 2000 good steps, halve and skip the step on overflow.
 
-    backward                      overflows += a gradient that left the graph was not finite
-    an optimizer's step           skipped if `overflows` grew since this optimizer looked last
+    backward                      overflows += whether a gradient that left the graph was not finite
+    an optimizer's step           skipped if `overflows` grew since this optimizer last looked
     once per training forward     the scale moves, by the rule
 
-A `LossScale` puts together the rule (`ir/scale.py`), the live numbers (`live_scale.py`), the count
-of overflows (`overflows.py`) and the search for the start (`search.py`, `fit.py`). The
-multiplication itself lives in the graph (`passes/graph/scale_gradients.py`), and who may take a
-step is decided in `guard.py`.
+A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
+overflows (`overflows.py`) and the search for the start (`search.py`, `fit.py`). The multiplication
+itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides whether an optimizer
+may take its step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 
 class _Setting(Generic[T]):
-    """One constant of the rule, as an attribute of the LossScale that holds the rule."""
+    """One constant of the rule, as an attribute of the LossScale."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -57,25 +57,25 @@ class _Setting(Generic[T]):
 
 
 class LossScale:
-    """How gradients are scaled in FP16, and the live value.
+    """How gradients are scaled in FP16, and the current scale.
 
     Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and give
-    it to `mpcompile(..., loss_scale=...)`; each compiled model has its own.
+    pass it to `mpcompile(..., loss_scale=...)`; each compiled model has its own.
 
     Args:
         rule: the kind, and the constants of a dynamic one.
-        init_scale: where it starts, or None: the first backward finds it.
+        init_scale: the first scale, or None: the first backward finds it.
 
     Attributes:
         kind: "dynamic", "static" or "none".
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
-        fitting: whether the value is still to be found, in the first backward.
+        fitting: whether the first backward is still to find the scale.
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
-        open: whether some graph hands gradients on to what stands before it, other than a leaf.
-        fp16_only: it was made by default, not handed over: BF16 does without.
-        restored, loaded: whether it was given its state; and no forward has used that yet.
-        live, overflows, search: what it consists of.
+        open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
+        fp16_only: it was made by default, not by the user: BF16 does without it.
+        restored, loaded: whether its state was loaded; whether no forward has used that state yet.
+        live, overflows, search: its parts.
 
     Raises:
         MPCompileError: a factor, interval or bound that makes no sense.
@@ -101,13 +101,13 @@ class LossScale:
         self._start(ScaleState(float(start), overflows_left=rule.hysteresis), fitting=fitting)
 
     def _start(self, state: ScaleState, *, fitting: bool) -> None:
-        """What is new in each process."""
+        """Set up what each process starts anew."""
         self.live = LiveScale(state)
         self.search = Search(fitting=fitting)
         self.overflows = Overflows()
         self.restored = self.loaded = False
         self.used: torch.Tensor | None = None
-        self._optimized = False  # whether some optimizer's step looks at it
+        self._optimized = False  # whether some optimizer's step checks it
 
     @classmethod
     def dynamic(
@@ -123,8 +123,8 @@ class LossScale:
         """x`growth_factor` after `growth_interval` good steps in a row, x`backoff_factor` after
         `hysteresis` overflows; never outside [min_scale, max_scale].
 
-        Without `init_scale` the first backward finds it: the largest power of two up to 2**16 that
-        leaves room for gradients eight times as large. So no first steps are skipped.
+        Without `init_scale` the first backward finds the start: the largest power of two up to
+        2**16 that leaves room for gradients eight times as large. So no first steps are skipped.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.
@@ -137,12 +137,12 @@ class LossScale:
 
     @classmethod
     def grad_scaler(cls) -> LossScale:
-        """As `torch.amp.GradScaler` does by default: start at 2**16, skip steps until it fits."""
+        """As `torch.amp.GradScaler` by default: start at 2**16 and skip steps until it fits."""
         return cls.dynamic(INIT_SCALE)
 
     @classmethod
     def default(cls) -> LossScale:
-        """What `loss_scale="dynamic"` means: the dynamic scale in FP16, none in BF16."""
+        """The meaning of `loss_scale="dynamic"`: the dynamic scale in FP16, none in BF16."""
         scale = cls.dynamic()
         scale.fp16_only = True
         return scale
@@ -157,11 +157,11 @@ class LossScale:
         """No scaling and no skipping."""
         return cls(ScaleRule("none"), 1.0)
 
-    # -- the live numbers -------------------------------------------------------------------------
+    # -- the current values -----------------------------------------------------------------------
 
     @property
     def state(self) -> ScaleState:
-        """The live numbers. Where a generated step keeps them on a GPU, this waits for it."""
+        """The current values. Where a generated step keeps them on a GPU, this waits for it."""
         return self.live.state
 
     @state.setter
@@ -208,11 +208,11 @@ class LossScale:
         self.__dict__.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: the settings, the live state, and whether the start is yet to be found."""
+        """Plain values: the settings, the current state, and whether the start is still unknown."""
         return {**dataclasses.asdict(self.rule), **self.state.saved(), "fitting": self.fitting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of ours, or a `torch.amp.GradScaler`'s.
+        """Take over a state of a LossScale, or of a `torch.amp.GradScaler`.
 
         Raises:
             MPCompileError: the mapping is neither.
@@ -237,29 +237,29 @@ class LossScale:
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The graph's two extra inputs: the scale, and the leaf whose "gradient" counts overflows.
 
-        Both 0-d FP32 on `device`. All forwards of the iteration that finds the value share a tensor
-        for the scale, which the search writes to.
+        Both are 0-d FP32 on `device`. In the iteration that finds the scale, all forwards share one
+        tensor for it, which the search writes to.
         """
         self.used = self.live.tensor(device, shared=self.fitting and self.search.possible)
         return self.used, self.overflows.leaf(device)
 
     def fit(self, value: float) -> None:
-        """The first backward has found the value."""
+        """Set the scale that the first backward has found."""
         self.live.forget_tensors()
         self.live.start_at(value)
         self.search.find()
 
     def search_failed(self, used: torch.Tensor, *, hopeless: bool) -> None:
         """A backward overflowed at every scale, so its gradients are multiplied by what its forward
-        used; the next forward uses another tensor, which a search may write to. See `Search.fail`.
+        used. The next forward uses another tensor, which a search may write to. See `Search.fail`.
         """
         self.search.fail(used, hopeless=hopeless)
         self.live.forget_tensors()
         self.live.moves += 1
 
     def saw_forward(self) -> None:
-        """A training forward is about to run. The scale moves here for a backward that overflowed
-        and was not looked at, unless its gradients are still accumulating.
+        """A training forward is about to run. If a backward overflowed and no step checked it, the
+        scale moves here, unless its gradients are still accumulating.
 
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
@@ -268,27 +268,27 @@ class LossScale:
         self.loaded = False
         running = backward_running()
         self.search.end_if_found(but_in=running)
-        if running != -1:  # a checkpoint's: nothing can be told from gradients that are half made
+        if running != -1:  # a checkpoint's forward: gradients are only half made
             return
         for overflow, held in self.overflows.before_forward():
-            # A good one counts as a step only where no optimizer does the counting.
+            # A good backward counts as a step only if no optimizer counts steps.
             if (overflow and (self.open or not held)) or not (self._optimized or held):
                 self.live.move_without_step(self.rule, overflow, step_will_come=held)
 
     # -- what optimizer steps use -----------------------------------------------------------------
 
     def overflowed(self, gradients: Sequence[torch.Tensor] | None = None) -> bool:
-        """For an update written by hand: whether it must be left out. Call it once for each.
+        """For a handwritten update: whether it must be skipped. Call this once for each update.
 
             if not loss_scale_of(model).overflowed():
                 with torch.no_grad():
                     for p in model.parameters():
                         p -= lr * p.grad
 
-        It moves the scale and counts the skipped step, as an optimizer's step does.
+        Like an optimizer's step, it moves the scale and counts the skipped step.
 
         Args:
-            gradients: those that will be used; by default the `.grad` of the model's parameters.
+            gradients: the gradients to be used; default: the `.grad` of the model's parameters.
         """
         overflow = self.overflows.before_update_by_hand(gradients)
         self.settle(overflow)
@@ -300,8 +300,8 @@ class LossScale:
         self._optimized = True
 
     def settle(self, overflow: bool) -> None:
-        """Conclude an optimizer step. The scale moves once for each forward; an overflow that shows
-        after a good step of another optimizer still lowers it.
+        """Conclude an optimizer step. The scale moves once for each forward. An overflow that shows
+        in an optimizer's step, after a good step of another optimizer, still lowers it.
         """
         self._step_looks()
         if overflow:
@@ -310,29 +310,29 @@ class LossScale:
             self.warn_at_floor()
 
     def begin_step(self) -> bool:
-        """A generated step is about to look: whether it is the first since the last forward."""
+        """Prepare for a generated step; returns whether it is the first since the last forward."""
         self._step_looks()
         return self.live.begin_step(self.rule)
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keep the state on `device` from now on: 0-d tensors by the fields of `ScaleState`, which
-        a generated step writes to.
+        """Keep the state on `device` from now on, and return it: 0-d tensors by the fields of
+        `ScaleState`. A generated step writes to them.
         """
         return self.live.reside(device)
 
     def resident(self, name: str) -> torch.Tensor | None:
-        """One of the tensors of `reside`, once the state resides there."""
+        """One of the tensors of `reside`, or None before they exist."""
         return self.live.resident(name)
 
     def skip_for(self) -> None:
-        """Count a step that was skipped for an overflow in its graphs, by an optimizer that holds
-        none of its parameters. How the scale moves is not that optimizer's business.
+        """Count a step skipped for an overflow in this scale's graphs, by an optimizer that holds
+        none of their parameters. That optimizer doesn't move the scale.
         """
         self.say_skipped()
         self.live.count_skipped()
 
     def say_skipped(self) -> None:
-        """One line at the first skipped step."""
+        """Log one line at the first skipped step."""
         if not self._logged:
             self._logged = True
             log.warning(
@@ -341,7 +341,7 @@ class LossScale:
             )
 
     def warn_at_floor(self) -> None:
-        """Say once that the scale can't get lower and gradients still overflow."""
+        """Warn once that the scale can't get lower and gradients still overflow."""
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -1,20 +1,20 @@
 """How the gradient of a parameter that has a working copy is stored.
 
-In the low dtype, as long as the parameter's MPOptimizer alone reads it; in FP16 multiplied by the
-loss scale. Autograd adds up whatever reaches a parameter, and a scaled gradient must not be
-added to a true one. So it doesn't go through autograd: it is put aside, and a zero that takes no
-memory goes in its place.
+It has the low dtype as long as only the parameter's MPOptimizer reads it; in FP16 it is also
+multiplied by the loss scale. Autograd adds up all gradients that reach a parameter, and a scaled
+gradient must not be added to an unscaled one. So the scaled gradient bypasses autograd: it is put
+aside, and a zero that takes no memory goes through autograd in its place.
 
     a graph's backward: puts its scaled gradient aside  --zero-->  AccumulateGrad of the parameter
 
-A hook sees what arrived just before that node stores it. If it is that zero, all of the gradient
-came out of our graphs, and what was put aside is stored, scaled. Otherwise a part of it came from
-elsewhere (a penalty on the weights, a part of the model that runs uncompiled): then all of it is
-stored in FP32 and true to size, and so is what was stored before. `p.grad.dtype` tells which of the
-two was done.
+A hook sees the sum that arrived just before that node stores it. If it is that zero, all of the
+gradient came out of our graphs, and the one put aside is stored, scaled. Otherwise a part of it
+came from elsewhere (a penalty on the weights, a part of the model that runs uncompiled): then all
+of it is stored in FP32 and unscaled, and a gradient stored earlier is converted. `p.grad.dtype`
+tells which of the two was done.
 
-A scaled gradient is stored with what it was multiplied by. Where the loss scale has moved since
-(another optimizer of the same scale stepped in between), it is brought to the other scale.
+A scaled gradient is stored with its multiplier. If the loss scale has moved since (another
+optimizer of the same scale stepped in between), the gradient is rescaled.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -37,7 +37,7 @@ from .loss_scale import LossScale
 
 @dataclass(frozen=True)
 class Multiplied:
-    """What a gradient is multiplied by.
+    """The number that a gradient is multiplied by.
 
     Attributes:
         by: 0-d, on the device.
@@ -49,7 +49,7 @@ class Multiplied:
 
     @classmethod
     def now(cls, scale: LossScale | None) -> Multiplied | None:
-        """What the forward that runs now multiplies by."""
+        """The multiplier of the forward that runs now, or None."""
         if scale is None or scale.used is None:
             return None
         return cls(scale.used, scale.live.moves)
@@ -58,19 +58,19 @@ class Multiplied:
         return grad.float() * self.by.reciprocal()
 
     def bring(self, grad: torch.Tensor, other: Multiplied) -> torch.Tensor:
-        """A gradient multiplied by `other`, multiplied by this instead."""
+        """A gradient multiplied by `other`, rescaled to be multiplied by this instead."""
         return grad if other.moves == self.moves else grad * (self.by / other.by)
 
     @classmethod
     def least(cls, found: Sequence[Multiplied]) -> Multiplied:
-        """The smallest of some: at it, what fits at each of them fits. Not read by the host."""
+        """The smallest of several, at which all their gradients fit. The host doesn't read it."""
         distinct = list({m.moves: m for m in found}.values())
         if len(distinct) == 1:
             return distinct[0]
         return cls(torch.stack([m.by for m in distinct]).amin(), next(_unequal))
 
 
-# No number of moves: what is made here is equal to nothing that was known before.
+# Negative, so that no `moves` of a LiveScale equals one of these.
 _unequal = itertools.count(-1, -1)
 
 
@@ -79,7 +79,7 @@ class LowGradient:
 
     Attributes:
         scale: the loss scale of these graphs, while gradients are stored scaled, or None.
-        stored: what `p.grad` is multiplied by while it is stored in the low dtype and scaled.
+        stored: the multiplier of `p.grad` while it has the low dtype and is scaled, or None.
     """
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype) -> None:
@@ -89,24 +89,24 @@ class LowGradient:
         self._master = weakref.ref(master)
         self._shape = tuple(master.shape)
         self._zero = torch.zeros((), dtype=dtype, device=master.device).expand(self._shape)
-        self._aside: dict[int, tuple[torch.Tensor, Multiplied]] = {}  # by backward
+        self._aside: dict[int, tuple[torch.Tensor, Multiplied]] = {}  # by backward number
         self._arrived: tuple[weakref.ref[torch.Tensor], int] | None = None
 
     # -- in a forward ---------------------------------------------------------------------------
 
     def expect(self, master: torch.Tensor, scale: LossScale | None, *, low: bool) -> None:
-        """A forward is about to read the copy; its gradient is to be stored low, or true in FP32.
+        """A forward will read the copy: store its gradient in the low dtype, or in FP32 and unscaled.
 
         Args:
             scale: the loss scale inside the graph, or None.
         """
         if self._aside and torch._C._current_graph_task_id() == -1:
-            self._aside.clear()  # of a backward that failed: none is running
+            self._aside.clear()  # left by a backward that failed: none is running
         self._set_scale(scale if low else None)
         if not low:
             self.widen(master)
         else:
-            # None: any dtype, and autograd casts nothing. What comes from elsewhere stays FP32.
+            # None: any dtype, so autograd casts nothing; a gradient from elsewhere stays FP32.
             wanted = self.dtype if scale is None else None
             if master.grad_dtype is not wanted and (master.grad is None or wanted is None):
                 master.grad_dtype = wanted
@@ -117,12 +117,12 @@ class LowGradient:
             parameters.changed()
 
     def widen(self, master: torch.Tensor) -> None:
-        """Store the gradient that is there, and those to come, in FP32 and true to size."""
+        """Store the gradient that exists, and those to come, in FP32 and unscaled."""
         grad = master.grad
         if master.grad_dtype is torch.float32:
             return
         if grad is not None and grad.dtype is self.dtype:
-            if self._was_changed(grad) and bool(grad.any()):  # zeroed is as good as true
+            if self._was_changed(grad) and bool(grad.any()):  # zeros need no rescaling
                 self._refuse_changed()
             grad = grad.float() if self.stored is None else self.stored.true(grad)
         master.grad = None
@@ -141,13 +141,13 @@ class LowGradient:
         low: bool,
         keeper: Any,
     ) -> torch.Tensor | None:
-        """One graph's gradient: what to return to autograd for it.
+        """Take one graph's gradient. Returns what the graph's backward returns to autograd for it.
 
         Args:
-            multiplied: what the graph multiplied it by, or None: it is true to size.
+            multiplied: the number that the graph multiplied it by, or None: it is unscaled.
             node: the AccumulateGrad of the parameter.
-            low: store it in the low dtype, if nothing else stands against that.
-            keeper: what keeps the parameter alive as long as gradients are stored low.
+            low: store it in the low dtype, unless something else needs it in FP32.
+            keeper: the object that keeps the parameter alive while gradients are stored low.
         """
         master = self._master()
         stores = _stores(node)
@@ -172,17 +172,17 @@ class LowGradient:
         return None
 
     def _look_at(self, node: Any, keeper: Any) -> None:
-        """Be called by this AccumulateGrad; a parameter gets a new one when nobody holds it."""
+        """Hook into this AccumulateGrad; a parameter gets a new one when none is referenced."""
         if node.metadata.get("mpcompile") is not self:
             node.metadata["mpcompile"] = self
             node.register_prehook(self._arrive)
             node.register_hook(lambda *_: self.note_arrival())
-        # It holds its parameter: we may not hold it, or neither would ever be freed.
+        # The node holds its parameter: if we held the node, neither would ever be freed.
         optimizers.state_of(keeper).nodes[id(self)] = node
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
-        """Autograd is about to store this: give what to store instead, or None for just this."""
+        """Called before autograd stores a gradient: return one to store instead, or None."""
         aside = self._aside.pop(torch._C._current_graph_task_id(), None)
         master, arrived = self._master(), gradients[0]
         if arrived is None or master is None:
@@ -215,7 +215,7 @@ class LowGradient:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_arrival(self) -> None:
-        """The gradient that is there now is as it was stored: see `check_untouched`."""
+        """Note the gradient that was just stored, for `check_untouched`."""
         master = self._master()
         if master is not None and master.grad is not None:
             self._arrived = weakref.ref(master.grad), master.grad._version
@@ -223,16 +223,16 @@ class LowGradient:
     # -- in a step ------------------------------------------------------------------------------
 
     def is_scaled(self, grad: torch.Tensor | None) -> bool:
-        """Whether this gradient of the parameter is one that we stored scaled."""
+        """Whether this gradient of the parameter is one that was stored scaled."""
         return self.stored is not None and grad is not None and grad.dtype is self.dtype
 
     def check_untouched(self, grad: torch.Tensor) -> None:
-        """Refuse a scaled gradient that somebody changed since it arrived.
+        """Refuse a scaled gradient that was changed since it arrived.
 
         Raises:
             MPCompileError: says what to do instead.
         """
-        if self._was_changed(grad) and bool(grad.any()):  # zeroed is as good as true
+        if self._was_changed(grad) and bool(grad.any()):  # zeros need no rescaling
             self._refuse_changed()
 
     def _was_changed(self, grad: torch.Tensor) -> bool:
@@ -250,7 +250,7 @@ class LowGradient:
         )
 
     def restate(self, grad: torch.Tensor, by: Multiplied) -> None:
-        """Bring the stored gradient to another scale, in place, where that is another number."""
+        """Rescale the stored gradient in place to a multiplier, if that is another number."""
         if self.stored is not None and self.stored.moves != by.moves:
             grad.copy_(by.bring(grad, self.stored))
             self.stored = by
@@ -258,7 +258,7 @@ class LowGradient:
 
 
 def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch.Tensor:
-    """What all of these stored gradients of one loss scale are multiplied by, from now on.
+    """Bring all of these stored gradients of one loss scale to one multiplier, and return it.
 
     Raises:
         MPCompileError: one was changed since it arrived.
@@ -272,16 +272,16 @@ def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch
 
 
 def _is_known_nonzero(gradient: torch.Tensor) -> bool:
-    """Whether some element is not 0; False where the host would have to wait for the device."""
+    """Whether some element is not 0; False if finding out would make the host wait."""
     return not capabilities(gradient.device).asynchronous and bool(gradient.any())
 
 
 def _stores(node: Any) -> bool | None:
-    """Whether the backward that runs now will store something in this node's parameter. None: no,
-    it returns the gradient (`torch.autograd.grad`).
+    """Whether the running backward will store a gradient in this node's parameter. None: it returns
+    the gradient instead (`torch.autograd.grad`).
     """
     try:
         stores: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so it answers for a leaf whose gradient is returned
+    except RuntimeError:  # raised for a leaf whose gradient is returned
         return None
     return stores

@@ -1,8 +1,8 @@
-"""Who else reads a parameter's gradient while it is made: it must then be FP32 and true to size.
+"""Other readers of a parameter's gradient during the backward: for them it must be FP32, unscaled.
 
 * A hook of the user's on the parameter (`register_hook`, `register_post_accumulate_grad_hook`).
-* DistributedDataParallel: it copies each gradient into FP32 buckets and averages those. It is seen
-  while its forward runs, and has to: its reducer hooks into autograd from C++, invisibly, and takes
+* DistributedDataParallel: it copies each gradient into FP32 buckets and averages those. It can only
+  be detected while its forward runs: its reducer hooks into autograd from C++, invisibly, and takes
   part in a backward only after a forward of its own (torch 2.13; the same in 2.11).
 """
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a hook of somebody's will be called with the gradient of this parameter."""
+    """Whether a hook on this parameter will be called with its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

@@ -1,4 +1,4 @@
-"""What is known of each optimizer of the process that has taken a step, or will skip by itself."""
+"""What is known of each optimizer of the process that took a step or checks overflows itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class OptimizerState:
     """What is known of one optimizer.
 
     Attributes:
-        skips_by_itself: its steps look at the gradients themselves, as an MPOptimizer's do.
-        looks: where it looked last, of the backward passes of each loss scale.
-        poisoned: it holds, and has skipped for, a gradient that overflowed in a graph which none of
-            its parameters is an input of.
-        hidden: parameters whose gradients its step must not see, and these gradients.
-        nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call: they live, and
-            keep their parameters alive, as long as the optimizer.
+        skips_by_itself: its steps check the gradients themselves, as an MPOptimizer's do.
+        looks: loss scale -> how far its backward passes had come at this optimizer's last look.
+        poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
+            none of its parameters.
+        hidden: (parameter, gradient) pairs that its step must not see.
+        nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
+            keep their parameters alive, as long as the optimizer does.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ _states: weakref.WeakKeyDictionary[Optimizer, OptimizerState] = weakref.WeakKeyD
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
-    """What is known of an optimizer; to be changed in place."""
+    """The state of an optimizer, which callers change in place."""
     state = _states.get(optimizer)
     if state is None:
         state = _states[optimizer] = OptimizerState()

@@ -1,9 +1,9 @@
-"""How many backward passes of a loss scale's graphs overflowed, and what nobody has looked at yet.
+"""How many backward passes of a loss scale's graphs overflowed, and which no step has checked yet.
 
-Each graph that is scaled has one more input, a 0-d leaf. Its "gradient" is not zero where a
-gradient that left the graph was not finite, so autograd adds up what the graphs of one backward
-pass saw; the count reads it off. The count is never reset, so no look hides an overflow from the
-next optimizer: whoever looks remembers how far the count had come.
+Each scaled graph has one more input, a 0-d leaf. Its "gradient" is nonzero if a gradient that left
+the graph was not finite. Autograd adds it up over the graphs of one backward pass, and the count is
+taken from it. The count is never reset, so one optimizer's look hides no overflow from the next:
+each optimizer remembers how far the count had come when it looked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Count:
     """How far the backward passes of a scale's graphs had come at some moment.
 
     Attributes:
-        passes: how many times there was something to collect; known without asking the device.
+        passes: how many times there was something to count; known without asking the device.
         overflows: how many of those had a gradient that was not finite: 0-d int64 on the device,
             or None before the first.
     """
@@ -40,7 +40,7 @@ class Count:
         return self.overflows if earlier.overflows is None else self.overflows - earlier.overflows
 
     def or_later(self, other: Count) -> Count:
-        """Whichever of the two counts is the later one."""
+        """The later of the two counts."""
         return other if other.passes > self.passes else self
 
 
@@ -48,19 +48,19 @@ class Overflows:
     """The count of the overflowed backward passes of one loss scale's graphs.
 
     Attributes:
-        void: overflows before this count left no gradient behind in the parameters.
-        lookers: the optimizers that look at the count.
+        void: overflows before this count left no gradients behind in the parameters.
+        lookers: the optimizers that look at this count.
     """
 
     def __init__(self) -> None:
         self._leaves: dict[torch.device, torch.Tensor] = {}
-        self._parameters = WeakIdKeyDictionary()  # those whose gradients come out of the graphs
+        self._parameters = WeakIdKeyDictionary()  # parameters whose gradients the graphs make
         self._count = Count()
-        self._looked = Count()  # where the last look was, anybody's
-        self._by_hand = Count()  # and that of an update written by hand
+        self._looked = Count()  # at the last look of any optimizer
+        self._by_hand = Count()  # at the last handwritten update
         self.void = Count()
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._arriving: list[tuple[Later, bool]] = []  # overflows, were gradients held then
+        self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
 
     def leaf(self, device: torch.device) -> torch.Tensor:
         """The input of the graphs on this device whose "gradient" is counted: 0-d FP32."""
@@ -76,7 +76,7 @@ class Overflows:
             self._parameters[parameter] = True
 
     def count(self) -> Count:
-        """How far the backward passes have come."""
+        """How far the backward passes have come by now."""
         flags = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         if flags:
             total = self._count.overflows
@@ -89,18 +89,18 @@ class Overflows:
         return self._count
 
     def saw(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Count an overflow in gradients that left a graph multiplied by the scale."""
+        """Count an overflow in gradients that are multiplied by the scale as they leave a graph."""
         for leaf in self._leaves.values():
             flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
             leaf.grad = flag if leaf.grad is None else leaf.grad + flag
 
     def looked(self) -> None:
-        """An optimizer's step looks now."""
+        """Note that an optimizer's step looks now."""
         self._looked = self.count()
 
     def before_update_by_hand(self, gradients: Sequence[torch.Tensor] | None) -> bool:
-        """Whether a backward overflowed since the last such update, or one of these gradients, by
-        default those of the parameters, is not finite; waits for the device.
+        """Whether a backward overflowed since the last such update, or one of these gradients
+        (default: those of the parameters) is not finite; waits for the device.
         """
         if gradients is None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -109,15 +109,15 @@ class Overflows:
         self._by_hand = count
         return bool(any_nonfinite(gradients)) or (new is not None and bool(new))
 
-    # -- what no optimizer's step looked at --------------------------------------------------------
+    # -- backward passes that no optimizer's step checked ------------------------------------------
 
     def before_forward(self) -> Iterator[tuple[bool, bool]]:
-        """The backward passes that nobody looked at before this training forward, as far as the
-        device has told by now: whether it overflowed, and whether gradients were held then.
+        """For each backward pass that no step checked before this training forward, as far as its
+        result has arrived: whether it overflowed, and whether gradients existed then.
 
-        Either gradients are being accumulated, or they were thrown away, and must not cost the next
-        step; or an update was written by hand, or made by an optimizer of what stands before these
-        graphs.
+        Either gradients are being accumulated; or they were thrown away, and must not make the next
+        step skip; or a handwritten update used them, or an optimizer of a network that comes before
+        these graphs.
 
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
@@ -138,15 +138,15 @@ class Overflows:
         elif (
             len(self.lookers) > 1 and count.passes != self.void.passes and not self._accumulating()
         ):
-            self.void = count  # one of them may have looked too early, in the backward
+            self.void = count  # some optimizer may have looked during the backward
 
     def _accumulating(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
     def _check_parameters(self) -> None:
-        """After an overflow that nobody looked at: are the parameters what they were?"""
+        """After an overflow that no step checked: raise if a parameter is not finite."""
         for p in self._parameters:
-            held = p.untyped_storage().size() > 0  # FSDP frees a parameter between its uses
+            held = p.untyped_storage().size() > 0  # FSDP frees a parameter between uses
             if held and not bool(p.isfinite().all()):
                 raise MPCompileError(
                     f"a parameter of shape {tuple(p.shape)} is not finite: gradients that "
@@ -156,7 +156,7 @@ class Overflows:
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether some element of some gradient is inf or nan: 0-d bool, for DTensors over all ranks.
+    """Whether some element of some gradient is inf or nan: 0-d bool; for DTensors, over all ranks.
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
@@ -164,8 +164,8 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     dense = [g for g in dense if g.numel() > 0]
     if not dense:
         return torch.tensor(False)
-    # The largest magnitude over all of them: inf or nan exactly if some element is.
+    # The largest magnitude of all elements is inf or nan exactly if some element is.
     norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
-    full = getattr(norm, "full_tensor", None)  # a DTensor's: every rank must decide alike
+    full = getattr(norm, "full_tensor", None)  # of a DTensor: all ranks must decide alike
     whole: torch.Tensor = norm if full is None else full()
     return whole.isfinite().logical_not()

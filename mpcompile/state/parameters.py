@@ -1,4 +1,4 @@
-"""What is true of each parameter: one `ParamState`, in one registry, with one count of changes."""
+"""What is known of each parameter: one `ParamState` each, one registry, one count of changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParamState:
-    """What is true of one parameter; `note` replaces it.
+    """What is known of one parameter; `note` replaces it.
 
     Attributes:
         owner: the MPOptimizer whose step writes its copies, as a weak reference.
-        given: the loss scale that the owner was given, for models that have none from the user.
+        given: the loss scale that the owner was given, for models without one from the user.
         copies: its working copies, by dtype.
-        in_full: whether its gradients must be FP32 and true to size: a graph reads it in FP32, too,
-            or its gradients are averaged over processes.
+        in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
+            its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
     """
 
@@ -47,14 +47,14 @@ _changes = 0
 
 
 def changes() -> int:
-    """Grows whenever something else becomes true of some parameter, or its gradients are stored
-    under another scale: whatever was derived from that before may be outdated.
+    """A number that grows whenever something known of some parameter changes, or its gradients get
+    another scale: whatever was derived before that may be outdated.
     """
     return _changes
 
 
 def changed() -> None:
-    """Count a change of something that a `ParamState` leads to."""
+    """Count a change of something that a `ParamState` refers to."""
     global _changes
     _changes += 1
 
@@ -75,8 +75,8 @@ def note(parameter: torch.Tensor, **facts: Any) -> None:
 
 
 def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
-    """Make `owner` (an MPOptimizer) the one whose step writes the copies of these parameters; with
-    `scale`, models of theirs that have no loss scale from the user take this one.
+    """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
+    With `scale`, models of these parameters without a loss scale from the user use this one.
     """
     for parameter in parameters:
         note(parameter, owner=weakref.ref(owner), given=scale)
@@ -88,16 +88,16 @@ def owner_of(parameter: torch.Tensor) -> Any:
 
 
 def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
-    """The loss scale that the living optimizer of these parameters was given, if any."""
+    """The loss scale that the living MPOptimizer of these parameters was given, or None."""
     owned = (state for state in map(state_of, parameters) if state.optimizer is not None)
     return next((state.given for state in owned if state.given is not None), None)
 
 
 def scales_of(parameter: torch.Tensor) -> tuple[LossScale, ...]:
-    """The scales of all graphs over this parameter."""
+    """The loss scales of all graphs that read this parameter."""
     return state_of(parameter).scales
 
 
 def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
-    """The scale that graphs over these parameters already use, if any."""
+    """A loss scale that graphs over these parameters already use, or None."""
     return next((s for p in parameters for s in scales_of(p)), None)

@@ -1,4 +1,4 @@
-"""How far the search for a loss scale's start has come; `fit.py` does the searching."""
+"""State of the search for a loss scale's start; `fit.py` does the searching."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ class Search:
     """The search for the start of one loss scale, in the first backward.
 
     Attributes:
-        fitting: whether the value is still to be found.
-        possible: whether some graph can be run again, so that its first backward searches.
+        fitting: whether the start is still to be found.
+        possible: whether some graph can be run again, so that its first backward can search.
     """
 
     def __init__(self, *, fitting: bool) -> None:
         self.fitting = fitting
         self.possible = False
         self._failures = 0
-        self._found_in: int | None = None  # the backward that has found the value, by its number
-        self._in_vain = WeakIdKeyDictionary()  # what the forwards of failed ones multiplied by
+        self._found_in: int | None = None  # number of the backward that found the start
+        self._in_vain = WeakIdKeyDictionary()  # the scale tensors of failed searches' forwards
 
     @property
     def found(self) -> bool:
-        """Whether a backward of this iteration has found the value. The next step or forward ends
+        """Whether a backward of this iteration has found the start. The next step or forward ends
         the search; until then other graphs of this backward may still lower it.
         """
         return self._found_in is not None
 
     def find(self) -> None:
-        """The backward that is running has found the value."""
+        """Note that the backward that is running has found the start."""
         self._found_in = backward_running()
 
     def end_if_found(self, *, but_in: int | None = None) -> None:
-        """End the search, unless the backward with number `but_in` has found the value."""
+        """End the search if the start is found, unless the backward number `but_in` found it."""
         if self._found_in is not None and self._found_in != but_in:
             self.fitting, self._found_in = False, None
 
     def fail(self, used: torch.Tensor, *, hopeless: bool) -> None:
-        """A backward overflowed at every scale. One such batch may be an accident; after a few
-        training starts as GradScaler does.
+        """A backward overflowed at every scale. One such batch may be an accident; after a few,
+        the search ends, and training starts as GradScaler does.
 
         Args:
-            used: what its forward multiplied by.
-            hopeless: values that are not finite: that is no failure of the search.
+            used: the scale tensor that its forward multiplied by.
+            hopeless: some values themselves are not finite, which is no failure of the search.
         """
         self._in_vain[used] = True
         self._failures += not hopeless
@@ -58,8 +58,8 @@ class Search:
 
 
 def backward_running() -> int:
-    """The number of the backward that runs in this thread, or -1: none.
+    """The number of the backward that runs in this thread, or -1 if none does.
 
-    As torch.utils.checkpoint asks (read in torch 2.13; the same in 2.11).
+    Read as torch.utils.checkpoint reads it (torch 2.13; the same in 2.11).
     """
     return torch._C._current_graph_task_id()

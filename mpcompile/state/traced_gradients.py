@@ -1,12 +1,13 @@
 """Let Dynamo trace a parameter whose gradient has another dtype than the parameter.
 
-It breaks the graph at such a tensor: the fake that stands for it could not be given the gradient.
-That is what O2's parameters are between two backwards, so whatever is compiled then (another batch
-size, `D(fake)` after `D(fake.detach())`) would run in pieces, most of them in FP32. Neither Dynamo
-nor we need a fake with a gradient: of these parameters, and no others, it is told that they have
-none. A program that reads `p.grad` still gets the real one, which Dynamo takes from the program.
+Dynamo breaks the graph at such a tensor: its fake could not be given the gradient. O2's parameters
+are such tensors between two backwards, so anything compiled then (another batch size, `D(fake)`
+after `D(fake.detach())`) would run in pieces, most of them in FP32. Neither Dynamo nor mpcompile
+needs a fake with a gradient, so Dynamo is told that these parameters, and no others, have none. A
+program that reads `p.grad` still gets the real one, which Dynamo takes from the program.
 
-Both modules below ask `safe_grad` (read in torch 2.13; the same in 2.11). Without it graphs break.
+Both modules below call `safe_grad` (read in torch 2.13; the same in 2.11). If it is missing, graphs
+break.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch._subclasses import meta_utils
 
 @functools.cache
 def hide_low_gradients(of: type[torch.Tensor]) -> None:
-    """Tell tracers that tensors of this class whose gradient has another dtype have none, from now
-    on and once.
+    """Make tracers see no gradient on tensors of this class whose gradient has another dtype; takes
+    effect once, for the process.
     """
     for module in (builder, meta_utils):
         known = getattr(module, "safe_grad", None)
