@@ -42,7 +42,7 @@ from .planner.target import Target, target_of
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
-from .state import copies, fit, hooks, parameters
+from .state import copies, fit_scale, hooks, parameters
 from .state.loss_scale import LossScale
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
@@ -138,7 +138,7 @@ def _compile(
     compiled = _emit(graph, given, how, joint=joint_passes(config))
     if scale is not None and searches:
         scale.search.possible = True
-        compiled = fit.fitting(compiled, scale, inputs)
+        compiled = fit_scale.fitting(compiled, scale, inputs)
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
     reader = _reader(inputs, owned, target.low, scale)

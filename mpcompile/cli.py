@@ -23,12 +23,12 @@ from ._version import __version__
 from .debug.bisect import TOLERANCE, bisect, within
 from .demo.run import DemoSettings
 from .demo.run import run as run_demo
-from .devices.facts import device_facts
 from .devices.gpus import GPUS, gpu
+from .devices.info import device_facts
 from .devices.registry import capabilities, default_device
 from .errors import MPCompileError
 from .preview.factory import CONTRACT, made_by
-from .preview.planning import plan_call
+from .preview.plan_gpu import plan_call
 from .profile import Profile, Sample, store
 from .profile.measure import measure
 from .profile.model import KINDS, flops

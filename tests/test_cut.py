@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpcompile.planner.cut import NEVER, minimum_cut
+from mpcompile.planner.min_cut import NEVER, minimum_cut
 
 Pairs = dict[tuple[int, int], tuple[int, int]]
 Problem = tuple[list[int], list[int], Pairs]

@@ -199,7 +199,7 @@ MAY_NAME = {
     "mpcompile/backend.py": ("cpu", "a graph without tensors computes on the host"),
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
-    "mpcompile/state/later.py": ("cpu", "the mirror of a number is host memory"),
+    "mpcompile/state/async_read.py": ("cpu", "the mirror of a number is host memory"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}

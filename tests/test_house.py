@@ -9,7 +9,7 @@ from pathlib import Path
 
 from test_packaging import ROOT
 
-from mpcompile.rules.page import page
+from mpcompile.rules.docs_page import page
 from mpcompile.rules.policy import op_key
 from mpcompile.rules.table import TABLE
 
@@ -114,5 +114,5 @@ def test_the_test_above_sees_one() -> None:
 
 
 def test_the_page_of_operators_is_the_table() -> None:
-    """Made by `python -m mpcompile.rules.page > docs/operators.md`."""
+    """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
     assert (ROOT / "docs" / "operators.md").read_text() == page()

@@ -46,7 +46,7 @@ LAYERS = (
     {"capture", "emit", "pipeline"},
     {"calls", "settings"},
     {"backend", "optim"},
-    {"api", "entry"},
+    {"api", "entry_point"},
     {"debug", "preview"},
     {"demo"},
     {"cli"},

@@ -17,7 +17,7 @@ from torch import nn
 from mpcompile import ir
 from mpcompile.demo import GPT, GPTConfig
 from mpcompile.passes.graph.plan import plan
-from mpcompile.planner import cut
+from mpcompile.planner import min_cut
 
 
 def decisions(stage: Stage) -> str:
@@ -248,13 +248,13 @@ def test_little_of_a_deep_model_enters_the_flow_network(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a layer leaves undecided is a part of its own; at O1 the residual stream is another."""
-    parts, solve = [], cut._low_side
+    parts, solve = [], min_cut._low_side
 
     def counted(network: Any, costs: Any) -> set[int]:
         parts.append(len(network))
         return solve(network, costs)
 
-    monkeypatch.setattr(cut, "_low_side", counted)
+    monkeypatch.setattr(min_cut, "_low_side", counted)
     layers = 12
     model = GPT(GPTConfig(vocab=16, context=8, width=16, layers=layers, heads=2))
     tokens = torch.zeros(2, 8, dtype=torch.int64)

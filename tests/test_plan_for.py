@@ -18,7 +18,7 @@ from versions import since
 from mpcompile import MPCompileError, Policy, loss_scale_of, mpcompile, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
-from mpcompile.preview import planning
+from mpcompile.preview import plan_gpu
 from mpcompile.rules import kernels
 from mpcompile.state import guard, parameters
 
@@ -138,7 +138,7 @@ def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         raise CannotRewrite("this one can't be")
 
-    monkeypatch.setattr(planning, "rewrite", rewrite)
+    monkeypatch.setattr(plan_gpu, "rewrite", rewrite)
     planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
     assert planned.plans == ()
     assert planned.left == ("this one can't be",)
@@ -258,9 +258,9 @@ def test_a_compiled_model_keeps_its_scale() -> None:
 
 def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[nn.Module]] = []
-    run = planning._run
+    run = plan_gpu._run
     monkeypatch.setattr(
-        planning, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
+        plan_gpu, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
     )
     plan_for(net(), X)
     gc.collect()

@@ -1,11 +1,11 @@
 """The first steps in FP16: steps skipped until the loss scale fits, and what finding it costs.
 
-By default the first backward finds the scale (`mpcompile/state/fit.py`); `loss_scale="grad_scaler"`
-starts at 65536, as `torch.amp.GradScaler` does, and skips steps until the scale has come down to
-where the gradients fit. Both train the same models, from the same weights on the same batches,
-beside plain PyTorch in FP32: at O1 with a plain optimizer, and at O2 with an MPOptimizer. How far
-apart two trainings drift that differ in nothing but roundings is shown by one more in FP32, whose
-first weights are rounded to FP16.
+By default the first backward finds the scale (`mpcompile/state/fit_scale.py`);
+`loss_scale="grad_scaler"` starts at 65536, as `torch.amp.GradScaler` does, and skips steps until
+the scale has come down to where the gradients fit. Both train the same models, from the same
+weights on the same batches, beside plain PyTorch in FP32: at O1 with a plain optimizer, and at O2
+with an MPOptimizer. How far apart two trainings drift that differ in nothing but roundings is shown
+by one more in FP32, whose first weights are rounded to FP16.
 """
 
 from __future__ import annotations

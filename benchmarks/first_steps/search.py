@@ -9,7 +9,7 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
-from mpcompile.state import fit
+from mpcompile.state import fit_scale
 
 __all__ = ["Search", "search"]
 
@@ -26,7 +26,7 @@ class Search:
 def search() -> Iterator[Search]:
     """Count what is run beyond the one forward and backward that were asked for."""
     spent, asked = Search(), [0.0]
-    again, backward, find = (getattr(fit._Trial, n) for n in ("again", "backward", "find"))
+    again, backward, find = (getattr(fit_scale._Trial, n) for n in ("again", "backward", "find"))
 
     def count_again(*args: Any) -> Any:
         spent.again += 1
@@ -46,6 +46,6 @@ def search() -> Iterator[Search]:
         return result
 
     with unittest.mock.patch.multiple(
-        fit._Trial, again=count_again, backward=time_backward, find=time_find
+        fit_scale._Trial, again=count_again, backward=time_backward, find=time_find
     ):
         yield spent

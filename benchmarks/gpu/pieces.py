@@ -38,7 +38,8 @@ PIECES = (
     _tests("tests", 480, "gpu"),
     _tests("tests-costs", 300, "gpu_costs", workers=0),  # it measures: nothing else beside it
     _tests("tests-numerics", 420, "gpu_numerics"),
-    _tests("tests-elsewhere", 300, "device_sheets", "fused_head", "joint", "optim_scale", "profile_store"),
+    _tests("tests-elsewhere", 300, "device_sheets", "fused_head", "joint", "optim_scale",
+           "profile_store"),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
     Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
     _benchmark("gpt", 480),

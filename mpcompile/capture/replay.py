@@ -34,7 +34,7 @@ from ..ir.targets import AUTOCAST, CHECKPOINT, ENTER_AUTOCAST, EXIT_AUTOCAST, IN
 from ..ir.units import grad_fns
 from ..rules import PACKETS
 from .history import current_tracer, has_custom_backward, known_as_before
-from .opaque import opaque_call
+from .opaque_calls import opaque_call
 from .place import Place
 
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}

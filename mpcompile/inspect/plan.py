@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..ir import opaque
+from ..ir import hidden_products
 from ..rules.policy import Config
 from .tensor_cores import TensorCoreReport, tensor_core_report
 
@@ -135,7 +135,7 @@ def plan_of(graph: fx.Graph, config: Config) -> Plan:
             rule=ir.mark(node).rule,
             reason=ir.mark(node).reason,
             costs=ir.costs(node),
-            products=opaque.products_in(node),
+            products=hidden_products.products_in(node),
         )
         for node in graph.nodes
         if ir.is_marked(node)

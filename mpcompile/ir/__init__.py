@@ -49,7 +49,7 @@ from .marks import (
 )
 from .memory import memory, shares_memory, storage, written
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
-from .slots import (
+from .step_graph import (
     add_slot,
     become_tensor,
     call,

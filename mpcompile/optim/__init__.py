@@ -1,16 +1,24 @@
 """The generated optimizer step: a torch.optim step traced, rewritten and compiled.
 
-optimizer.py                  MPOptimizer, what users see; checks.py: what it refuses
-trace.py                      the optimizer's own step -> a graph; inputs.py: the graph's inputs,
-shadow.py: the object that runs the step, tracing.py: under what
-pipeline.py                   the passes of `passes/step`, in order
-pieces.py                     the graph -> pieces; compile_piece.py: a piece -> a function,
-program.py: all of them, bound to their tensors
-step.py                       one compiled step; key.py: what it is compiled for,
-assumptions.py: what must stay as it was, held_settings.py: what
-it reads anew each time, results.py: what it reports
-first_state.py, eager.py      the state that a first step makes; a step that can't be traced yet
-saved_scales.py, watch.py     loss scales in checkpoints; skipped steps are said
+optimizer.py      MPOptimizer, what users see
+checks.py         what it refuses
+inputs.py         the inputs of a step's graph
+trace.py          the optimizer's own step becomes a graph
+shadow.py         the object that runs the step while it is traced
+trace_context.py  what is patched meanwhile
+pipeline.py       the passes of `passes/step`, in order
+pieces.py         the graph is parted into pieces
+compile_piece.py  a piece becomes a function
+program.py        the functions of all pieces, bound to their tensors
+step.py           one compiled step
+key.py            what it is compiled for
+assumptions.py    what must stay as it was when it was traced
+held_settings.py  which settings it reads anew each time
+results.py        what it reports
+first_state.py    the state that a first step makes
+eager.py          a step that can't be traced yet
+saved_scales.py   loss scales in checkpoints
+watch.py          says that a step was skipped
 """
 
 from .optimizer import MPOptimizer

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..emit.emitter import check_inductor
 from ..errors import MPCompileError
 from ..state.loss_scale import LossScale
-from .tracing import raw_step
+from .trace_context import raw_step
 
 
 def check(

@@ -9,7 +9,7 @@ from ..state import guard
 from .first_state import give_gradient
 from .key import StepKey
 from .results import Results
-from .tracing import raw_step
+from .trace_context import raw_step
 
 
 def eager_step(

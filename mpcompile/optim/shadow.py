@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..errors import CannotRewrite
 from ..ir.step import Slot
 from .inputs import Member, Setting, is_list
-from .tracing import raw_step
+from .trace_context import raw_step
 
 # Settings that are inputs of the graph, or chosen here.
 _NOT_READ = ("params", "foreach", "fused", "capturable")

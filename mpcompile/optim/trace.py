@@ -40,7 +40,7 @@ from ..ir import aten
 from ..ir.step import Slot
 from .inputs import Inputs, Member, Setting
 from .shadow import Shadow
-from .tracing import tracing
+from .trace_context import tracing
 
 
 @dataclass(frozen=True)

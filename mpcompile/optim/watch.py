@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..state.later import Later
+from ..state.async_read import Later
 from ..state.loss_scale import LossScale
 
 

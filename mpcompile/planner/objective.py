@@ -36,8 +36,8 @@ from ..padding.products import product
 from ..rules import Keeps, Kind
 from ..rules.policy import Config, Level
 from .constraints import Constraints, Item, Rounded
-from .cut import NEVER
 from .fusion import Fusion
+from .min_cut import NEVER
 from .reads import cast_weights, elements, is_view, read_by, readers, root
 from .times import seconds
 

@@ -7,7 +7,10 @@
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, and when they move
       overflows.py         the count of backward passes that overflowed
-      search.py, fit.py    the search for its start
+      scale_search.py      whether its start is still searched for
+    fit_scale.py         the search: the first backward is run again at lower scales
+    gradient_readers.py  who else reads a gradient, so that it must be FP32
+    async_read.py        a number on the device that the host reads later
     guard.py             whether an optimizer may take its step
     hooks.py             torch's step hooks, which ask the guard; `register` installs them
 

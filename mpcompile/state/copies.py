@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
-from . import onlookers, parameters
+from . import gradient_readers, parameters
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, Multiplied
 from .traced_gradients import hide_low_gradients
@@ -213,7 +213,7 @@ class Reader:
         tensors = [copy.stored for copy in copies]
         if not torch.is_grad_enabled():
             return tensors
-        reduced = onlookers.reduced_parameters()
+        reduced = gradient_readers.reduced_parameters()
         read_in_full(p for p in reduced if not parameters.state_of(p).in_full)
         for copy, master in zip(copies, masters, strict=True):
             copy.awaited += 1
@@ -229,7 +229,7 @@ class Reader:
             and not state.in_full
             and state.optimizer is not None
             and len(state.copies) == 1
-            and not onlookers.has_hooks(master)
+            and not gradient_readers.has_hooks(master)
         )
 
 

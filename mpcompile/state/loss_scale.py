@@ -10,9 +10,9 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
     once per training forward     the scale moves, by the rule
 
 A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
-overflows (`overflows.py`) and the search for the start (`search.py`, `fit.py`). The multiplication
-itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides whether an optimizer
-may take its step.
+overflows (`overflows.py`) and the search for the start (`scale_search.py`, `fit_scale.py`). The
+multiplication itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides whether
+an optimizer may take its step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
 from .live_scale import LiveScale
 from .overflows import Overflows
-from .search import Search, backward_running
+from .scale_search import Search, backward_running
 
 log = logging.getLogger("mpcompile")
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
-from .later import Later
+from .async_read import Later
 
 
 @dataclass(frozen=True)

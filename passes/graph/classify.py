@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir, rules
-from mpcompile.ir import By, Mark, opaque
+from mpcompile.ir import By, Mark, hidden_products
 from mpcompile.ir.updates import nodes_of_updates
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
@@ -62,7 +62,7 @@ def _decide(node: fx.Node, config: Config) -> Mark:
 def _hands_off(node: fx.Node) -> str | None:
     """Why the node must keep its dtypes whatever anybody asks, or None."""
     if ir.is_opaque(node):
-        return f"opaque: its body was captured in these dtypes{opaque.described(node)}"
+        return f"opaque: its body was captured in these dtypes{hidden_products.described(node)}"
     if not (ir.is_op(node) or ir.is_getitem(node)):
         return "no tensor operator"
     if ir.is_mutable(node):

@@ -27,7 +27,7 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.planner.constraints import Item, Rounded
-from mpcompile.planner.cut import NEVER, minimum_cut
+from mpcompile.planner.min_cut import NEVER, minimum_cut
 from mpcompile.planner.objective import UNIT, Costs, Objective
 from mpcompile.rules.policy import Config, Level, Precision
 

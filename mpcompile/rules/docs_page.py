@@ -1,4 +1,4 @@
-"""The table as a page of documentation: `python -m mpcompile.rules.page > docs/operators.md`."""
+"""The table as a page: `python -m mpcompile.rules.docs_page > docs/operators.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .table import TABLE
 
 _TITLE = "# What is known about operators"
 _ABOUT = (
-    "This page is the table in `mpcompile/rules/`, printed by `python -m mpcompile.rules.page`."
+    "This page is the table in `mpcompile/rules/`. `python -m mpcompile.rules.docs_page` prints it."
     " Each operator stands in one row; all its overloads share it. An operator that is not on this "
     "page keeps the dtypes that it was captured with. `mpcompile.register_rule` adds a row for an "
     "operator of your own, with any of these facts:"
