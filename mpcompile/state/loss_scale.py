@@ -11,8 +11,8 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
 
 A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
 overflows (`overflows.py`) and the search for the start (`scale_search.py`, `fit_scale.py`). The
-multiplication itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides whether
-an optimizer may take its step.
+multiplication itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides
+whether an optimizer may take its step.
 """
 
 from __future__ import annotations
