@@ -30,10 +30,10 @@ from .passes.graph.guard_factorisations import guard_factorisations
 from .passes.graph.leave_unpromised import leave_unpromised
 from .passes.graph.narrow_softmax import narrow_softmax
 from .passes.graph.outline import outline
-from .passes.graph.pad import pad
 from .passes.graph.place_casts import place_casts
 from .passes.graph.place_pads import place_pads
 from .passes.graph.plan import plan
+from .passes.graph.plan_pads import plan_pads
 from .passes.graph.read_copies import read_copies
 from .passes.graph.scale_gradients import scale_gradients
 from .rules.policy import Config
@@ -58,7 +58,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
     narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
-    pad,  # decides the padded sizes; after place_casts, so that pads stand behind casts
+    plan_pads,  # decides the padded sizes; after place_casts, so that pads stand behind casts
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # replaces casts of parameters by copies, whose gradients leave the graph scaled
     copy_overlaps,  # before scale_gradients: the copies that it makes are results like any other
@@ -78,7 +78,7 @@ MAY_BE_DISABLED: Mapping[str, str] = {
     "expand_attention": "attention stays one operator, in the same precision",
     "fuse_head": "the head and its loss stay two operators, as without fuse_head=True",
     "narrow_softmax": "the backward of a softmax keeps the FP32 result",
-    "pad": "products keep their dims, as with pad='never'",
+    "plan_pads": "products keep their dims, as with pad='never'",
     "read_copies": "an O2 graph casts the parameters itself, as it does for any other optimizer",
 }
 MUST_RUN: Mapping[str, str] = {
@@ -89,7 +89,7 @@ MUST_RUN: Mapping[str, str] = {
     "guard_factorisations": "a factorisation of a rounded matrix may fail, or be far off",
     "plan": "operators would stay undecided",
     "place_casts": "operators would read operands in another dtype than planned",
-    "place_pads": "it carries out what `pad` decided: disable `pad`",
+    "place_pads": "it carries out what `plan_pads` decided: disable that",
     "copy_overlaps": "a result that overlaps itself could not be scaled",
     "scale_gradients": "it is turned off by loss_scale='none', which the optimizer hears of, too",
     "clean": "the checks of the whole graph come after it",

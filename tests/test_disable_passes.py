@@ -115,7 +115,7 @@ def test_the_models_give_the_passes_something_to_do() -> None:
         run(leaf(*size)).sum().backward()
         optimizer.step()
         changed.update(name for plan in compiled_plans(run) for name in plan.changed)
-    reported = {*PASSES} - {"leave_unpromised", "pad"}  # both only decide
+    reported = {*PASSES} - {"leave_unpromised", "plan_pads"}  # both only decide
     assert reported <= changed
 
 
@@ -125,9 +125,9 @@ def test_a_disabled_pass_does_not_run() -> None:
         run(leaf(2, 9, 12)).sum().backward()
         return compiled_plans(run)[0]
 
-    ran, disabled = plan(), plan(disable_passes=["pad", "expand_attention"])
-    assert {"pad", "expand_attention"} <= ran.seconds.keys()
-    assert not {"pad", "expand_attention"} & disabled.seconds.keys()
+    ran, disabled = plan(), plan(disable_passes=["plan_pads", "expand_attention"])
+    assert {"plan_pads", "expand_attention"} <= ran.seconds.keys()
+    assert not {"plan_pads", "expand_attention"} & disabled.seconds.keys()
     assert "scaled_dot_product_attention" not in {n.name for n in ran.nodes}
     assert "scaled_dot_product_attention" in {n.name for n in disabled.nodes}
 
@@ -157,7 +157,7 @@ def test_two_compilations_that_differ_in_it_are_two() -> None:
     x = torch.randn(4, 4)
     program = lambda x: x @ x  # noqa: E731
     found = []
-    for disabled in ([], ["pad"], []):
+    for disabled in ([], ["plan_pads"], []):
         options = {"dtype": torch.bfloat16, "emit": "aot_eager", "pad": "always",
                    "disable_passes": disabled}  # fmt: skip
         compiled = torch.compile(program, backend="mpcompile", options=options)
@@ -169,7 +169,7 @@ def test_two_compilations_that_differ_in_it_are_two() -> None:
 def test_a_plan_for_a_gpu_without_it() -> None:
     model, x = nn.Linear(64, 61), torch.ones(64, 64)
     ops = []
-    for disabled in ((), ("pad",)):
+    for disabled in ((), ("plan_pads",)):
         (plan,) = plan_for(model, x, device="t4", pad="always", disable_passes=disabled).plans
         ops.append({node.op for node in plan.nodes})
     assert ops[0] - ops[1] == {"aten::constant_pad_nd", "aten::slice"}
@@ -194,8 +194,8 @@ def test_the_others_refuse_and_say_why(name: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["padd"], "no pass 'padd'; did you mean 'pad'"),
-        ("pad", "give a list of names of passes"),
+        (["plan_pad"], "no pass 'plan_pad'; did you mean 'plan_pads'"),
+        ("plan_pads", "give a list of names of passes"),
         (3, "give a list of names of passes"),
     ],
 )

@@ -15,8 +15,8 @@ from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, placed
 from torch import Tensor, nn
 
 from mpcompile import ir, pipeline
-from mpcompile.passes.graph.pad import pad
 from mpcompile.passes.graph.place_pads import place_pads
+from mpcompile.passes.graph.plan_pads import plan_pads
 from mpcompile.rules.policy import Policy, TensorCores
 
 
@@ -29,7 +29,7 @@ def test_never_and_auto_on_the_cpu_leave_the_graph_as_it_is() -> None:
     inputs = leaf(1000, 1001), leaf(1003, 1001), leaf(1003, 1001)
     texts = []
     for options in ({"pad": "never"}, {"pad": "auto", "cores": TensorCores()}):
-        stage = Stage(pad, mlp, *inputs, **options)
+        stage = Stage(plan_pads, mlp, *inputs, **options)
         before = stage.text
         stage.run()
         place_pads(stage.gm, stage.config)
@@ -85,7 +85,7 @@ def test_the_cheapest_of_several_rows_is_padded(
 
 def test_a_product_in_fp32_is_left_alone() -> None:
     policy = Policy(nodes={"linear": "fp32"})
-    stage = Stage(pad, F.linear, leaf(5, 13), leaf(21, 13), pad="always", policy=policy)
+    stage = Stage(plan_pads, F.linear, leaf(5, 13), leaf(21, 13), pad="always", policy=policy)
     stage.run()
     (found,) = alignments(stage).values()
     assert (found.before, found.padded) == (("n", "k", "m"), {})
@@ -152,7 +152,7 @@ def test_idempotent() -> None:
     ):
         stage = placed(program, *inputs)
         text, marks = stage.text, stage.marks
-        assert not pad(stage.gm, stage.config)
+        assert not plan_pads(stage.gm, stage.config)
         assert not place_pads(stage.gm, stage.config)
         pipeline.verify(stage.gm, "place_pads")
         assert (stage.text, stage.marks) == (text, marks)

@@ -128,7 +128,8 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
     plans = {arm: compiled_plans(models[arm]) for arm in OURS}
     shares = {arm: plan.tensor_cores.share for arm, (plan,) in plans.items()}
     passes = {
-        arm: plan.seconds["pad"] + plan.seconds["place_pads"] for arm, (plan,) in plans.items()
+        arm: plan.seconds["plan_pads"] + plan.seconds["place_pads"]
+        for arm, (plan,) in plans.items()
     }
     before = plans[NEVER][0].tensor_cores.share_before
     return Found(seconds, losses, first, passes, shares, before)

@@ -87,7 +87,7 @@ class TensorCoreReport:
 
 
 def tensor_core_report(graph: fx.Graph) -> TensorCoreReport:
-    """Read the report off a graph whose dims were decided (pass `pad`)."""
+    """Read the report off a graph whose dims were decided (pass `plan_pads`)."""
     found = [(node, a) for node in graph.nodes if (a := ir.alignment(node)) is not None]
     ops = tuple(_op(node, alignment) for node, alignment in found)
     return TensorCoreReport(ops, tuple(_advice(graph, found)))

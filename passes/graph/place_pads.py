@@ -1,4 +1,4 @@
-"""Pad and cut where `pad` asks for it. A rewriting pass; it decides nothing.
+"""Pad and cut where `plan_pads` asks for it. A rewriting pass; it decides nothing.
 
     linear: f16[4, 1001] = linear(x, w)        x_padded: f16[4, 264] = constant_pad_nd(x, [0, 7])
     sum: f16[4] = sum(linear, 1)          ->   w_padded: f16[1008, 264] = constant_pad_nd(w, ...)

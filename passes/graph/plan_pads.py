@@ -36,7 +36,7 @@ from mpcompile.padding.products import product
 from mpcompile.rules.policy import Config, Precision
 
 
-def pad(gm: fx.GraphModule, config: Config) -> bool:
+def plan_pads(gm: fx.GraphModule, config: Config) -> bool:
     aligner = _Aligner(gm.graph, config)
     aligner.decide()
     aligner.want()
