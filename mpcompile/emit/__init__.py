@@ -1,1 +1,1 @@
-"""A rewritten graph becomes something to call. Most of the private torch is used here."""
+"""Turns a rewritten graph into a function. Most private parts of torch are used in this room."""

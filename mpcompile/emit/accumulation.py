@@ -1,8 +1,8 @@
-"""FP32 accumulation is part of the contract: cuBLAS may otherwise add parts of a sum in FP16.
+"""Products in the low dtype accumulate in FP32: by default cuBLAS may add parts of a sum in FP16.
 
-The setting is the process's and one that Dynamo guards on, so a backend must not touch it while a
-frame is compiled. It is made when somebody asks for mpcompile, before anything is compiled; who
-sets it otherwise afterwards gets what they asked for, and a word.
+The setting belongs to the process, and Dynamo guards on it, so a backend must not change it while a
+frame is compiled. It is set when `mpcompile` is first used, before anything is compiled. If a user
+changes it back afterwards, the change stands, with a warning.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..errors import MPCompileWarning
 
 
 def accumulate_in_fp32() -> None:
-    """Let the libraries of all device types add the terms of low products in FP32 alone."""
+    """Make the libraries of all device types accumulate products of the low dtypes in FP32."""
     for kind in supported():
         capabilities(kind).accumulate_in_fp32()
 
 
 def check_accumulation(device: torch.device, low: torch.dtype) -> None:
-    """Warn if sums of products in `low` may be added in it on `device`."""
+    """Warn if sums of products in `low` may be accumulated in `low` on `device`."""
     if (setting := capabilities(device).low_accumulation(low)) is not None:
         warnings.warn(
             f"{setting} is True: parts of a product's sums may be added in the low dtype. "

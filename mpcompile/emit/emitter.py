@@ -1,15 +1,15 @@
-"""Rewritten graph -> something to call: AOTAutograd with Inductor, AOTAutograd alone, or as it is.
+"""Rewritten graph -> function: by AOTAutograd with Inductor, by AOTAutograd alone, or unchanged.
 
-Contract. Called inside a torch.compile backend, so a TracingContext is active. The graph is
-pre-dispatch ATen with every cast explicit; its placeholders match the example inputs one to one and
-carry what Dynamo wrote on its own (`_dynamo_source`, `meta["tensor_dict"]`), the graph module
-Dynamo's `meta` and `_param_name_to_source`: with these AOTAutograd's and Inductor's caches work as
-they do for a graph of Dynamo's. The function returned takes the inputs one by one and returns a
-tuple. A graph just as Dynamo wrote it does too: what can't be captured is emitted unchanged.
+Contract. `emit` is called inside a torch.compile backend, so a TracingContext is active. The graph
+is pre-dispatch ATen with every cast explicit. Its placeholders match the example inputs one to one
+and keep Dynamo's notes (`_dynamo_source`, `meta["tensor_dict"]`); the graph module keeps Dynamo's
+`meta` and `_param_name_to_source`. With these, AOTAutograd's and Inductor's caches work as for a
+graph of Dynamo's. The function returned takes the inputs one by one and returns a tuple. `emit`
+also takes a graph as Dynamo wrote it: one that can't be captured is emitted unchanged.
 
-* *Autocast*: none is active while the graph is traced, nor while it runs, whatever the caller has
-  on: the graph says every dtype itself.
-* *RNNs* run on the device's own kernel, outside of what is compiled (`islands.py`).
+* *Autocast* is off while the graph is traced and while it runs, even if the caller has it on: the
+  graph itself states every dtype.
+* *RNNs* run on the device's own kernel, outside of the compiled pieces (`islands.py`).
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -50,16 +50,16 @@ def emit(
     """Compile a rewritten graph, forward and backward.
 
     Args:
-        gm: the graph, see the module's contract. Taken over: don't use it afterwards.
-        example_inputs: one per placeholder: tensors and SymInts.
-        how: "inductor"; "aot_eager": AOTAutograd's forward and backward graphs, run op by op (its
-            partitioner, no decompositions of Inductor's); "eager": the graph itself, op by op.
+        gm: the graph, see the module's contract. It may be changed: don't use it afterwards.
+        example_inputs: one for each placeholder: tensors and SymInts.
+        how: "inductor"; "aot_eager": AOTAutograd's forward and backward graphs, run op by op (with
+            its partitioner, without Inductor's decompositions); "eager": the graph, op by op.
         mode: torch.compile's `mode`, for "inductor" only.
-        options: Inductor options as torch.compile takes them, for "inductor" only; over `mode`.
+        options: Inductor options as torch.compile takes them, for "inductor" only; beat `mode`.
         joint: passes for AOTAutograd's joint graph, for "inductor" only.
         recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
-        inner: what stands in place of Inductor's code generation, for "inductor" only.
+        inner: used in place of Inductor's code generation, for "inductor" only.
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
@@ -83,10 +83,10 @@ def emit(
 
 
 def _keep_random_state(gm: fx.GraphModule) -> None:
-    """Let a recomputed dropout drop the same elements.
+    """Make a recomputed dropout drop the same elements.
 
-    The operator leaves that to AOTAutograd's treatment of random numbers; run as it is, it draws
-    anew (stock torch.compile(backend="eager") does too).
+    The checkpoint operator relies on AOTAutograd's handling of random numbers. Run op by op, it
+    draws new ones (as does stock torch.compile(backend="eager")).
     """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
@@ -111,10 +111,10 @@ def _rewritten(
 def _untouched(
     gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
 ) -> Callable[..., Any]:
-    """Dynamo's graph: cut at its RNNs where that can be done, for it must be compiled anyhow.
+    """Compile Dynamo's graph, cut at its RNNs where possible: it must be compiled in any case.
 
-    Under autocast an RNN may return another dtype than it was given, so what follows can't be
-    compiled before it has run.
+    Under autocast an RNN may return another dtype than its input has, so the code behind it can't
+    be compiled before the RNN has run.
     """
     if not torch._C._is_any_autocast_enabled():
         name_rnns(gm)
@@ -132,9 +132,9 @@ def _whole(
 def _salted(
     compile_graph: Compiler, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Compile; keep apart what different versions of mpcompile put into AOTAutograd's cache.
+    """Compile, with mpcompile's version as part of the key of AOTAutograd's cache.
 
-    The cache's key names our operators, but the entry holds what their implementations traced to.
+    The cache's key names our operators, but an entry holds what their implementations traced to.
     Attributes of the graph module are part of the key.
     """
     gm._mpcompile_version = __version__  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def _inductor(
     joint: Sequence[JointPass],
     inner: Callable[..., Any] | None = None,
 ) -> Compiler:
-    """What torch.compile itself makes of `mode` and `options` (mode first, options over it)."""
+    """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
     whole = torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
     if inner is None:
         return whole
@@ -158,10 +158,10 @@ def _inductor(
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
-    """Ask torch.compile whether it knows `mode` and `options`, before anything is compiled.
+    """Ask torch.compile, before anything is compiled, whether it knows `mode` and `options`.
 
     Raises:
-        MPCompileError: it doesn't.
+        MPCompileError: torch.compile doesn't know one of them.
     """
     try:
         _inductor(mode, options, ())
@@ -171,11 +171,11 @@ def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
 
 
 def _recomputing(compile_graph: Compiler) -> Compiler:
-    """Let the backward compute again what a matrix product of its own reads.
+    """Let the backward recompute the operands of its matrix products.
 
-    What a fused kernel can make of values stored anyway, the min-cut partitioner would rather
-    compute again than store, except for what the backward must write out as a whole: the operands
-    of products, such as GELU's result and a norm's. That exception is a setting of its own.
+    The min-cut partitioner would rather recompute than store a value that a fused kernel can make
+    from stored values, except if the backward must write it out as a whole: the operands of
+    products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
     """
     return functorch.patch(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
 
@@ -185,9 +185,9 @@ def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
 
 
 def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Runs a graph of AOTAutograd's, without autocast: `backward()` may be called within it.
+    """Run a graph of AOTAutograd's, without autocast, because `backward()` may be called under it.
 
-    (Inductor's code calls no operator that autocast knows.)
+    (Inductor's code calls no operator that autocast changes.)
     """
     run = _without_autocast(boxed_nop(gm, list(example_inputs)))
     run._boxed_call = True  # type: ignore[attr-defined]

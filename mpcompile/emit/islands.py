@@ -1,10 +1,10 @@
 """Run recurrent layers on the device's own fused kernel, between separately compiled pieces.
 
-AOTAutograd and Inductor know an RNN only as a loop over time steps, unrolled into the graph:
-minutes of compiling, where cuDNN and oneDNN have a kernel ready. So the graph is cut at every RNN
-node. The pieces around it are compiled one by one; the RNN itself (an *island*) is called as it
-stands, on tensors of whatever dtype the passes gave it, and autograd links the parts as it links
-any two compiled functions.
+AOTAutograd and Inductor know an RNN only as a loop over time steps, unrolled into the graph: that
+takes minutes to compile, although cuDNN and oneDNN have a kernel. So the graph is cut at every RNN
+node. The pieces around it are compiled one by one; the RNN itself (an *island*) is called as an
+operator, on tensors of the dtype that the passes gave them, and autograd links the parts as it
+links any two compiled functions.
 
     before                          after, three sections
     h = linear(x, w)                (h,) = compiled_0(x, w)
@@ -15,25 +15,26 @@ any two compiled functions.
 1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
    Both are sections.
 2. Make each section a graph of its own: its inputs are the values it takes from outside, its
-   outputs those that a later section or the caller wants. `set_grad_enabled` can't reach across a
+   outputs those that a later section or the caller reads. `set_grad_enabled` doesn't reach across a
    cut: a section that starts in another grad mode than the graph enters that mode itself, and
    leaves it again.
-3. Compile the pieces in order on FakeTensors, and run each on them to learn what the next one gets:
+3. Compile the pieces in order on FakeTensors, and run each on them to learn the inputs of the next:
    sizes, strides, aliases, and which values require a gradient.
 
-NOTE [Strides at a cut] Inductor compiles for the strides it is shown, and keeps the strides of what
-a graph returns (`config.keep_output_stride`), so a piece hands on what its FakeTensors said. An RNN
-kernel promises nothing, so an island makes its results dense in the order in which oneDNN and cuDNN
-write them, time first: `contiguous()` copies nothing then. If a stride were wrong all the same,
-Inductor's check of its inputs (`config.size_asserts`) raises: never a wrong number.
+NOTE [Strides at a cut] Inductor compiles for the strides of the example inputs, and keeps the
+strides of a graph's results (`config.keep_output_stride`), so the results of a piece have the
+strides of its FakeTensors. An RNN kernel promises no strides, so an island makes its results dense
+in the order in which oneDNN and cuDNN write them, time first: `contiguous()` then copies nothing.
+If a stride were wrong all the same, Inductor's check of its inputs (`config.size_asserts`) raises:
+the numbers are never wrong.
 
-NOTE [Writes across a cut] A piece may write to its inputs: buffers, or what another piece made. The
-partitioner may have saved the latter for its backward, though; autograd then raises, as it does
-between any two compiled functions. The functionalize pass leaves few such writes.
+NOTE [Writes across a cut] A piece may write to its inputs: buffers, or results of another piece.
+The partitioner may have saved such a result for its backward, though; autograd then raises, as it
+does between any two compiled functions. The functionalize pass leaves few such writes.
 
-NOTE [Why not an opaque operator] One custom operator per RNN would keep the graph whole, but its
-backward would have to save what each device's kernel saves (cuDNN's reserve, oneDNN's workspace,
-one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that already.
+NOTE [Why not an opaque operator] One custom operator for each RNN would keep the graph whole, but
+its backward would have to save all that each device's kernel saves (cuDNN's reserve, oneDNN's
+workspace, one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -63,7 +64,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def name_rnns(gm: fx.GraphModule) -> None:
-    """Give the RNNs of a graph of Dynamo's the names they have in ATen; the rest of it may stay."""
+    """Rename the RNN calls of Dynamo's graph to their ATen operators; leave the rest unchanged."""
     for node in gm.graph.nodes:
         if packet := PACKETS.get(node.target):
             # (input, hx, params, has_biases, ...) or (data, batch_sizes, hx, params, ...)
@@ -74,7 +75,7 @@ def has_rnn(gm: fx.GraphModule) -> bool:
     """Whether the graph must be cut.
 
     Raises:
-        CannotRewrite: an RNN stands in the body of a higher-order operator, where no cut can go.
+        CannotRewrite: an RNN is in the body of a higher-order operator, where no cut is possible.
     """
     bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule) and m is not gm]
     for node in (node for body in bodies for node in body.graph.nodes):
@@ -89,12 +90,12 @@ def has_rnn(gm: fx.GraphModule) -> bool:
 def rnn_results(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """What an RNN operator returns, uninitialised: the sizes need no loop over time.
+    """The results of an RNN operator, uninitialised: their sizes need no loop over time.
 
     Returns:
         `(output, h_n)`, for an LSTM `(output, h_n, c_n)`, in the dtype and on the device of the
-        input, laid out as an island lays them out; no leaves, requiring a gradient where the
-        kernel's results would.
+        input, with the strides of an island's results. They are no leaves, and require a gradient
+        if the kernel's results would.
     """
     given = _bind(target, args, kwargs)
     source = given["input"] if "input" in given else given["data"]
@@ -119,11 +120,11 @@ def compile_around_rnns(
 
     Args:
         gm: a pre-dispatch ATen graph that returns a tuple; left unchanged.
-        example_inputs: one per placeholder: real or fake tensors, SymInts.
-        compile_piece: makes a function out of a graph and its inputs; it owns the graph it gets.
+        example_inputs: one for each placeholder: real or fake tensors, SymInts.
+        compile_piece: makes a function from a graph and its inputs; it may change the graph.
 
     Raises:
-        CannotRewrite: what would have to cross a cut is neither a tensor nor a symbolic number.
+        CannotRewrite: a value that is neither a tensor nor a symbolic number must cross a cut.
     """
     context = TracingContext.try_get()
     assert context is not None
@@ -140,12 +141,12 @@ def compile_around_rnns(
         if section.island:
             run.append(_in_grad_mode(module.forward, section.grad, base))
         else:
-            # A compile leaves its metadata on the tracing context, where a backward that is
-            # compiled late finds it again: each piece needs a context of its own.
+            # A compile leaves metadata on the tracing context, and a backward that is compiled late
+            # reads it there: each piece needs a context of its own.
             inputs = [given.get(node, twin.env.get(node)) for node in section.inputs]
             with tracing(copy.copy(context)):
                 run.append(compile_piece(module, inputs))
-        # Only now: where a piece writes to its inputs, this changes the FakeTensors.
+        # After compiling: if the piece writes to its inputs, this changes the FakeTensors.
         twin.run_section(section, context)
     return _runner(gm.graph, sections, run, None if final is base else final)
 
@@ -165,7 +166,7 @@ class _Section:
 
 
 def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Section], bool]:
-    """The sections in the order of the graph, and the grad mode that it ends in."""
+    """The sections in the order of the graph, and the grad mode at the graph's end."""
     sections: list[_Section] = []
     grad = base
     results: set[fx.Node] = set()
@@ -187,9 +188,9 @@ def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Section], bool]:
 
 
 def _connect(graph: fx.Graph, sections: list[_Section], symbols: list[fx.Node]) -> None:
-    """Fill in what each section takes and gives. Raises CannotRewrite, see `compile_around_rnns`.
+    """Set the inputs and outputs of each section. Raises CannotRewrite, see `compile_around_rnns`.
 
-    Every piece takes all symbols: Inductor reads a symbol off an argument, not out of `2 * s`.
+    Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     owner = {node: section for section in sections for node in section.nodes}
@@ -211,7 +212,7 @@ def _connect(graph: fx.Graph, sections: list[_Section], symbols: list[fx.Node]) 
 
 
 def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModule:
-    """The section as a graph of its own, with what AOTAutograd reads from a graph of Dynamo's."""
+    """The section as its own graph, with the notes that AOTAutograd reads from Dynamo's graphs."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in section.inputs:
@@ -244,7 +245,7 @@ def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModul
 
 
 def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
-    """See NOTE [Strides at a cut]."""
+    """Make the results of an RNN dense: see NOTE [Strides at a cut]."""
     time_second = _bind(rnn.target, rnn.args, rnn.kwargs).get("batch_first", False)
     for result in rnn.users:
         value = new[result]
@@ -261,7 +262,7 @@ def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-# -- what crosses a cut ---------------------------------------------------------------------------
+# -- values that cross a cut ----------------------------------------------------------------------
 
 
 class _FakeRun(fx.Interpreter):
@@ -323,16 +324,17 @@ def _runner(
     functions: list[Callable[..., Any]],
     leave: bool | None,
 ) -> Callable[..., Any]:
-    """Calls the sections in order on one list of values, and clears it of what is needed no longer.
+    """A function that calls the sections in order on one list of values, and drops each value after
+    its last use.
 
-    `leave`: the grad mode to leave behind, where it is another than the one found.
+    `leave`: the grad mode at the end, or None if it is the same as at the start.
     """
     slot = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     last: dict[fx.Node, _Section] = {}
     for section in sections:
         for node in section.outputs:
             slot[node] = len(slot)
-            last[node] = section  # dropped at once, unless a later section takes it
+            last[node] = section  # dropped at once, unless a later section reads it
         last.update((node, section) for node in section.inputs if node in last)
     (returned,) = graph.output_node().args
     assert isinstance(returned, (tuple, list))
@@ -350,7 +352,7 @@ def _runner(
         )
         for section, function in zip(sections, functions, strict=True)
     ]
-    # the caller may want constants too (None, for one)
+    # The caller may want constants too (None, for example).
     constants = [value for value in returned if not isinstance(value, fx.Node)]
     blank = [None] * sum(len(section.outputs) for section in sections) + constants
     constant_slot = iter(range(len(slot), len(slot) + len(constants)))

@@ -1,8 +1,8 @@
-"""The passes that run on AOTAutograd's joint graph, and how Inductor is told of them.
+"""The passes over AOTAutograd's joint graph, and how Inductor is told to run them.
 
-Inductor runs them as its `joint_custom_post_pass`: on forward and backward before they are parted,
-after its own passes on that graph, so GEMMs are padded by then and chains of casts are one. They
-are part of the key of its caches by what their source says. No global setting is touched.
+Inductor runs them as its `joint_custom_post_pass`: on the joint graph of forward and backward,
+after its own passes on it, so GEMMs are already padded and chains of casts merged. Their source is
+part of the key of Inductor's caches. No global setting is changed.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -25,7 +25,7 @@ from ..rules.policy import Config, Level
 JointPass = Callable[[fx.Graph], bool]
 
 OPTION = "joint_custom_post_pass"
-# What a pass does follows from its own file and from what it asks of these rooms.
+# The effect of a pass depends on its own file and on the modules it calls in these rooms.
 _ASKED = tuple(
     str(file)
     for room in ("devices", "ir")
@@ -36,7 +36,7 @@ _ASKED = tuple(
 def joint_passes(config: Config) -> tuple[JointPass, ...]:
     """The passes for the joint graph of a graph compiled under `config`, in their order.
 
-    From O2 on, gradients are stored in the low dtype.
+    There are none from O2 on: there gradients are stored in the low dtype.
     """
     possible = config.level is Level.O1 and capabilities(config.device).products_leave_in_fp32()
     return (widen_weight_gradients,) if possible else ()
@@ -45,7 +45,7 @@ def joint_passes(config: Config) -> tuple[JointPass, ...]:
 def with_joint_passes(
     options: Mapping[str, Any] | None, passes: Sequence[JointPass]
 ) -> dict[str, Any] | None:
-    """Inductor's options with `passes` in them, behind the user's own pass if there is one.
+    """Inductor's options with `passes` added, behind the user's own passes if there are any.
 
     `options` is as torch.compile takes it. Nothing is added for code that can't call `mm` with an
     FP32 output: C++ wrappers, and GEMM backends without ATen.
@@ -64,7 +64,7 @@ def with_joint_passes(
 
 
 class Ours(CustomGraphPass):
-    """One of our passes, known to caches by its source."""
+    """One of mpcompile's passes; caches identify it by its source."""
 
     def __init__(self, pass_: JointPass) -> None:
         self.pass_ = pass_
@@ -74,7 +74,7 @@ class Ours(CustomGraphPass):
         self.pass_(graph)
 
     def uuid(self) -> bytes:
-        """A hash of the files that say what the pass does."""
+        """A hash of the files that the effect of the pass depends on."""
         return get_hash_for_files((inspect.getfile(self.pass_), *_ASKED))
 
 
@@ -85,11 +85,11 @@ class InOrder(CustomGraphPass):
         self.passes = passes
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run each."""
+        """Run each pass."""
         for pass_ in self.passes:
             pass_(graph)
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """All their uuids, or None, which means "don't cache", if one of them has none."""
+        """The uuids of all passes; None ("don't cache") if one of them has none."""
         uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
         return tuple(uuids) if all(uuids) else None

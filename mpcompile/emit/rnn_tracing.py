@@ -1,11 +1,11 @@
-"""Let Dynamo trace the recurrent layers of our models, and of nobody else's.
+"""Let Dynamo trace the recurrent layers of our models, and of no others.
 
-At an `nn.RNN`, `LSTM` or `GRU` it breaks the graph unless `torch._dynamo.config.allow_rnn` is set,
-which it reads while tracing. Set for everybody, it would unroll the layers of other compiled models
-over time. Set around each call, it costs a twentieth of a small model's step: a setting is a
-context variable, and to write one empties the cache that all of them are read through. So it is set
-while something compiles: Dynamo calls back at the start and at the end of that, in the thread that
-compiles.
+At an `nn.RNN`, `LSTM` or `GRU` Dynamo breaks the graph unless `torch._dynamo.config.allow_rnn` is
+set, which it reads while tracing. If it were always set, Dynamo would unroll the layers of other
+compiled models over time. Setting it around each call costs a twentieth of a small model's step: a
+setting is a context variable, and writing one empties the cache through which all of them are read.
+So it is set only while something compiles: Dynamo calls back at the start and at the end of that,
+in the thread that compiles.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -23,7 +23,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 
 
 class _Thread(threading.local):
-    calls = 0  # of ours that this thread is in
+    calls = 0  # how many calls of our functions this thread is in
 
     def __init__(self) -> None:
         self.setting = contextlib.ExitStack()
@@ -33,7 +33,7 @@ _thread = _Thread()
 
 
 def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function; what is compiled while it runs may trace recurrent layers."""
+    """Wrap a compiled function: what is compiled while it runs may trace recurrent layers."""
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -49,8 +49,8 @@ def with_rnns(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Disabled: a `backward()` within a compiled function compiles the backward while Dynamo looks at
-# each frame. It would compile these two as well, under the lock it holds while it calls them.
+# Disabled for Dynamo: a `backward()` within a compiled function compiles the backward while Dynamo
+# looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(_: CallbackArgs) -> None:
     if _thread.calls:

@@ -1,9 +1,9 @@
-"""A compiled backward can't be differentiated again, and says so.
+"""Raise where somebody differentiates a compiled backward, which is not possible.
 
-AOTAutograd raises when somebody does, but only where a tensor that the backward was given needs a
-gradient: else what it returns are constants. A stored weight does; its cast to a low dtype, which
-is stored instead of it, does not (read in torch 2.11 and 2.12, where a gradient penalty then trains
-nothing, without a word). So under `create_graph=True` what it returns is no constant.
+AOTAutograd raises by itself only if an input of the backward needs a gradient: otherwise the
+backward's results are constants. A stored weight needs one; its cast to a low dtype, which is
+stored in its place, does not (read in torch 2.11 and 2.12, where a gradient penalty then trains
+nothing, silently). So under `create_graph=True` we make the results of the backward no constants.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph whose gradients raise when they are differentiated."""
+    """Wrap a compiled graph: its gradients raise if they are differentiated."""
 
     def graph(*args: Any) -> Any:
-        before = _nodes(args)  # an input that is returned has a history of its own
+        before = _nodes(args)  # an input that is returned has its own history
         results = run(*args)
         for node in _nodes(results) - before:
             node.register_hook(_connect)
@@ -50,7 +50,7 @@ def _connect(gradients: Gradients, _: Gradients) -> Gradients | None:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient as it is; needs a gradient itself."""
+    """Identity on a gradient; the result needs a gradient, and its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def set_stored_low(node: fx.Node) -> None:
-    """Note that the node computes in FP32 and gives its result in the low dtype."""
+    """Note that the node computes in FP32, but all its readers get its result rounded to `low`."""
     node.meta["mp_stored_low"] = True
 
 

@@ -1,4 +1,4 @@
-"""What a compiled step was made from, and whether it is still so."""
+"""What a compiled step was made from, and whether that is unchanged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .trace import Trace
 
 
 class Assumptions:
-    """What must not change for a compiled step to be right, besides its key.
+    """All that must not change for a compiled step to be right, besides its key.
 
-    Settings and attributes of the optimizer that the step read; which tensors and values its state
-    consists of (load_state_dict brings new ones); where the parameters are stored (`p.data = ...`
+    That is: settings and attributes of the optimizer that the step read; the tensors and values of
+    its state (load_state_dict brings new ones); where the parameters are stored (`p.data = ...`
     moves them).
     """
 
@@ -31,7 +31,7 @@ class Assumptions:
         ]
 
     def hold(self, optimizer: Optimizer) -> bool:
-        """Whether all of it is as it was."""
+        """Whether all of it is unchanged."""
         attributes = vars(optimizer)
         return (
             not self.changed_settings(optimizer)
@@ -46,7 +46,8 @@ class Assumptions:
         return frozenset(s for s, v in self._reads.items() if not _same(groups[s[0]].get(s[1]), v))
 
     def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
-        # In every step for every tensor, after the gradients have pushed all this out of the cache.
+        # Fast, because it runs in every step for every tensor, with cold caches (gradients filled
+        # them).
         for param, entries, items in self._states:
             if state.get(param) is not entries:
                 return False

@@ -1,4 +1,4 @@
-"""What an MPOptimizer can't do, refused when it is made or given parameters."""
+"""Checks for what an MPOptimizer can't do, when it is made or is given parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(
     """Refuse arguments of `MPOptimizer`.
 
     Raises:
-        MPCompileError: what is wrong with which of them.
+        MPCompileError: an argument is wrong; says which and why.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):

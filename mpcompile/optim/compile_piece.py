@@ -1,4 +1,4 @@
-"""A piece of a step -> a function: each kind of piece is compiled once.
+"""Compiles a piece of a step to a function: once for each kind of piece.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -32,21 +32,21 @@ from .pieces import Piece, is_held, signature
 _ALWAYS = {
     # Muon iterates in BF16; a fused kernel would keep FP32 and find another orthogonal matrix.
     "emulate_precision_casts": True,
-    "size_asserts": False,  # `CompiledStep` binds the tensors, and looks at them before each step
+    "size_asserts": False,  # `CompiledStep` checks its tensors before each step
 }
 
-# As many norms as fit, as pointers, into the 4 KB of arguments that a kernel may always have.
+# The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
 _JOINED = 400
 _MULTI_TENSOR = {
-    # More than eight Inductor would stack in a kernel each; the second is not in torch 2.11.
+    # Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.11.
     name: _JOINED
     for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
     if hasattr(inductor, name)
 }
 
-_HINT = 1 << 20  # elements of a flattened tensor, as far as the compiler is told
+_HINT = 1 << 20  # the size of flattened tensors that the compiler assumes
 
-# Waking the other threads costs more than updating this many elements.
+# For fewer elements than this, waking other threads costs more than the update.
 _FEW = 1 << 14
 _ONE_THREAD = {"cpp.threads": 1}
 
@@ -56,7 +56,7 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True)
 class Emit:
-    """How the pieces are run: "inductor" with its mode and options, or "eager", op by op."""
+    """How the pieces run: "inductor" with its mode and options, or "eager", op by op."""
 
     how: str = "inductor"
     mode: str | None = None
@@ -64,7 +64,7 @@ class Emit:
 
 
 def compile_piece(piece: Piece, emit: Emit) -> Callable[..., Any]:
-    """A function of the piece's inputs; compiled once for all pieces of its kind."""
+    """The function of a piece's inputs; compiled once for all pieces of its kind."""
     if emit.how != "inductor":
         return piece.graph.forward
     sized = [i for i, n in enumerate(piece.inputs) if piece.flat and ir.value(n).ndim]
@@ -74,16 +74,16 @@ def compile_piece(piece: Piece, emit: Emit) -> Callable[..., Any]:
 def compile_on_vectors(
     piece: Piece, emit: Emit, differing: Sequence[int]
 ) -> Callable[..., Any] | None:
-    """A function that does several pieces like this one, which computes scalars, at once.
+    """A function that runs several pieces like this one, which computes scalars, at once.
 
     Args:
-        piece: any of them.
-        emit: how it is run, by Inductor.
-        differing: the inputs (by index) that differ between them. The function takes each of these
-            as a vector of one element per piece, and returns such vectors.
+        piece: any of the pieces.
+        emit: how they run; by Inductor.
+        differing: the inputs (by index) that differ between the pieces. The function takes each of
+            these as a vector with one element for each piece, and returns such vectors.
 
     Returns:
-        None where that would change a dtype: the dtype of a vector wins over that of a 0-d tensor.
+        None if that would change a dtype: a vector's dtype wins over that of a 0-d tensor.
     """
     return _cached(piece, emit, differing) if _keeps_dtypes(piece, differing) else None
 
@@ -97,7 +97,7 @@ def _cached(piece: Piece, emit: Emit, sized: Sequence[int]) -> Callable[..., Any
 
 
 def _inductor(piece: Piece, emit: Emit, sized: Sequence[int]) -> Callable[..., Any]:
-    """Compile a piece whose inputs `sized` are vectors, of one size that may be any."""
+    """Compile a piece whose inputs `sized` are vectors of one symbolic size."""
     gm = fx.GraphModule(piece.graph, piece.graph.graph)
     _mark_static(gm, piece)
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -117,12 +117,12 @@ def _inductor(piece: Piece, emit: Emit, sized: Sequence[int]) -> Callable[..., A
         torch.no_grad(),
         torch._C._DisableAutocast(),
         tracing(TracingContext(mode)),
-        # Its hits return the whole thing, and nothing would reach `compile_inner`.
+        # A cache hit would return the whole function without a call of `compile_inner`.
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         compile_fx(gm, values, compile_inner, config_patches=patches)
-    # What AOTAutograd wraps around it (views, aliases, gradients) does not occur here, and costs as
-    # much as the call of a small kernel; so does what Inductor's own object looks up in each call.
+    # AOTAutograd's wrapper (for views, aliases, gradients) isn't needed here, and costs as much as
+    # the call of a small kernel; so do the look-ups of Inductor's own object in each call.
     run = inner[-1].current_callable
     return lambda *arguments: run(list(arguments))
 
@@ -132,8 +132,8 @@ def _is_small(piece: Piece) -> bool:
 
 
 def _joins_short(piece: Piece) -> bool:
-    """Whether all that it concatenates is short: of long tensors, each element of the result would
-    be looked for in all of them.
+    """Whether all its `cat` and `stack` calls have short results: for each element of the result, a
+    fused kernel searches all inputs for it.
     """
     joins = [
         n for n in piece.graph.graph.nodes if n.target in (aten.cat.default, aten.stack.default)
@@ -142,8 +142,8 @@ def _joins_short(piece: Piece) -> bool:
 
 
 def _mark_static(gm: fx.GraphModule, piece: Piece) -> None:
-    """Tell CUDA graphs which inputs keep their address, in the form in which Dynamo tells it
-    (`mark_static_address`): a graph that writes to any other input is not recorded.
+    """Tell CUDA graphs which inputs keep their address, in Dynamo's form (`mark_static_address`):
+    CUDA graphs don't record a graph that writes to any other input.
     """
     gm.meta["dynamo_compile_id"] = None
     gm._param_name_to_source = {}  # type: ignore[assignment]
@@ -154,7 +154,7 @@ def _mark_static(gm: fx.GraphModule, piece: Piece) -> None:
 
 
 def _values(mode: FakeTensorMode, piece: Piece, sized: Sequence[int]) -> list[torch.Tensor]:
-    """Fakes for the piece's inputs, those at `sized` vectors of one symbolic size."""
+    """Fakes of the piece's inputs; those at `sized` are vectors of one symbolic size."""
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     vector = mode.from_tensor(
         torch.empty(_HINT, device="meta"), symbolic_context=context, source=ConstantSource("numel")

@@ -1,4 +1,4 @@
-"""A step that can't be traced yet, because its first run makes state: done operator by operator."""
+"""A step that can't be traced yet, because its first run makes state: run operator by operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trace_context import raw_step
 def eager_step(
     optimizer: Optimizer, key: StepKey, max_grad_norm: float | None, results: Results
 ) -> None:
-    """One step as the class does it, after the same checks made on the host."""
+    """One step as the optimizer's class does it, after the same checks, made on the host."""
     true = _true_gradients(key)
     norm = torch.nn.utils.get_total_norm(true)
     skip = _settle_scales(optimizer, key, true)
@@ -39,7 +39,7 @@ def eager_step(
 
 
 def _true_gradients(key: StepKey) -> list[torch.Tensor]:
-    """The gradients unscaled, each in its parameter's dtype."""
+    """The unscaled gradients, each in its parameter's dtype."""
     multipliers = key.multipliers()
     true: list[torch.Tensor] = []
     for member, gradient in zip(key.members, key.gradients, strict=True):
@@ -53,7 +53,7 @@ def _true_gradients(key: StepKey) -> list[torch.Tensor]:
 
 
 def _settle_scales(optimizer: Optimizer, key: StepKey, true: list[torch.Tensor]) -> bool:
-    """Tell each loss scale whether its gradients are finite; whether the step is to be skipped."""
+    """Tell each loss scale whether its gradients are finite; returns whether to skip the step."""
     skip = False
     if key.checked:
         for k, scale in enumerate(key.scales):

@@ -1,4 +1,4 @@
-"""The state that the first step of a torch.optim class would make, made before it."""
+"""Makes, before the first step of a torch.optim class, the state that this step would make."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .inputs import Member
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
-    """Make the state that a first step would make, so that the step can be traced without it.
+    """Make the state that a first step would make, so that the step can be traced with it there.
 
-    torch.optim's classes have `_init_group` for it (torch 2.11 to 2.13). SGD's momentum starts as a
-    copy of the gradient, which without dampening is what zeros become in one step.
+    torch.optim's classes make it in `_init_group` (torch 2.11 to 2.13). SGD's momentum starts as a
+    copy of the gradient; without dampening, a start at zero gives the same after one step.
     """
     init = getattr(optimizer, "_init_group", None)
-    ours = getattr(init, "__module__", "").startswith("torch.optim.")  # a user's may do anything
+    ours = getattr(init, "__module__", "").startswith("torch.optim.")  # not a user's
     for group in optimizer.param_groups:
         if init is not None and ours:
             lists: list[list[Any]] = [
@@ -47,7 +47,7 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
 @contextlib.contextmanager
 def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Replace O2's low-precision gradients by FP32 zeros that take no memory: some classes give
-    their state the dtype of a gradient, and the step gets gradients in FP32.
+    their state the dtype of the gradient, and the traced step gets FP32 gradients.
     """
     low = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
     stored = [(p.grad, p.grad_dtype) for p in low]
@@ -63,14 +63,14 @@ def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
 def give_gradient(
     param: torch.Tensor, grad: torch.Tensor | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Set a gradient of whatever dtype; `dtype`: what the parameter takes from then on."""
+    """Set a gradient of any dtype; `dtype`: the parameter's `grad_dtype` from then on."""
     param.grad = None
     param.grad_dtype = dtype
     param.grad = grad
 
 
 def move_scalar_state(optimizer: Optimizer) -> None:
-    """Keep step counters where their parameters are: a step must not read across devices."""
+    """Move step counters to their parameters' devices: a step must not read across devices."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:

@@ -15,18 +15,18 @@ _Groups = Sequence[Mapping[str, Any]]
 
 
 class HeldSettings:
-    """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that stays: the
+    """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that is kept: the
     learning rates, and the floats of settings that were seen to change.
 
     Args:
         groups: all param groups of the optimizer.
-        taking_part: the indices of those with a parameter in the step.
-        traced: the step.
-        varying: which settings' floats it takes as inputs.
+        taking_part: the indices of the groups with a parameter in the step.
+        traced: the traced step.
+        varying: the settings whose floats the step takes as inputs.
         device: where the step runs.
 
     Attributes:
-        tensors: by the slot of the input.
+        tensors: the tensors, by the slot of their input.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HeldSettings:
         self._traced, self._varying = traced, varying
         self._lr_slots = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
         self._floats = setting_floats(groups, varying)
-        self._lrs: dict[int, float] = {}  # as the tensors have them
+        self._lrs: dict[int, float] = {}  # as stored in the tensors
         self.tensors = {
             slot: torch.zeros((), dtype=torch.float64, device=device)
             for slot in (*self._lr_slots.values(), *traced.symbols)
@@ -49,7 +49,7 @@ class HeldSettings:
             self.tensors[slot].fill_(number)
 
     def refresh(self, groups: _Groups) -> None:
-        """Take over the settings as they are now. Nothing waits for the device."""
+        """Copy the current settings into the tensors. Nothing waits for the device."""
         for g, slot in self._lr_slots.items():
             lr = groups[g]["lr"]
             if isinstance(lr, torch.Tensor):
@@ -63,7 +63,7 @@ class HeldSettings:
                 self._floats[slot] = number
 
     def fit(self, groups: _Groups) -> bool:
-        """Whether the graph is right for the floats as they are now."""
+        """Whether the graph is right for the current floats."""
         now = setting_floats(groups, self._varying)
         return now.keys() == self._floats.keys() and (
             now == self._floats or self._traced.holds_for(now)

@@ -1,4 +1,4 @@
-"""The inputs of the graph of a step: what each is, and the fake value it is traced with.
+"""The inputs of a step's graph: the slot of each, and the fake value it is traced with.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -22,13 +22,13 @@ from ..ir.step import Slot
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter that takes part in a step: its param group's index, and itself."""
+    """A parameter that takes part in a step, with the index of its param group."""
 
     group: int
     param: torch.Tensor
 
 
-Setting = tuple[int, str]  # of a param group, by its index
+Setting = tuple[int, str]  # (index of the param group, name)
 
 
 class Inputs:
@@ -36,14 +36,14 @@ class Inputs:
 
     Args:
         optimizer: whose step it is.
-        members: those parameters.
+        members: the parameters that have a gradient.
         varying: settings whose floats are inputs.
 
     Attributes:
-        slots: what each input is.
-        values: for each, a FakeTensor, or a symbolic number: a float of a setting.
+        slots: the slot of each input.
+        values: the value of each input: a FakeTensor or, for a float of a setting, a symbol.
         symbols: the slot of each symbolic number -> its symbol.
-        shape_env: it collects what is assumed of the symbols.
+        shape_env: collects the assumptions about the symbols.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Inputs:
         self.shape_env = ShapeEnv()
         groups = optimizer.param_groups
         with FakeTensorMode(shape_env=self.shape_env):
-            # Fakes of memory of their own: `from_tensor` would share it between all of one tensor.
+            # Each fake has its own memory: `from_tensor` would share memory between fakes of one
+            # tensor.
             for i, member in enumerate(members):
                 self._add_member(i, member.param, optimizer.state.get(member.param, {}))
             for index in sorted({m.group for m in members}):
@@ -72,7 +73,7 @@ class Inputs:
     def _add_member(self, i: int, param: torch.Tensor, state: Mapping[Any, Any]) -> None:
         assert param.grad is not None
         self._add(Slot("param", i), like(param))
-        # As the optimizer is to see it: of the parameter's dtype, in the memory it has.
+        # The gradient as the optimizer will see it: in the parameter's dtype, with its own strides.
         self._add(Slot("grad", i), like(param, strides=param.grad.stride()))
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -88,7 +89,7 @@ class Inputs:
 
 
 def has_lr(group: Mapping[str, Any]) -> bool:
-    """Whether the learning rate of a param group is a number, and thereby an input of the graph."""
+    """Whether a param group's learning rate is a number, which makes it an input of the graph."""
     lr = group.get("lr")
     return isinstance(lr, (int, float, torch.Tensor)) and not isinstance(lr, bool)
 
@@ -96,7 +97,7 @@ def has_lr(group: Mapping[str, Any]) -> bool:
 def setting_floats(
     groups: Sequence[Mapping[str, Any]], varying: Iterable[Setting]
 ) -> dict[Slot, float]:
-    """The floats in these settings, each with the slot that it has as an input of the graph."""
+    """The floats in these settings, by the slot that each has as an input of the graph."""
     found: dict[Slot, float] = {}
     for group, key in varying:
         value = groups[group][key]

@@ -20,10 +20,10 @@ class StepKey:
     """What a step is compiled for: which parameters have a gradient, and how it is stored.
 
     Attributes:
-        facts: compared; everything else follows from it.
+        facts: what keys are compared by; all else follows from it.
         members: the parameters of the step.
         scales: the loss scales of their models.
-        gradients, copies: for each member.
+        gradients, copies: one entry for each member.
     """
 
     facts: tuple[Any, ...]
@@ -34,7 +34,7 @@ class StepKey:
 
     @classmethod
     def of(cls, members: Sequence[Member], own: LossScale) -> StepKey:
-        """The key of a step over these members; `own` is for parameters of no scaled model."""
+        """The key of a step over these members; `own` scales parameters of no scaled model."""
         scales: list[LossScale] = []
         gradients: list[Gradient] = []
         held: list[copies.WorkingCopy | None] = []
@@ -72,7 +72,7 @@ class StepKey:
         return any(scale.active for scale in self.scales)
 
     def multipliers(self) -> dict[int, torch.Tensor]:
-        """What the gradients that are stored scaled are multiplied by now, for each of their loss
+        """The numbers that the scaled gradients are multiplied by now, for each of their loss
         scales (by index): 0-d FP32.
         """
         by_scale: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
@@ -85,5 +85,5 @@ class StepKey:
 
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
-    """What a step is compiled for, of these scales."""
+    """The facts about these scales that a step is compiled for."""
     return tuple((id(s), s.rule) for s in scales)

@@ -1,4 +1,4 @@
-"""`MPOptimizer`: any torch.optim optimizer, its step generated, compiled and free of host syncs."""
+"""`MPOptimizer`: any torch.optim optimizer, with a compiled step that never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _HOOKS = (
 
 
 class MPOptimizer(Optimizer):
-    """The fast path for the optimizer step; everything else in the loop stays as it is.
+    """Wraps an optimizer and compiles its step; everything else in the training loop is unchanged.
 
         optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
 
-    The optimizer's own step is traced, rewritten and compiled: check that every gradient is finite,
-    unscale, clip, update in FP32, write the low-precision copies O2 reads, move the loss scale.
-    A gradient that is not finite changes no parameter, no moment and no counter. Nothing in it
-    waits for the device.
+    The optimizer's own step is traced, rewritten and compiled. The compiled step checks that every
+    gradient is finite, unscales, clips, updates in FP32, writes the low-precision copies that O2
+    reads, and moves the loss scale. If a gradient is not finite, no parameter, moment or counter
+    changes. The step never waits for the device.
 
-    It is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers, hooks,
-    `add_param_group` and `zero_grad` work, and `state_dict()` is the inner optimizer's own plus
-    `"loss_scale"`, so checkpoints go both ways.
+    An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
+    hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
+    plus `"loss_scale"`; each can load the other's.
 
     Args:
-        optimizer: any torch.optim optimizer whose step can be traced; a subclass of yours too, if
-            it keeps its state in tensors. Its `foreach` and `fused` settings don't matter here.
-        loss_scale: a `LossScale` for the models it trains, in place of the one that each makes for
-            itself. Not for a model that was handed one, or has run already: that is refused.
-        max_grad_norm: clip the global 2-norm of the true gradients, between unscaling and the
+        optimizer: any torch.optim optimizer whose step can be traced, also a subclass of yours if
+            it keeps its state in tensors. Its `foreach` and `fused` settings are ignored.
+        loss_scale: a `LossScale` for the models that it trains, in place of the one that each makes
+            for itself. Refused for a model that was given another one, or has run already.
+        max_grad_norm: clip the global 2-norm of the unscaled gradients, between unscaling and the
             update, as `torch.nn.utils.clip_grad_norm_` would.
         emit: "inductor", or "aot_eager" / "eager": the rewritten step, operator by operator.
         mode, options: Inductor's, as in `torch.compile`.
@@ -94,11 +94,11 @@ class MPOptimizer(Optimizer):
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
         self._dump = Path(dump) if dump is not None else None
         self._given_scale = loss_scale
-        self._saved_scales = SavedScales()  # loaded before their models' first run
+        self._saved_scales = SavedScales()  # those loaded before their models' first run
         self._start()
 
     def _start(self) -> None:
-        # What torch's own __init__ sets up, without making a second set of groups.
+        # The attributes that torch's own __init__ makes, without a second set of groups.
         for name in _HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
@@ -137,7 +137,7 @@ class MPOptimizer(Optimizer):
         return self._inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's. Takes effect in the next step.
+        """As in torch.optim. Takes effect in the next step.
 
         Raises:
             MPCompileError: complex parameters, or `differentiable=True`.
@@ -163,7 +163,7 @@ class MPOptimizer(Optimizer):
         """Do one step, if every gradient is finite. Returns the closure's loss, or None.
 
         Raises:
-            MPCompileError: a sparse gradient, or a step that can't be traced; says what to use.
+            MPCompileError: a sparse gradient, or a step that can't be traced; says what to do.
         """
         loss = None
         if closure is not None:
@@ -191,7 +191,7 @@ class MPOptimizer(Optimizer):
                     )
                 members.append(Member(index, param))
                 facts.append((index, id(param), grad.dtype, grad.stride()))
-        # Most steps are like the one before, and to know that is cheaper than to make a key.
+        # Most steps are like the one before; checking that is cheaper than making a key.
         facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
             key = StepKey.of(members, self._own_scale)
@@ -211,14 +211,14 @@ class MPOptimizer(Optimizer):
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
         if step is None or not step.still_holds(self._inner):
-            if step is not None:  # what changed once will change again: an input from now on
+            if step is not None:  # a setting that changed may change again: an input now
                 self._varying |= step.changed_settings(self._inner)
             initialise_state(self._inner, key.members)
             try:
-                with _disable_current_modes():  # it is traced on FakeTensors of its own
+                with _disable_current_modes():  # tracing uses its own FakeTensors
                     step = self._compiled(key)
             except StateAppeared:
-                # The state is made by the first step: do that one op by op, and trace the next.
+                # The first step makes the state: run it op by op, and trace the next one.
                 eager_step(self._inner, key, self._max_grad_norm, self._results)
                 return
             except CannotRewrite as error:
@@ -245,7 +245,7 @@ class MPOptimizer(Optimizer):
             )
 
         if self._varying:
-            # A step may do what no graph can with a number that is an input; then it is constant.
+            # A step may use a number in a way that no graph input allows; then it is a constant.
             try:
                 return compiled(frozenset(self._varying))
             except StateAppeared:
@@ -273,8 +273,8 @@ class MPOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """0-d FP32 on the device: the global norm before clipping. NaN without `max_grad_norm`,
-        for it is not computed then.
+        """0-d FP32 on the device: the global norm before clipping. NaN without `max_grad_norm`: it
+        is not computed then.
         """
         if self._max_grad_norm is None:
             return torch.tensor(math.nan)
@@ -286,11 +286,11 @@ class MPOptimizer(Optimizer):
         return sum(scale.skipped_steps for scale in self._scales())
 
     def _scales(self) -> list[LossScale]:
-        """The loss scales behind the gradients, without duplicates."""
+        """The loss scales that the gradients depend on, without duplicates."""
         return list(self._models_scales()) or [self._own_scale]
 
     def _models_scales(self) -> dict[LossScale, list[int]]:
-        """The loss scales of its models, and the indices of their parameters here."""
+        """The loss scales of its models -> the indices of their parameters in this optimizer."""
         found: dict[LossScale, list[int]] = {}
         for index, parameter in enumerate(self._parameters()):
             for scale in parameters.scales_of(parameter):
@@ -298,13 +298,13 @@ class MPOptimizer(Optimizer):
         return found
 
     def scales_appeared(self) -> None:
-        """A model ran for the first time: what was loaded for its loss scale takes effect."""
+        """A model ran for the first time: apply the state that was loaded for its loss scale."""
         if self._saved_scales.waiting:
             self._saved_scales.restore(self._models_scales(), appeared=True)
 
     def memory(self) -> dict[str, float]:
-        """Bytes held for each element of a parameter, on average: of the FP32 `masters`, their
-        low-precision `copies`, the `gradients` that are there now, and the optimizer's `state`.
+        """Average bytes held for each element of a parameter, by kind: the FP32 `masters`, their
+        low-precision `copies`, the `gradients` that exist now, and the optimizer's `state`.
         """
         params = list(self._parameters())
         states = [v for p in params for v in self.state.get(p, {}).values()]
@@ -323,7 +323,7 @@ class MPOptimizer(Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's own, as plain PyTorch would have it, plus `"loss_scale"`."""
+        """The inner optimizer's own state, as in plain PyTorch, plus `"loss_scale"`."""
         state = self._inner.state_dict()
         for group in state["param_groups"]:
             if not (group.get("capturable") or group.get("fused")):
@@ -337,12 +337,12 @@ class MPOptimizer(Optimizer):
         return {**state, "loss_scale": [*live, *self._saved_scales.waiting]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of ours or of the plain inner optimizer's. As `"loss_scale"` it may
-        hold a `torch.amp.GradScaler`'s state, too. Loss scales that are not known yet, because
-        their models never ran, are set when they do.
+        """Take over a state of an MPOptimizer or of the plain inner optimizer. `"loss_scale"` may
+        also be the state of a `torch.amp.GradScaler`. Loss scales of models that never ran are not
+        known yet; they are set when the models run.
 
         Raises:
-            MPCompileError: the saved loss scales are more than this optimizer's models have.
+            MPCompileError: the state holds more loss scales than this optimizer's models have.
         """
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
         self._inner.load_state_dict(plain)
@@ -356,14 +356,14 @@ class MPOptimizer(Optimizer):
                 "are known here; run a forward of each model first, or load loss_scale_of(model)"
             )
         for entry in entries:
-            if entry.get("own"):  # of an optimizer whose models had no scale, or hadn't run
+            if entry.get("own"):  # its models had no scale, or hadn't run
                 self._own_scale.load_state_dict(entry)
         self._saved_scales = SavedScales([e for e in entries if not e.get("own")])
         self._saved_scales.restore(known)
         self._steps.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler puts a `step` on its optimizer; torch's own pickles leave it behind too.
+        # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
         passing = ("_steps", "_last", "_varying", "_results", "_watch", "step")
         hooks = dict.fromkeys(_HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}

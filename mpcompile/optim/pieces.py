@@ -1,18 +1,19 @@
-"""The graph of a step -> the pieces that are compiled and run one after another.
+"""The graph of a step -> the pieces that are compiled, and run one after another.
 
     measure    a norm for each gradient; reads nothing else
     prepare    0-d tensors: skip or not, the clipping factor, the loss scale
     scalars    0-d tensors that follow from the state: bias corrections, step counters
     update     everything that touches a parameter or its moments
-    commit     the 0-d results are stored: counters, the scale, what the step reports
+    commit     stores the 0-d results: counters, the scale, what the step reports
 
-Apart, because of what fusion would do: a bias correction inlined into the update is computed again
-for every few elements, and there a `pow` costs more than the memory it hides behind.
+They are compiled apart because fusion would make them slower: a bias correction inlined into the
+update would be computed again for every few elements, and a `pow` then costs more time than the
+memory traffic can hide.
 
-On CPU the pieces are split further, into what is connected: one for each parameter, mostly. They
-are alike, so each kind is compiled once and called for each parameter, and where all operators are
-pointwise the kind covers every shape. A step of any size compiles in seconds. On CUDA, where a
-launch costs more than a small update, the pieces stay whole and Inductor fuses them horizontally.
+On CPU the pieces are split further, into connected parts: mostly one for each parameter. They are
+alike, so each kind is compiled once and called for each parameter; a kind whose operators are all
+pointwise covers every shape. So a step of any size compiles in seconds. On CUDA, where a launch
+costs more than a small update, the pieces stay whole and Inductor fuses them horizontally.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..ir.step import Slot
 
 MEASURE, PREPARE, SCALARS, UPDATE, COMMIT = range(5)
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
-# Pointwise in effect, though not tagged so.
+# Operators that are pointwise, though torch doesn't tag them so.
 _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
               aten.zeros_like.default, aten.alias.default, aten.copy.default)  # fmt: skip
 
@@ -40,13 +41,13 @@ class Piece:
     """Operators of a step that are compiled together.
 
     Attributes:
-        graph: a module of its own; it returns a tuple.
-        inputs: the nodes of the step's graph that its inputs are.
+        graph: its own graph module; it returns a tuple.
+        inputs: the nodes of the step's graph that are its inputs.
         outputs: the nodes that it returns.
-        flat: all its tensors have one shape and layout, and no operator looks at it: it may be
+        flat: all its tensors have one shape and layout, which no operator depends on: it may be
             called with all of them flattened.
-        scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may be done
-            at once, on vectors of them.
+        scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may run at
+            once, on vectors of these.
     """
 
     graph: fx.GraphModule
@@ -65,7 +66,7 @@ class Split:
 
 
 def split(gm: fx.GraphModule, *, whole: bool) -> Split:
-    """Cut the graph of a step into pieces; with `whole`, into as few as the order allows."""
+    """Cut the graph of a step into pieces; with `whole`, into as few as their order allows."""
     stages = _stages(gm)
     commits = [n for n, stage in stages.items() if stage == COMMIT]
     pieces: list[Piece] = []
@@ -107,8 +108,8 @@ def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _is_commit(node: fx.Node) -> bool:
-    """A 0-d write, of a counter or a result: stored at the very end, after every read of the old
-    value.
+    """Whether the node is a 0-d write, of a counter or a result. It is done at the very end, after
+    every read of the old value.
     """
     target = node.args[0] if node.target is aten.copy_.default else None
     return (
@@ -123,7 +124,7 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes in groups that share no value, and no input that one of them writes."""
+    """Groups of the nodes that share no value, and no input that one of them writes."""
     members = set(nodes)
     written = {n.args[0] for n in nodes if n.target is aten.copy_.default}
     links: nx.Graph[fx.Node] = nx.Graph()
@@ -189,8 +190,8 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def is_held(node: fx.Node) -> bool:
-    """Whether a piece's input is the same tensor in every step: neither a gradient, nor what
-    another piece returns, nor what the loss scale hands over anew.
+    """Whether a piece's input is the same tensor in every step: not a gradient, not a result of
+    another piece, not a tensor that the loss scale makes for each step.
     """
     if node.op != "placeholder":
         return False
@@ -202,7 +203,7 @@ _FRESH = (("scale", "used"), ("scale", "flag"), ("scale", "first"))
 
 
 def signature(piece: Piece) -> tuple[object, ...]:
-    """What makes two pieces the same program, flattened sizes aside."""
+    """A value that is equal for pieces that are the same program, apart from flattened sizes."""
     position = {node: i for i, node in enumerate(piece.graph.graph.nodes)}
 
     def plain(argument: object) -> object:

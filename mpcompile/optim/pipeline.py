@@ -22,19 +22,19 @@ from ..passes.step.write_copies import write_copies
 StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 
 STEP_PASSES: tuple[StepPass, ...] = (
-    lift_numbers,  # the traced step itself, before anything is added
+    lift_numbers,  # first: it changes the traced step only
     unscale_gradients,  # gradients are unscaled from here on, in the parameter's dtype
-    measure_gradients,  # of the gradients as they are stored: the one read before the update
-    check_gradients,  # needs the norms
-    clip_gradients,  # after unscaling, and from the same norms
-    predicate_writes,  # needs the verdict; before the copies, which follow what was kept
+    measure_gradients,  # reads stored gradients, the only read before the update
+    check_gradients,  # needs the norms of measure_gradients
+    clip_gradients,  # after unscaling; uses the same norms
+    predicate_writes,  # needs `skip`; before the copies, which copy the kept values
     write_copies,
-    move_scale,  # last: everything else read the scale as it was
+    move_scale,  # last: all others read the scale before it moves
 )
 
 
 def run(gm: fx.GraphModule, config: StepConfig, *, traced_in: float, dump: Path | None) -> None:
-    """Run every pass over a traced step, in place; dump the graph after each if asked to."""
+    """Run every pass over a traced step, in place; if asked to, dump the graph after each."""
     record = Dump(dump, "step") if dump is not None else None
     if record:
         record.stage("traced", gm, traced_in)

@@ -1,4 +1,4 @@
-"""A compiled step: its pieces as functions, bound to their tensors, called in order."""
+"""A compiled step: its pieces as functions, bound to their tensors and called in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..ir.step import Slot
 from .compile_piece import Emit, compile_on_vectors, compile_piece
 from .pieces import Piece, Split, signature
 
-_Source = torch.Tensor | fx.Node  # a tensor that stays, or the name of one that comes anew
+_Source = torch.Tensor | fx.Node  # a kept tensor, or the node of one that is new in each step
 
 
 @dataclass
 class _Call:
-    """One piece with its tensors."""
+    """One piece, bound to its tensors."""
 
     run: Callable[..., Any]
-    arguments: list[Any]  # tensors that stay; None for what comes anew in each step
-    fresh: list[tuple[int, fx.Node, bool]]  # (position, the value, flattened)
+    arguments: list[Any]  # kept tensors; None for those new in each step
+    fresh: list[tuple[int, fx.Node, bool]]  # (position, the value's node, whether it is flattened)
     outputs: tuple[fx.Node, ...]
 
     def __call__(self, env: dict[fx.Node, torch.Tensor]) -> None:
@@ -36,11 +36,11 @@ class _Call:
 
 @dataclass
 class _Batch:
-    """Pieces of one kind that only compute scalars: one call, on vectors of these scalars."""
+    """Pieces of one kind that compute only scalars: one call, on vectors of these scalars."""
 
     run: Callable[..., Any]
     arguments: list[_Source | list[_Source]]  # a list is stacked
-    outputs: list[tuple[fx.Node, ...]]  # of each piece
+    outputs: list[tuple[fx.Node, ...]]  # one tuple for each piece
 
     def __call__(self, env: dict[fx.Node, torch.Tensor]) -> None:
         def tensor(source: _Source) -> torch.Tensor:
@@ -60,11 +60,11 @@ class Program:
 
     Args:
         step: its pieces.
-        held: the tensors that are the same in every step, by slot; all others are given to `run`.
-        emit: how to run them.
+        held: the tensors that are the same in every step, by slot; `run` gets all others.
+        emit: how the pieces run.
 
     Attributes:
-        given: the inputs that `run` wants, by slot.
+        given: the inputs that `run` takes, by slot.
     """
 
     def __init__(self, step: Split, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
@@ -116,7 +116,7 @@ class Program:
         return _Batch(run, arguments, [piece.outputs for piece in kind])
 
     def run(self, env: dict[fx.Node, torch.Tensor]) -> None:
-        """Do the step. `env`: the tensors of this step for the inputs in `given`; taken over."""
+        """Do the step. `env`: the tensors of this step for the inputs in `given`; it is changed."""
         with torch.no_grad(), torch._C._DisableAutocast():
             for call in self.calls:
                 call(env)
@@ -125,8 +125,8 @@ class Program:
 
 
 def _kinds(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in their order, those that follow each other and only compute scalars together by
-    kind. (They depend on nothing but what ran before them all.)
+    """Groups of pieces, in order. Adjacent pieces that compute only scalars are grouped by kind;
+    any other piece is alone. (Scalar pieces depend only on what ran before all of them.)
     """
     kinds: list[list[Piece]] = []
     for scalars, run in itertools.groupby(pieces, key=lambda piece: piece.scalars):

@@ -1,4 +1,4 @@
-"""What the steps of an optimizer report, on the device."""
+"""The values on the device that the steps of an optimizer report."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Results:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, before: Any) -> torch.Tensor:
-        """What was reported last; the number `before` while no step has run."""
+        """The value reported last; the number `before` if no step has run."""
         return self._tensors[name] if name in self._tensors else torch.tensor(before)
 
     def write(self, name: str, value: torch.Tensor) -> None:
         self._tensor(name, value.device).copy_(value)
 
     def slots(self, device: torch.device) -> dict[Slot, torch.Tensor]:
-        """The tensors, as a step's graph names them; made on that device if they aren't there."""
+        """The tensors, by their slots in a step's graph; made on that device if need be."""
         return {Slot("result", key=name): self._tensor(name, device) for name in _DTYPES}
 
     def _tensor(self, name: str, device: torch.device) -> torch.Tensor:

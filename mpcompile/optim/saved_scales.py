@@ -1,8 +1,8 @@
 """Loss scales in an optimizer's checkpoint: each goes back to the model it came from.
 
-Scales belong to models, and a checkpoint is mostly loaded before the first forward, when none is
-known yet. So each is saved with the indices of the parameters whose gradients it scales, and waits
-until a model of these parameters runs.
+Scales belong to models, and a checkpoint is mostly loaded before the first forward, when no scale
+is known yet. So each is saved with the indices of the parameters whose gradients it scales, and
+waits until a model with these parameters runs.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ class SavedScales:
         self._restored: weakref.WeakSet[LossScale] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SavedScales, (self.waiting,)  # in a copy no scale is known
+        return SavedScales, (self.waiting,)  # a copy knows no scale yet
 
     def restore(
         self, known: Mapping[LossScale, Collection[int]], *, appeared: bool = False
     ) -> None:
-        """Give each scale that is known by now, and its parameters, what was saved for it. One that
-        was loaded by itself keeps that.
+        """Load into each known scale the entry saved for its parameters. A scale whose own state
+        was loaded separately keeps that state.
 
         Args:
-            appeared: a model ran after the checkpoint was loaded. Its scale may be in use already,
-                and was given its state then: another optimizer of the checkpoint holds the model
-                that ran first.
+            appeared: a model ran after the checkpoint was loaded. Its scale may be in use already;
+                another optimizer of the checkpoint that holds the model may have loaded it then.
         """
         for scale, parameters in known.items():
             if scale in self._restored:
@@ -56,10 +55,10 @@ class SavedScales:
 
 
 def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
-    """How much of both sets of parameters is in either; 0 for a GradScaler's, which has none.
+    """The share of parameters that both sets have in common; 0 for a GradScaler's entry (no set).
 
-    A model may have run more of its graphs then than now, or more now than then. Where either has
-    parameters that the other has not, it is another model, that shares some: negative.
+    A model may have run more or fewer of its graphs when it was saved than now. If each set has
+    parameters that the other lacks, the entry is of another model that shares some: negative.
     """
     theirs = set(entry.get(_PARAMETERS, ()))
     if theirs - parameters and parameters - theirs:

@@ -1,8 +1,8 @@
-"""The object that runs the step that is traced: of the optimizer's class, on other tensors.
+"""The object whose step is traced: it has the optimizer's class, but other tensors.
 
 It has the same attributes and settings as the optimizer; its parameters, gradients and state are
-the graph's inputs. What a graph can't say is refused: state or settings kept as Python values and
-changed by the step, tensors that no parameter owns.
+the graph's inputs. Steps that can't be a graph are refused: those that change state or settings
+kept as Python values, or tensors that belong to no parameter.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ..ir.step import Slot
 from .inputs import Member, Setting, is_list
 from .trace_context import raw_step
 
-# Settings that are inputs of the graph, or chosen here.
+# Settings that are inputs of the graph, or that are chosen here.
 _NOT_READ = ("params", "foreach", "fused", "capturable")
-# Their single-tensor step for graphs divides by the learning rate: at 0, where a warmup starts, an
-# element whose moments are 0 becomes 0 / 0. Their other one can be traced as well.
+# The capturable single-tensor step of these divides by the learning rate: at 0, where a warmup
+# starts, an element whose moments are 0 becomes 0 / 0. Their other step can be traced as well.
 _BETTER_NOT_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class StateAppeared(CannotRewrite):
-    """The step made new state: it can be traced once that is there."""
+    """The step made new state: it can be traced once that state exists."""
 
 
 class Shadow:
-    """Runs the optimizer's step on other tensors, and looks at what else it changed.
+    """Runs the optimizer's step on other tensors, and checks what else the step changed.
 
     Args:
-        optimizer: whose step it is; nothing of it is changed.
+        optimizer: whose step it is; it is not changed.
         members: the parameters of the step.
-        foreach: ask for the multi-tensor implementation, where the class has one.
+        foreach: ask for the multi-tensor implementation, if the class has one.
 
     Attributes:
-        reads: the settings that the step has read, with their values.
+        reads: the settings that the step has read, and their values.
         attributes: the optimizer's own attributes that are plain values.
     """
 
@@ -51,15 +51,15 @@ class Shadow:
         self.attributes = _plain_values(_own_attributes(optimizer))
 
     def run(self, tensors: dict[Slot, Any]) -> None:
-        """Do the step on these inputs of the graph; what it changes is written into them.
+        """Do the step on these inputs of the graph; its changes are written into them.
 
         Raises:
             StateAppeared: the step makes state that isn't there yet.
-            CannotRewrite: it changes what is no tensor, or state of no parameter.
+            CannotRewrite: it changes a value that is no tensor, or state of no parameter.
         """
         optimizer: Any = object.__new__(type(self.optimizer))
         optimizer.__dict__.update(self.optimizer.__dict__)
-        # Copies of the plain values: what the step makes of them has no effect on the optimizer.
+        # Copies of the plain values: the step's changes to them don't reach the optimizer.
         optimizer.__dict__.update(_plain_values(self.attributes))
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         given: dict[Any, dict[str, Any]] = {}
@@ -98,7 +98,7 @@ class Shadow:
         inputs: dict[Slot, Any],
         params: list[torch.Tensor],
     ) -> dict[str, Any]:
-        def taken(key: str, value: Any) -> Any:  # an input of the graph, where it is one
+        def taken(key: str, value: Any) -> Any:  # the input of the graph, if there is one
             if is_list(value):
                 return type(value)(taken(f"{key}.{i}", v) for i, v in enumerate(value))
             return inputs.get(Slot("setting", index, key), value)
@@ -123,7 +123,7 @@ class Shadow:
         if not isinstance(value, torch.Tensor):
             return value
         tensor = tensors[Slot("state", index, str(key))]
-        # The moments of a 0-d parameter are 0-d too; what counts its steps is called "step".
+        # The moments of a 0-d parameter are 0-d too; its step counter is called "step".
         number = tensor.ndim == 0 and (tensors[Slot("param", index)].ndim > 0 or key == "step")
         counts = number and tensor.is_floating_point() and tensor.dtype is not torch.float64
         return tensor.double() if counts else tensor
@@ -169,7 +169,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _plain_values(table: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are plain Python values, or tuples, lists and dicts of them; copies."""
+    """Copies of the entries that are plain Python values, or tuples, lists and dicts of them."""
     return {k: _fresh(v) for k, v in table.items() if _is_plain(v)}
 
 
@@ -182,7 +182,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _fresh(value: Any) -> Any:
-    """The same, in lists and dicts of its own."""
+    """A copy: lists and dicts are new."""
     if isinstance(value, list):
         return [_fresh(v) for v in value]
     if isinstance(value, dict):

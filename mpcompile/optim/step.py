@@ -32,7 +32,7 @@ class CompiledStep:
         optimizer: whose step it is.
         key: what to compile it for.
         max_grad_norm: see `StepConfig`.
-        results: where it reports.
+        results: where the step reports.
         emit: how its pieces are run.
         dump: directory for the graph after every pass, or None.
         varying: settings whose floats are inputs of the graph.
@@ -61,7 +61,7 @@ class CompiledStep:
             checked=key.checked,
             scales=tuple(scale.rule for scale in key.scales),
             max_grad_norm=max_grad_norm,
-            foreach=multi_tensor and not varying,  # lists take no tensors for numbers
+            foreach=multi_tensor and not varying,  # `_foreach_*` takes no 0-d tensors as numbers
         )
         traced = _traced(optimizer, key, config, varying, dump)
         self.assumptions = Assumptions(optimizer, key.members, traced)
@@ -99,7 +99,7 @@ class CompiledStep:
         return held
 
     def still_holds(self, optimizer: Optimizer) -> bool:
-        """Whether what the graph was made from is unchanged, or an input."""
+        """Whether all that the graph was made from is unchanged, or an input."""
         return self.assumptions.hold(optimizer) and self.settings.fit(optimizer.param_groups)
 
     def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:

@@ -1,21 +1,21 @@
-"""A torch.optim optimizer's own step -> a functional graph.
+"""Traces a torch.optim optimizer's own step to a functional graph.
 
 The step runs once on FakeTensors, on a shadow of the optimizer: an object of the same class, with
 the same attributes, whose parameters, gradients and state are the graph's inputs. make_fx records
-what it does, `functionalize` turns every in-place operator into its value and one `copy_` at the
-end. What comes out is exactly the optimizer's arithmetic, for a class of the user's own too:
+what it does; `functionalize` turns every in-place operator into its value and one `copy_` at the
+end. The graph is exactly the optimizer's arithmetic, also for a user's own class:
 
     p.mul_(1 - lr * decay)    ->    mul = mul(param0, sub)
     m.lerp_(g, 0.1); ...            copy_(param0, mul); copy_(state0_m, lerp); ...
 
-* Learning rates are inputs (0-d, FP64), so a scheduler changes nothing. Every other setting that
-  the step reads from a param group is a constant of the graph, and part of what `Trace.reads` says;
-  floats that were seen to change (`varying`) become inputs too, and what the step asks about them
-  (`if momentum != 0`) a guard.
-* 0-d state (step counters) is computed in FP64, as the Python numbers are that an optimizer makes
-  of it in eager mode, and stored back as it was.
-* Whatever a graph can't say is refused: state or settings kept as Python numbers and changed by
-  the step, a branch on a tensor's value, tensors that no parameter owns.
+* Learning rates are inputs (0-d, FP64), so a scheduler needs no new graph. Every other setting that
+  the step reads from a param group is a constant of the graph, and is listed in `Trace.reads`.
+  Floats that were seen to change (`varying`) become inputs too; what the step asks about them
+  (`if momentum != 0`) becomes a guard.
+* 0-d state (step counters) is computed in FP64, like the Python numbers that an optimizer makes of
+  it in eager mode, and stored in its own dtype.
+* Steps that can't be a graph are refused: those that change state or settings kept as Python
+  numbers, branch on a tensor's value, or change tensors that belong to no parameter.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -48,10 +48,10 @@ class Trace:
     """A traced step.
 
     Attributes:
-        graph: its inputs are named by a `Slot` each (`ir.slots`).
+        graph: each of its inputs has a `Slot` (`ir.slots`).
         reads: (group index, setting) -> value, for all settings that the step read.
         attributes: the optimizer's own attributes that are plain values: the step may read them.
-        guards: what the step assumed of settings that are inputs, over `symbols`.
+        guards: what the step assumed about settings that are inputs, as conditions on `symbols`.
         symbols: the slot of each setting that is an input -> its symbol.
     """
 
@@ -77,11 +77,11 @@ def trace(
     """Trace one step of `optimizer` over those of its parameters that have a gradient.
 
     Args:
-        optimizer: its state for the members is there already, as far as it can be known.
+        optimizer: its state for the members exists, as far as it can be made beforehand.
         members: the parameters of this step.
-        foreach: ask for the multi-tensor implementation, where the class has one.
-        varying: settings whose floats are to be inputs: they change from step to step (momentum,
-            under a OneCycleLR).
+        foreach: ask for the multi-tensor implementation, if the class has one.
+        varying: settings whose floats are to be inputs, because they change from step to step
+            (momentum, under a OneCycleLR).
 
     Raises:
         StateAppeared: the step makes state that isn't there yet.
@@ -107,21 +107,21 @@ def trace(
 
 
 def _functional(step: Callable[..., tuple[()]], values: Sequence[Any]) -> fx.GraphModule:
-    """The graph of `step`: no operator in it writes, but for one `copy_` per changed input."""
+    """The graph of `step`: the only writes in it are one `copy_` for each changed input."""
     try:
-        # First as the step is written: functionalize knows no composite in-place operators.
+        # First trace the step as it is: functionalize knows no composite in-place operators.
         inplace = make_fx(step, tracing_mode="fake")(*values)
         functional = torch.func.functionalize(inplace, remove="mutations_and_views")
         gm: fx.GraphModule = make_fx(functional, tracing_mode="fake")(*values)
     except CannotRewrite:
         raise
-    except Exception as error:  # whatever a step does that can't be traced
+    except Exception as error:  # any error in what can't be traced
         raise CannotRewrite(_describe(error)) from error
     return gm
 
 
 def _keep_gradients(graph: fx.Graph) -> None:
-    """Drop the writes into gradients: `p.grad.add_(p, alpha=decay)` is for the step's own use."""
+    """Drop writes to gradients: `p.grad.add_(p, alpha=decay)` serves only the step itself."""
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target = write.args[0]
         if target.op == "placeholder" and ir.slot_of(target).kind == "grad":

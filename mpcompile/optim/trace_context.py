@@ -1,4 +1,4 @@
-"""Under what an optimizer's step is traced: without torch's wrappers, its numbers kept as tensors.
+"""The context in which an optimizer's step is traced: no torch wrappers, numbers kept as tensors.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11: `_is_compiling_flag`, which
 makes torch.optim keep tensors instead of calling `.item()`, and the wrappers around `step`.
@@ -17,12 +17,12 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-_tracing = threading.Lock()  # the compiling flag is one for the process
+_tracing = threading.Lock()  # the process has only one compiling flag
 
 
 @contextlib.contextmanager
 def tracing(cls: type[Optimizer]) -> Iterator[None]:
-    """While the step of an optimizer of this class is traced; for one thread at a time."""
+    """The context for tracing the step of an optimizer of this class; one thread at a time."""
     with (
         _tracing,
         _compiling(),
@@ -37,7 +37,7 @@ def tracing(cls: type[Optimizer]) -> Iterator[None]:
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """`cls.step` without torch's own wrappers (profiling and hooks, the grad mode switch).
 
-    Decorators of the user's, `@torch.no_grad()` among them, stay.
+    The user's own decorators stay, also `@torch.no_grad()`.
     """
     step: Any = cls.step
     if getattr(step, "hooked", False):
@@ -59,7 +59,7 @@ def _compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
-    """No hooks and no profiler ranges in `super().step()`: they are no part of the arithmetic."""
+    """Remove hooks and profiler ranges from `super().step()`: they are not part of the step."""
     wrapped: list[Any] = [c for c in cls.__mro__ if getattr(vars(c).get("step"), "hooked", False)]
     steps = [c.step for c in wrapped]
     for base, step in zip(wrapped, steps, strict=True):
@@ -73,10 +73,10 @@ def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
-    """`.item()` returns the 0-d tensor, and `min` and `max` in the file of `cls` take tensors.
+    """Make `.item()` return the 0-d tensor, and `min` and `max` in the file of `cls` take tensors.
 
-    So a step that reads numbers off the device to compute with them (Adafactor) becomes a graph
-    that does not. A branch on such a number still fails.
+    So a step that reads numbers from the device to compute with them (Adafactor) becomes a graph
+    without such reads. A branch on such a number still fails.
     """
     namespace = inspect.unwrap(cls.step).__globals__
     theirs = {name: namespace[name] for name in ("min", "max") if name in namespace}

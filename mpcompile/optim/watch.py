@@ -1,4 +1,4 @@
-"""Look at flags on the device without waiting for them."""
+"""Reads flags from the device without waiting for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..state.loss_scale import LossScale
 
 
 class Watch:
-    """Says that a step was skipped, and warns once a loss scale is stuck at its floor: a step late
-    on a GPU, never blocking.
+    """Reports that a step was skipped, and warns once if a loss scale is stuck at its floor. On a
+    GPU the message comes a step late, without waiting.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Watch:
 
 
 class _Look:
-    """One number of a scale's state, and what to say once it is not zero."""
+    """One number of a scale's state, and the function to call once it is not zero."""
 
     def __init__(self, scale: LossScale, name: str, say: Callable[[], None]) -> None:
         self.scale, self.name, self.say = scale, name, say

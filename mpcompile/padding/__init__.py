@@ -1,1 +1,1 @@
-"""Which dimensions Tensor Cores want padded, and how the padding travels."""
+"""Which dimensions Tensor Cores want padded, and which operators keep padding."""

@@ -1,15 +1,15 @@
-"""How lanes travel: which operators keep them, and what the lanes hold afterwards.
+"""Which operators keep lanes (padding), and what number the lanes then hold.
 
-A value with lanes may stay padded as long as two things hold, which together make every result and
-every gradient exact:
+A value with lanes may stay padded if two things hold, which together make every result and every
+gradient exact:
 
 1. each lane holds one known, finite number, so that zero weights cancel it;
-2. the gradient that comes back into a lane is zero, and stays zero on its way up.
+2. the gradient that reaches a lane is zero, and stays zero on its way back.
 
-The second follows from the first: where lanes end, in a product with zeros or in a slice, their
-gradient is zero, and an elementwise operator hands down zero times its derivative there. So an
-elementwise operator keeps lanes if its value and its derivative at the lanes' number are finite,
-which is found out by computing both.
+The second follows from the first. Lanes end in a product with zeros or in a slice, where their
+gradient is zero; an elementwise operator multiplies that zero by its derivative. So an elementwise
+operator keeps lanes if its value and its derivative at the lanes' number are finite; both are
+computed to find out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Kept:
     """How one dimension of a result keeps its lanes.
 
     Attributes:
-        lanes: of the result.
-        operands: which dimension of which operands must carry such lanes for it.
+        lanes: the lanes of the result.
+        operands: path of each operand that must have such lanes -> the dimension they must be in.
     """
 
     lanes: Lanes
@@ -55,7 +55,7 @@ def kept(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
         found = _through_view(node, held)
     else:
         return {}
-    # Where lanes of two dimensions cross, they must agree.
+    # Elements in the lanes of two dimensions must hold one number.
     contents = {kept.lanes.content for kept in found.values()}
     return found if len(contents) == 1 else {}
 
@@ -64,7 +64,7 @@ def kept(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
 
 
 def densifies(node: fx.Node) -> bool:
-    """Whether the node makes a dense result of a strided operand, laid out in the same order."""
+    """Whether the node makes a dense result from a strided operand, in the same dimension order."""
     return ir.is_cast(node) or (ir.rule(node).elementwise and not ir.rule(node).may_alias)
 
 
@@ -94,14 +94,14 @@ def _through_dim(
         value = ir.value(operand)
         own = dim - len(shape) + value.dim()
         if own < 0 or not ir.known_equal(value.shape[own], shape[dim]):
-            contents[path] = None  # broadcast: its one element meets every lane
+            contents[path] = None  # broadcast: its one element, of any value, is used in every lane
             continue
         wanted[path] = own
         if own in held(operand):
             lanes = held(operand)[own]
             contents[path] = lanes.content
         elif value.is_floating_point() and _is_small(value, shape):
-            contents[path] = 0.0  # padded with zeros on the spot
+            contents[path] = 0.0  # this node will read it padded with zeros
         else:
             return None
     content = _at_lanes(node, contents)
@@ -111,7 +111,7 @@ def _through_dim(
 
 
 def _is_small(value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether it is broadcast along some other dimension: cheaper to pad than its result to cut."""
+    """Whether another dimension is broadcast: padding it is cheaper than cutting the result."""
     return value.dim() < len(shape) or any(
         ir.known_equal(own, 1) and not ir.known_equal(size, 1)
         for own, size in zip(value.shape, shape, strict=True)
@@ -119,7 +119,7 @@ def _is_small(value: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | None:
-    """The number that the operator makes of the numbers in its operands' lanes, or None."""
+    """The result of the operator on the numbers in its operands' lanes, or None if not usable."""
     rule = ir.rule(node)
     if rule.zero_absorbs and 0.0 in contents.values():
         return 0.0
@@ -139,12 +139,12 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
         try:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             slopes = _slopes(result, lanes)
-        except RuntimeError:  # it takes no single number: a layout of four dimensions, say
+        except RuntimeError:  # it takes no 0-d tensor (needs four dimensions, say)
             return None
     found, low = result.item(), ir.value(node).dtype
     largest = torch.finfo(low).max if low.is_floating_point else -1.0
     fits = all(abs(number) <= largest for number in (found, *(slope.item() for slope in slopes)))
-    # 0.3 - 0.3 is no zero where one of them was stored in FP16 on the way.
+    # A zero such as 0.3 - 0.3 is not exact if one of the two was rounded to FP16 before.
     sure = found != 0 or all(
         _survives(content, ir.dtype(ir.operands(node)[path])) for path, content in contents.items()
     )
@@ -152,7 +152,7 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
 
 
 def _slopes(result: torch.Tensor, lanes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    if not result.requires_grad:  # detached: no gradient ever comes back
+    if not result.requires_grad:  # detached: it gets no gradient
         return ()
     return torch.autograd.grad(result, lanes, allow_unused=True, materialize_grads=True)
 
@@ -182,9 +182,10 @@ def _shapes(node: fx.Node) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
 
 
 def _reshaped(node: fx.Node) -> dict[int, int]:
-    """Dimensions that a view neither folds nor splits: as much before them, as much behind them.
+    """The dimensions that a view neither merges nor splits: those with as many elements before
+    them, and as many behind them, in both shapes.
 
-    Only where the new size stands in the call as a number: that number is replaced.
+    Only dimensions whose new size is a number in the call: that number gets replaced.
     """
     before, after = _shapes(node)
     places: dict[int, int] = {}
@@ -218,7 +219,7 @@ def _unsqueezed(node: fx.Node) -> dict[int, int]:
     return {dim: dim + (dim >= new) for dim in range(len(before))}
 
 
-# What an operator does with its operand's dimensions: where each one goes that it keeps whole.
+# By the operator's `dims`: where each of its operand's dimensions goes that it keeps whole.
 _DIMS: Mapping[str | None, Callable[[fx.Node], dict[int, int]]] = {
     "reshape": _reshaped,
     "permute": _permuted,

@@ -1,4 +1,4 @@
-"""One view of the operators that multiply matrices: their dimensions, labelled as in einsum.
+"""The operators that multiply matrices, in one form: their dimensions, labelled as in einsum.
 
     linear   x[m0, m1, k] weight[n, k] bias[n]                -> [m0, m1, n]
     bmm      a[b, m, k] b[b, k, n]                            -> [b, m, n]
@@ -6,7 +6,7 @@
     attention  q[.., -, e] k[.., -, e] v[.., -, v]            -> [.., -, v]
     lstm     x[-, -, i] weight_ih[-, i] ...
 
-Whoever asks about a product asks here; no pass knows the operators apart.
+All questions about products are answered here; no pass distinguishes the operators.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GEMM_DIMS = ("batch", "m", "n", "k")
 
 
 def product(node: fx.Node) -> Product | None:
-    """The node as a product, or None: it isn't one that Tensor Cores run.
+    """The node as a product, or None if it is not one that Tensor Cores run.
 
-    Vectors (mv, dot, a 1-d operand of matmul) are no product: they are bound by memory.
+    Products with vectors (mv, dot, a 1-d operand of matmul) don't count: memory bounds them.
     """
     if not ir.is_op(node):
         return None
@@ -46,7 +46,7 @@ def product(node: fx.Node) -> Product | None:
 def _gemm(
     operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels, factors: tuple[Path, Path]
 ) -> Product | None:
-    """A product of two factors, and what is added to it."""
+    """A product of two factors, and the operands that are added to it."""
     sizes: dict[str, Size] = {}
     for path in factors:
         value, labels = operands[path]
@@ -82,7 +82,7 @@ def _gemm(
 
 
 def _aligned(labels: Labels, shape: Sequence[Size], sizes: Mapping[str, Size]) -> Labels:
-    """The labels of something that is added, by broadcasting, to a result with these labels."""
+    """The labels of an operand that is added, by broadcasting, to a result with these labels."""
     last = labels[len(labels) - len(shape) :]
     return tuple(
         label if label is not None and ir.known_equal(sizes[label], size) else None
@@ -135,7 +135,7 @@ def _two_factors(
 def _broadcast_gemm(
     node: fx.Node, operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels
 ) -> Product:
-    """Batches: they are broadcast against each other, and never padded."""
+    """A product with batch dimensions, which are broadcast against each other and never padded."""
     (left, left_labels), (right, right_labels) = operands.values()
     batch = [label for label in result[:-2] if label is not None]
     sizes: dict[str, Size] = dict(zip(batch, ir.shape(node)[:-2], strict=True))
@@ -157,7 +157,7 @@ def _broadcast_gemm(
 
 
 def _einsum(node: fx.Node) -> Product | None:
-    """Only what is one product: two operands, `->` written out, no ellipsis, no diagonal."""
+    """Only an einsum that is one product: two operands, `->` present, no ellipsis, no diagonal."""
     equation, tensors = ir.argument(node, "equation"), ir.argument(node, "tensors")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None
@@ -258,8 +258,8 @@ def _attention(node: fx.Node) -> Product:
 
 
 def _recurrent(node: fx.Node) -> Product:
-    """Only the size of the input can be padded: the gates' weights are stacked in one tensor, so
-    another hidden size would part them elsewhere.
+    """A recurrent operator. Only the input's size can be padded: the gates' weights are stacked in
+    one tensor, so padding the hidden size would move their boundaries.
     """
     params: list[fx.Node] = list(ir.argument(node, "params"))
     where = ir.position_of(node, "params")
@@ -298,13 +298,13 @@ def _recurrent(node: fx.Node) -> Product:
 
 
 def _samples(node: fx.Node, steps: list[Size]) -> Size:
-    """How many sequences run side by side; a packed batch doesn't say."""
+    """How many sequences run side by side; 1 if that is unknown, as for a packed batch."""
     if len(steps) < 2:
         return 1
     return steps[0] if ir.argument(node, "batch_first") else steps[1]
 
 
-# -- what the table names -------------------------------------------------------------------------
+# -- the names used in the table ------------------------------------------------------------------
 
 _NAMED: Mapping[str, Callable[[fx.Node], Product | None]] = {
     "linear": _linear,

@@ -1,1 +1,1 @@
-"""What either precision costs, and the cut that costs least."""
+"""The cost of each precision, and the assignment of precisions that costs least."""

@@ -1,9 +1,9 @@
-"""When attention is written out as two products around a softmax, instead of the fused kernel.
+"""When attention becomes two products around a softmax, instead of the fused kernel.
 
-On CPUs torch's fused kernel does its BF16 backward at a fraction of the speed of its FP32 one, and
-under dropout there is no fused kernel at all, only products in FP32 (torch 2.13). Two batched
-products around one softmax, which the compiler below fuses, run at the speed of the BF16 units.
-The price is a stored (..., T, S) matrix, so long sequences keep the kernel.
+On CPUs, torch's fused kernel runs its BF16 backward at a fraction of the speed of its FP32 one, and
+with dropout there is no fused kernel at all, only products in FP32 (torch 2.13). Two batched
+products around one softmax, which Inductor fuses, run at the speed of the BF16 units. The price is
+a stored (..., T, S) matrix, so long sequences keep the kernel.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..ir import aten
 from ..rules.policy import Config
 
 ATTENTION = aten.scaled_dot_product_attention.default
-LONGEST = 512  # tokens; from here on the kernel catches up, and the matrix gets large
+LONGEST = 512  # tokens; beyond it the kernel is as fast, and the matrix large
 
 
 def is_written_out(node: fx.Node, config: Config) -> bool:
-    """Whether this attention is written out if it runs low: it can be, and it pays."""
+    """Whether this attention, if LOW, becomes two products: whether that is possible and pays."""
     return node.target is ATTENTION and _can_expand(node) and _should_expand(node, config)
 
 
 def _can_expand(node: fx.Node) -> bool:
-    """Whether the operators below say the same: one key and value head for each query head, and
-    numbers for the sizes that become the scale and the causal mask.
+    """Whether plain operators can express it: as many key and value heads as query heads, and
+    plain numbers for the sizes that the scale and the causal mask depend on.
     """
     needed = [] if ir.argument(node, "scale") is not None else [_size(node, "query", -1)]
     if ir.argument(node, "is_causal"):

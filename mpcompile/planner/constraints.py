@@ -1,10 +1,10 @@
-"""What the planner decides, and what it must not decide: numerical risk is no number.
+"""What the planner decides, and what it must not decide: numerical risk is not a cost in bytes.
 
-At O1 a FOLLOW operator that does arithmetic on an FP32 value is FULL, whatever that costs: a path
-that accumulates stays FP32. At O2 an operator is FULL that reads only what a guard or the user
-wants in FP32 (its range is unknown), that no path of undecided operators joins to a LOW one, or
-that hands a probability on to FP32 arithmetic; and no result is rounded that such arithmetic goes
-on with.
+At O1 a FOLLOW operator that computes with an FP32 value is FULL, whatever that costs: a path that
+accumulates stays FP32. At O2 an operator is FULL if it reads only values that a guard or the user
+wants in FP32 (their range is unknown), if no path of undecided operators joins it to a LOW one, or
+if it passes a probability on to FP32 arithmetic; and a result that such arithmetic reads is not
+rounded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Preci
 
 @dataclass(frozen=True)
 class Rounded:
-    """Whether the result of an FP32 operator is rounded to the low dtype where it is made (O2): an
-    item of its own, to be decided between the operator and its readers.
+    """A choice at O2: whether the result of an FP32 operator is rounded to the low dtype for all
+    its readers. It is an item of its own, between the operator and its readers.
     """
 
     node: fx.Node
@@ -36,10 +36,10 @@ Item = fx.Node | Rounded
 
 
 class Constraints:
-    """What is to be decided in one graph, and what of it is settled beforehand.
+    """What must be decided in one graph, and which of that is settled beforehand.
 
     Attributes:
-        open: the nodes to decide, in program order, then which results are rounded.
+        open: the items to decide: nodes in program order, then which results are rounded.
         rounded: node -> the item that says whether its result is rounded.
     """
 
@@ -55,17 +55,17 @@ class Constraints:
         self._tiny = self._find_tiny(graph)
 
     def is_open(self, item: Item) -> bool:
-        """Whether this is to be decided."""
+        """Whether the planner decides this item."""
         return item in self._members
 
     def is_low(self, item: Item) -> bool | None:
-        """Whether an item is LOW, where that is decided already; or None."""
+        """Whether an item is LOW; None if that is still to be decided."""
         if item in self._members or isinstance(item, Rounded):
             return None
         return ir.precision(item) is LOW
 
     def against_low(self, item: Item) -> Iterator[str]:
-        """Why the item must not be low, whatever that costs."""
+        """The reasons why the item must not be low at any cost."""
         if isinstance(item, Rounded):
             if self._read_exactly(item.node) or self._stays_tiny(item.node):
                 yield "read exactly"
@@ -86,7 +86,7 @@ class Constraints:
         """The operands that force an open node to FP32 if they are FP32."""
         if node not in self._follow:
             return []
-        if ir.kind(node) is Kind.MOVE:  # it would cast all of a table to look up some rows
+        if ir.kind(node) is Kind.MOVE:  # else a whole table is cast to look up some rows
             return read_by(node)
         if ir.kind(node) is Kind.VIEW:
             return []
@@ -107,7 +107,9 @@ class Constraints:
         )
 
     def _may_be_rounded(self, node: fx.Node) -> bool:
-        """FP32 inside, low in and out: O2's norms, softmax, and rows looked up in a parameter."""
+        """Whether it computes in FP32 with low input and result: O2's norms, softmax, and rows
+        looked up in a parameter.
+        """
         wide = ir.precision(node) is FULL and ir.mark(node).by is ir.By.TABLE
         moves = ir.precision(node) is FOLLOW and ir.kind(node) is Kind.MOVE
         looked_up = moves and all(is_trained(root(n)) for n in read_by(node))
@@ -115,8 +117,8 @@ class Constraints:
         return self.config.level is Level.O2 and may and ir.was_f32(node)
 
     def _find_wide(self, graph: fx.Graph) -> set[fx.Node]:
-        """What is computed from nothing but values of any magnitude: those that somebody wants in
-        FP32 (a guard, the user, a `.float()`), the results of operators that grow or invert.
+        """The nodes computed only from values of any magnitude: values that must be FP32 (because
+        of a guard, the user, a `.float()`), and results of operators that grow or invert.
         """
         wide: set[fx.Node] = set()
         for node in graph.nodes:
@@ -129,7 +131,7 @@ class Constraints:
         return wide
 
     def _find_near_low(self) -> set[fx.Node]:
-        """FOLLOW nodes that a path of FOLLOW nodes joins to a LOW one, as producer or consumer."""
+        """The FOLLOW nodes that a path of FOLLOW nodes joins to a LOW node, in either direction."""
         around = {n: [*n.all_input_nodes, *n.users] for n in self._follow}
         work = [n for n in self._follow if any(ir.precision(m) is LOW for m in around[n])]
         near = set(work)
@@ -140,7 +142,7 @@ class Constraints:
         return near
 
     def _find_tiny(self, graph: fx.Graph) -> set[fx.Node]:
-        """Probabilities, and FOLLOW nodes that hand them on: by a gate, as a mixture, as a view."""
+        """Probabilities, and FOLLOW nodes that pass them on: by a gate, a mixture or a view."""
         tiny: set[fx.Node] = set()
         for node in graph.nodes:
             if ir.precision(node) is FULL and ir.rule(node).tiny:
@@ -151,15 +153,15 @@ class Constraints:
                     tiny.add(node)
         return tiny
 
-    # -- what FP32 arithmetic goes on with --------------------------------------------------------
+    # -- values that FP32 arithmetic reads --------------------------------------------------------
 
     def _stays_tiny(self, node: fx.Node) -> bool:
-        """Whether something in FP32 reads a probability, handed on or not: its logarithm, say."""
+        """Whether an FP32 operator reads a probability, directly or passed on: its log, say."""
         return node in self._tiny and self._goes_on_in_full(node, self._tiny.__contains__)
 
     def _read_exactly(self, node: fx.Node) -> bool:
-        """Whether something in FP32 reads the value, or what is computed from it and from nothing
-        low: a logarithm behind a softmax. It must not be handed what underflowed.
+        """Whether an FP32 operator reads the value, or something computed from it without a LOW
+        operand: a logarithm behind a softmax. It must not read values that underflowed.
         """
 
         def beside_nothing_low(reader: fx.Node) -> bool:
@@ -168,9 +170,9 @@ class Constraints:
         return self._goes_on_in_full(node, beside_nothing_low)
 
     def _goes_on_in_full(self, node: fx.Node, through: Callable[[fx.Node], bool]) -> bool:
-        """Whether the value reaches an FP32 operator by way of such FOLLOW nodes alone."""
+        """Whether the value reaches an FP32 operator through such FOLLOW nodes alone."""
         readers = dict.fromkeys(node.users)
-        for reader in (work := list(readers)):  # it grows
+        for reader in (work := list(readers)):  # the list grows as it is read
             if reader not in self._follow:
                 if ir.precision(reader) is not LOW and not ir.rule(reader).rounds_result:
                     return True
@@ -181,7 +183,7 @@ class Constraints:
 
 
 def _is_wide(node: fx.Node) -> bool:
-    """Whether an FP32 node's result may leave the low dtype's range, for all that is known."""
+    """Whether an FP32 node's result is not known to stay within the low dtype's range."""
     if ir.mark(node).by not in (ir.By.TABLE, ir.By.KERNEL, ir.By.ALIAS):
         return True
     return ir.rule(node).grows or ir.rule(node).sensitive

@@ -1,8 +1,8 @@
-"""Which operators the compiler below will fuse into one kernel: a model, made before it runs.
+"""A model of which operators Inductor will fuse into one kernel, made before Inductor runs.
 
 Every operator is in the kernel of its operands, unless one of the two is *apart*: a product, an
-operator that the table says doesn't fuse, or what nobody knows. A node's level is the number of
-kernels that must have run before its own; what has the same level may be one kernel.
+operator that doesn't fuse according to the table, or an unknown one. A node's level is the number
+of kernels that must have run before its own; nodes of the same level may be in one kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Fusion:
             self._levels[node] = max(after, default=0)
 
     def is_apart(self, node: fx.Node) -> bool:
-        """Whether the node is a kernel of its own: what it reads and gives lies in memory."""
+        """Whether the node is a kernel of its own: its operands and its result lie in memory."""
         return self._apart[node]
 
     def leaves(self, node: fx.Node, reader: fx.Node) -> bool:
@@ -38,13 +38,13 @@ class Fusion:
         return apart or self._levels[node] != self._levels[reader]
 
     def absorbs_below(self, node: fx.Node) -> bool:
-        """Whether a cast of the node's result can ride in the kernel that computes it."""
+        """Whether a cast of the node's result can be part of the kernel that computes it."""
         if is_view(node):
             return all(map(self.absorbs_below, read_by(node)[:1]))
         return ir.is_op(node) and not self._apart[node]
 
     def absorbs_above(self, node: fx.Node) -> bool:
-        """Whether a cast of its operand can ride in the node's kernel."""
+        """Whether a cast of the node's operand can be part of the node's kernel."""
         if is_view(node):
             return all(map(self.absorbs_above, node.users))
         return not self._apart[node]

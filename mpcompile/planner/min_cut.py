@@ -2,8 +2,8 @@
 
 With costs on items and on pairs of items that differ, none negative, the least total is the
 capacity of a minimum cut between two terminals (Greig, Porteous, Seheult, "Exact maximum a
-posteriori estimation for binary images", 1989). What can be decided from its neighbours alone never
-enters the flow network, and items that nothing joins are cut apart.
+posteriori estimation for binary images", 1989). An item that its neighbours alone decide never
+enters the flow network, and parts of the network that no pair joins are cut separately.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ NEVER = 1 << 60  # a cost that no sum of others reaches
 def minimum_cut(
     low: Sequence[int], full: Sequence[int], pairs: Mapping[tuple[int, int], tuple[int, int]]
 ) -> list[bool]:
-    """Which items are labelled low (True) at the least total cost.
+    """Which items get the label low (True), at the least total cost.
 
     Costs are whole numbers, so that sums are exact and the answer is the same on every machine.
-    Among assignments of equal cost it is the one with the fewest low items.
+    Among assignments of equal cost, this returns the one with the fewest low items.
 
     Args:
         low, full: the cost of either label, for each item; `NEVER` forbids it.
         pairs: (a, b) -> (cost if a is low and b full, cost if a is full and b low).
     """
-    costs = [list(both) for both in zip(full, low, strict=True)]  # by label
+    costs = [list(both) for both in zip(full, low, strict=True)]  # [full, low], indexed by label
     pairs = _merged(pairs)
     around: list[list[tuple[int, int, int]]] = [[] for _ in costs]
     for (a, b), (a_low, b_low) in pairs.items():
-        around[a].append((b, a_low, b_low))  # (other, if I am low alone, if the other is)
+        around[a].append((b, a_low, b_low))  # (other, cost if only I am low, if only it is)
         around[b].append((a, b_low, a_low))
     label: list[bool | None] = [None] * len(costs)
     ready = [i for i in range(len(costs)) if _certain(costs[i], around[i], label) is not None]
@@ -73,7 +73,7 @@ def _merged(
 def _certain(
     costs: Sequence[int], around: Sequence[tuple[int, int, int]], label: Sequence[bool | None]
 ) -> bool | None:
-    """The item's label, if it is the best one whatever the undecided neighbours become."""
+    """The label that is best for the item whatever its undecided neighbours become, or None."""
     full, low = costs
     undecided = [(mine, theirs) for other, mine, theirs in around if label[other] is None]
     if low < full and full - low > sum(mine for mine, _ in undecided):
@@ -84,7 +84,7 @@ def _certain(
 
 
 def _low_side(network: nx.DiGraph[int], costs: Sequence[Sequence[int]]) -> set[int]:
-    """The low items of one connected part."""
+    """The low items of one connected part of the network."""
     source, sink = "full", "low"
     for item in list(network):
         full, low = costs[item]

@@ -1,25 +1,25 @@
-"""What a precision costs: the objective that the planner minimises, in bytes of memory traffic.
+"""The cost of a precision: the objective that the planner minimises, in bytes of memory traffic.
 
     total = sum over values  stored(v) + time(v) + doubt(v) + weights(v)
           + sum over edges   cast(u, v)   where u and v differ
 
-stored   A value that leaves its kernel is written once and read by each reader behind it: 4 bytes
-         an element each time in FP32, 2 in FP16 and BF16; counted is the difference. It leaves if a
-         reader stands in another kernel (see fusion.py), or if the backward reads it. A reader that
-         is bound to be LOW doesn't count: it gets a low copy anyway.
+stored   A value that leaves its kernel is written once, and read once for each reader behind it: 4
+         bytes an element each time in FP32, 2 in FP16 and BF16; the difference is counted. A value
+         leaves if a reader is in another kernel (see fusion.py), or if the backward reads it. A
+         reader that is already LOW doesn't count: it gets a low copy in any case.
 time     What the device profile predicts for a product in either dtype, forward and backward,
          counted in the bytes that memory moves meanwhile. Without a profile products stay LOW.
-doubt    A tenth of the time in the low dtype: what is no faster for certain stays FP32.
-weights  A LOW product casts its FP32 weights (read and written), and their gradients back; nothing
-         where it reads a working copy.
-cast     Where one reader's kernel can't cast, a second copy: written, in place of what the other
-         readers share. What no fusion absorbs, a read, a write and a launch: from an input or a
-         product straight into a product. Any other cast rides in a kernel that runs anyway: up
-         it is free, down it rounds, which counts a sixteenth of a byte an element: enough to break
-         a tie.
+doubt    A tenth of the time in the low dtype: a product that is not surely faster stays FP32.
+weights  A LOW product casts its FP32 weights (a read and a write), and their gradients back. This
+         costs nothing if the product reads a working copy.
+cast     Where the reader's kernel can't cast, a second copy is written, in place of what the other
+         readers share. A cast that no fusion absorbs, from an input or a product straight into a
+         product, costs a read, a write and a launch. Any other cast is part of a kernel that runs
+         anyway: a cast to FP32 is free; a cast to the low dtype rounds, which counts a sixteenth of
+         a byte an element: enough to break a tie.
 
-At O1 what the backward reads doesn't count: it reads what the forward stored, and computes the rest
-again. What must not be low at any cost says constraints.py.
+At O1 the reads of the backward don't count: it reads what the forward stored, and recomputes the
+rest. `constraints.py` says what must not be low at any cost.
 
 All costs are whole numbers, in sixteenths of a byte.
 """
@@ -48,10 +48,10 @@ FULL_BYTES = torch.float32.itemsize
 
 @dataclass
 class Costs:
-    """The terms of one node, in units of a sixteenth byte: term -> cost.
+    """The costs of one node by term, in sixteenths of a byte.
 
     Attributes:
-        low, full: what either precision costs.
+        low, full: term -> cost, if the node is LOW, and if it is FULL.
     """
 
     low: dict[str, int] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Costs:
 
 
 class Objective:
-    """The costs of one graph, for what is to be decided in it.
+    """The costs of one graph, for the items to be decided in it.
 
     Attributes:
-        constraints: what is to be decided, and what must not be low.
-        launch: the launch of a kernel, in units of a sixteenth byte.
+        constraints: the items to be decided, and what must not be low.
+        launch: the launch of a kernel, in sixteenths of a byte.
         terms: item -> its own costs.
-        pairs: (operand, reader) -> (cost if only the operand is LOW, if only the reader is). A
-            node that is decided already stands in pairs, too.
+        pairs: (operand, reader) -> (cost if only the operand is LOW, cost if only the reader is).
+            One of the two may be a node that is already decided.
     """
 
     def __init__(self, graph: fx.Graph, config: Config) -> None:
@@ -75,13 +75,13 @@ class Objective:
         self._fusion = Fusion(graph)
         self.launch = _launch(config)
         low = config.format.compute.itemsize
-        self._difference = (FULL_BYTES - low) * UNIT  # an element, stored in either dtype
-        self._cast = (FULL_BYTES + low) * UNIT  # an element, read in one dtype, written in another
+        self._difference = (FULL_BYTES - low) * UNIT  # an element stored: FP32 minus low
+        self._cast = (FULL_BYTES + low) * UNIT  # an element: read in one, written in the other
         self.terms = {item: self._own(item) for item in self.constraints.open}
         self.pairs = self._pairs(graph)
 
     def milliseconds(self, cost: int) -> str:
-        """A cost that stands for time, as time."""
+        """A cost that stands for time, in milliseconds."""
         assert self.config.profile is not None
         return f"{cost / UNIT / self.config.profile.bandwidth * 1e3:.3g}"
 
@@ -91,7 +91,7 @@ class Objective:
         costs = Costs()
         node = item.node if isinstance(item, Rounded) else item
         if ir.kind(node) is Kind.VIEW:
-            # Where a cast may stand before or behind a view, it stands before: once for all views.
+            # If a cast may come before or behind a view, put it before: once for all views.
             costs.full["view"] = elements(node) // 2 if self._shows_full(node) else 1
             return costs
         if (times := seconds(node, self.config)) is not None:
@@ -105,9 +105,9 @@ class Objective:
         return costs
 
     def _times_stored(self, node: fx.Node) -> int:
-        """How often FP32 would be written or read where the low dtype could be."""
+        """How many writes and reads would be FP32 that could be in the low dtype."""
         reads = 0
-        keeps = self.config.level is Level.O2  # in no_grad, too: evaluation rounds as training does
+        keeps = self.config.level is Level.O2  # also in no_grad: evaluation rounds like training
         for reader in readers(node):
             if reader.op == "output" or self.constraints.is_low(reader):
                 continue
@@ -121,7 +121,7 @@ class Objective:
         return reads + 1 if reads else 0
 
     def _shows_full(self, node: fx.Node) -> bool:
-        """Whether it is a view of something that is FP32 in any case."""
+        """Whether the node is a view of a value that is FP32 in any case."""
         return is_view(node) and self.constraints.is_low(root(node)) is False
 
     # -- costs of an edge -------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Objective:
                 if self._either_is_open(shown := rounded.get(operand, operand), reader):
                     up, down = self._casts(operand, reader)
                     pairs[shown, reader] = up, NEVER if operand in forced else down
-            for operand in map(root, forced):  # rounding a view of it would not change that
+            for operand in map(root, forced):  # rounding a view of it doesn't help
                 if self._either_is_open(shown := rounded.get(operand, operand), reader):
                     up, _ = pairs.get((shown, reader), (0, 0))
                     pairs[shown, reader] = up, NEVER
@@ -147,16 +147,16 @@ class Objective:
         return self.constraints.is_open(operand) or self.constraints.is_open(reader)
 
     def _casts(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
-        """What it costs if the two differ: to cast up for the reader, and to cast down."""
+        """The costs if the two differ: of a cast to FP32 for the reader, and of one to `low`."""
         count = elements(operand)
         if ir.is_parameter(operand) or ir.is_constant(operand):
-            return 0, 0  # counted by the product that reads it; a kernel reads a vector as it is
+            return 0, 0  # weights: see `_weight`; vectors: any kernel can cast
         if self._fusion.absorbs_below(operand) and self._fusion.is_apart(reader):
-            # The operand's kernel writes a copy for this reader, beside what it stores for others.
+            # The operand's kernel writes a copy for this reader, besides the one for others.
             again = self._difference * count if self._times_stored(operand) else 0
             return 2 * again, again + count
         if self._fusion.absorbs_below(operand) or self._fusion.absorbs_above(reader):
-            # What shows FP32 memory is not rounded for the sake of one reader among others.
+            # Views of FP32 memory should not be rounded for one reader among others.
             return 3 * count // 4 if self._shows_full(operand) else 0, count
         alone = self._cast * count + self.launch
         return alone, alone
@@ -168,19 +168,19 @@ class Objective:
         return round(seconds * self.config.profile.bandwidth * UNIT)
 
     def _weight(self, weight: fx.Node) -> int:
-        """The cast of an FP32 weight, and of its gradient."""
+        """The cost of casting an FP32 weight, and its gradient back."""
         forward = FULL_BYTES + self.config.format.operand_bytes
         backward = FULL_BYTES if ir.requires_grad(weight) else 0
         return (forward + backward) * UNIT * elements(weight) + self.launch
 
 
 def _keeps_operand(node: fx.Node) -> bool:
-    """Whether its backward reads what the node read; a product has a copy of its own."""
+    """Whether the node's backward reads its operand; a product stores a copy of its own."""
     return ir.rule(node).keeps is Keeps.OPERANDS and product(node) is None
 
 
 def _launch(config: Config) -> int:
-    """A kernel's launch, in the bytes that memory moves meanwhile."""
+    """The cost of launching a kernel: the bytes that memory moves meanwhile."""
     if config.profile is None:
         return 0
     return round(config.profile.launch * config.profile.bandwidth * UNIT)

@@ -1,4 +1,4 @@
-"""Who reads which value, through views; what of it may be read in another dtype."""
+"""Which nodes read a value, also through views, and which reads may be in another dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..rules.policy import Config
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """The FP32 values that a node reads, and may read in another dtype."""
+    """The FP32 values that a node reads and that may be given to it in another dtype."""
     if node.op == "output":
         return [n for n in node.all_input_nodes if ir.was_f32(n)]
     if ir.is_getitem(node):
@@ -22,9 +22,9 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def counted_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands whose dtype counts: castable ones, no constant, no number that would promote."""
+    """The operands whose dtype counts: castable, not constants, not 0-d numbers that promote."""
     found = [n for i, n in ir.float_args(node) if rules.castable(node.target, i)]
-    # A constant takes the dtype of its company; guard_constants has seen that it survives that.
+    # A constant takes the dtype of the other operands; guard_constants checked that it may.
     found = [n for n in found if not ir.is_constant(n)] or found
     if ir.rule(node).promotes:
         return [n for n in found if ir.captured(n).ndim] or found  # type: ignore[union-attr]
@@ -32,7 +32,7 @@ def counted_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads the value, through views of it."""
+    """The nodes that read the value, directly or through views."""
     found: list[fx.Node] = []
     for user in node.users:
         found += readers(user) if is_view(user) else [user]
@@ -40,24 +40,24 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node shows the elements of its operand, or one of several results."""
+    """Whether the node shows elements of its operand, or picks one of several results."""
     return (ir.is_op(node) or ir.is_getitem(node)) and ir.kind(node) is rules.Kind.VIEW
 
 
 def root(node: fx.Node) -> fx.Node:
-    """What a view shows; another node itself."""
+    """The value that a view shows; for a node that is no view, the node itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def is_trained(node: fx.Node) -> bool:
-    """Whether it is a weight, whose magnitude is known to be moderate, and no data."""
+    """Whether the node is a weight, whose magnitude is known to be moderate, and not data."""
     return node.op == "placeholder" and (ir.is_parameter(node) or ir.requires_grad(node))
 
 
 def cast_weights(node: fx.Node, config: Config) -> list[fx.Node]:
-    """The FP32 parameters that a LOW node would cast."""
+    """The FP32 parameters that the node would cast if it were LOW."""
     inputs = node.graph.find_nodes(op="placeholder")
     found = []
     for operand in read_by(node):
@@ -68,7 +68,7 @@ def cast_weights(node: fx.Node, config: Config) -> list[fx.Node]:
 
 
 def elements(node: fx.Node) -> int:
-    """Elements of what the node gives, with symbols at the values they were traced with."""
+    """The number of FP32 elements in the node's result; symbols have the values of the trace."""
     return sum(
         math.prod(map(ir.hint, list(t.shape)))
         for t in ir.tensors_of(node.meta.get("mp_captured"))

@@ -1,10 +1,9 @@
-"""What a graph is planned for: the facts of a device, asked of the device or read off a data sheet.
+"""What a graph is planned for: facts about a device, from the device itself or a data sheet.
 
     target = target_of(torch.device("cuda"), None)              # the GPU at hand, dtype="auto"
     target = target_for(AbsentGPU(gpu("t4")), torch.float16)    # one that isn't there
 
-A plan depends on nothing else of the device. Where tensors lie while a plan is made is another
-question, which no pass asks.
+A plan depends on no other facts of the device, nor on where tensors lie while the plan is made.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ __all__ = ["Target", "target_for", "target_of"]
 
 @dataclass(frozen=True)
 class Target:
-    """One device under one low dtype. The attributes are those of `policy.Config`.
+    """One device with one low dtype. The attributes are those of `policy.Config`.
 
     Attributes:
-        device: as plans name it.
+        device: its name in plans.
         low: torch.float16 or torch.bfloat16.
-        profile: how long products take there, or None.
-        promised: whether a product that the profile knows nothing of may be taken to be faster low.
-        cores: what its matrix units ask of dimensions.
+        profile: the times of products there, or None.
+        promised: whether products that the profile doesn't cover are assumed faster in `low`.
+        cores: the sizes that its matrix units require of dimensions.
         has_kernel: `(node) -> bool`: whether the node's operator runs in `low` there.
     """
 
@@ -46,13 +45,13 @@ class Target:
 
 
 def target_of(device: torch.device, dtype: torch.dtype | None) -> Target:
-    """A device of this machine.
+    """The target for a device of this machine.
 
     Args:
-        dtype: what was asked for; None: "auto".
+        dtype: what the user asked for; None: "auto".
 
     Raises:
-        MPCompileError: the device type is not supported; `MPCOMPILE_PROFILE` names no profile.
+        MPCompileError: the device type is not supported; `MPCOMPILE_PROFILE` is not a profile.
     """
     there = capabilities(device)
     low = dtype or there.auto
@@ -65,14 +64,14 @@ def target_of(device: torch.device, dtype: torch.dtype | None) -> Target:
 
 
 def target_for(absent: Capabilities, dtype: torch.dtype | None) -> Target:
-    """A device that this machine need not have. It is taken to have a kernel for every operator.
+    """The target for a device that need not exist. It is assumed to have all kernels.
 
     Args:
-        absent: what it can do; nothing is asked of the device itself.
-        dtype: what was asked for; None: "auto".
+        absent: its capabilities; the device itself is not asked.
+        dtype: what the user asked for; None: "auto".
 
     Raises:
-        MPCompileError: `MPCOMPILE_PROFILE` names no profile.
+        MPCompileError: `MPCOMPILE_PROFILE` is not a profile.
     """
     return _target(
         absent, dtype, load=lambda: profile.load_for(absent), has_kernel=lambda node: True
@@ -88,8 +87,8 @@ def _target(
 ) -> Target:
     low = dtype or asked.auto
     units = asked.has_units(low)
-    # The profile decides which products are worth it, but not where one asked for a dtype that is
-    # slow. FP16 on a CPU, say: one wants to see what it does to the numbers.
+    # The profile decides which products gain, but not if the user asked for a slow dtype (FP16 on a
+    # CPU, say), to see what it does to the numbers.
     for_speed = dtype is None or (dtype is asked.auto and units)
     return Target(
         device=asked.device,

@@ -1,4 +1,4 @@
-"""How long a product takes, low and in FP32, as far as the device profile knows."""
+"""The times of a product in the low dtype and in FP32, as far as the device profile knows them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FULL = torch.float32
 
 
 def seconds(node: fx.Node, config: Config) -> tuple[float, float] | None:
-    """What the profile predicts for a product, low and FP32, forward and backward; None: it knows
-    nothing of it.
+    """The seconds that the profile predicts for a product, in the low dtype and in FP32, forward
+    and backward; None if it doesn't cover the product.
     """
     found = product(node) if config.profile is not None else None
     if found is None or config.profile is None:
@@ -47,7 +47,7 @@ def _predicted(
 
 
 def _layers(profile: Profile, found: Product, dtype: torch.dtype, backward: bool) -> float | None:
-    """A recurrent operator: its layers, in both directions, one after the other."""
+    """The time of a recurrent operator: its layers, in both directions, one after the other."""
     sizes = {label: ir.hint(size) for label, size in found.sizes.items()}
     steps = max(1, sizes["steps"] // sizes["samples"])
     total = 0.0
@@ -66,7 +66,7 @@ def _layers(profile: Profile, found: Product, dtype: torch.dtype, backward: bool
 def _written_out(
     profile: Profile, found: Product, low: torch.dtype, backward: bool
 ) -> float | None:
-    """Attention as two batched products around a softmax."""
+    """The time of attention as two batched products around a softmax."""
     dims = {name: ir.hint(size) for name, size in found.measured().items()}
     batch, queries, keys = dims["batch"], dims["queries"], dims["keys"]
     products = [
@@ -77,7 +77,7 @@ def _written_out(
     ]
     if None in products:
         return None
-    # The scores are written and read twice forward, and once more with their gradients backward.
+    # Forward, the scores are written and read twice; backward, once more, with their gradients.
     traffic = low.itemsize * (4 + 6 * backward) * batch * queries * keys
-    kernels = 2 + 2 * backward  # the softmax, and copies of what the products read transposed
+    kernels = 2 + 2 * backward  # the softmax, and copies of transposed operands
     return sum(filter(None, products)) + traffic / profile.bandwidth + kernels * profile.launch

@@ -95,7 +95,7 @@ class LowGradient:
     # -- in a forward ---------------------------------------------------------------------------
 
     def expect(self, master: torch.Tensor, scale: LossScale | None, *, low: bool) -> None:
-        """A forward will read the copy: store its gradient in the low dtype, or unscaled in FP32.
+        """Before a forward: store the gradient in the low dtype, or in FP32 and unscaled.
 
         Args:
             scale: the loss scale inside the graph, or None.
