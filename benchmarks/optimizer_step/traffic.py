@@ -13,12 +13,12 @@ __all__ = ["bytes_moved"]
 def bytes_moved(optimizer: MPOptimizer) -> int:
     """Bytes that the compiled pieces of its one step read and write, each input read once."""
     (step,) = optimizer._steps.values()
-    pieces = step.program.pieces
-    commits = sum(2 * _size(value) for _, value in pieces.commits)
-    return commits + sum(_region_bytes(region.graph) for region in pieces.regions)
+    whole = step.program.step
+    commits = sum(2 * _size(value) for _, value in whole.commits)
+    return commits + sum(_piece_bytes(piece.graph) for piece in whole.pieces)
 
 
-def _region_bytes(gm: fx.GraphModule) -> int:
+def _piece_bytes(gm: fx.GraphModule) -> int:
     read = [n for n in gm.graph.find_nodes(op="placeholder") if any(_reads(u, n) for u in n.users)]
     copied = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     results = gm.graph.output_node().all_input_nodes

@@ -64,10 +64,12 @@ class Program:
         emit: how the pieces run.
 
     Attributes:
+        step: its pieces.
         given: the inputs that `run` takes, by slot.
     """
 
     def __init__(self, step: Split, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
+        self.step = step
         self.emit = emit
         self.held = held
         self.calls: list[_Call | _Batch] = []
