@@ -70,7 +70,7 @@ def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def _fresh(value: Any) -> Any:
-    """A new tensor like one of Dynamo's, in the current fake mode, tracked by autograd likewise."""
+    """A fake of the current mode like one of Dynamo's, tracked by autograd if Dynamo's is."""
     if not isinstance(value, torch.Tensor):
         return value
     new = like(value)

@@ -1,4 +1,4 @@
-"""Help for those whose model doesn't train: which decision breaks it."""
+"""Help for a model that doesn't train: finds the decision that breaks it."""
 
 from .bisect import Culprit, Outcome, bisect
 

@@ -1,8 +1,8 @@
 """Find the decision that breaks a model: `bisect(model, args)`, `mpcompile bisect pkg.module:make`.
 
-The model is run in FP32 and as it is compiled. Where these disagree, passes are left out one at a
-time; if none is to blame, operators that run low are put back to FP32, half of the suspects at a
-time. Each trial compiles a copy of the model and runs one forward and backward.
+The model is run in FP32 and compiled. If the two disagree, passes are disabled one at a time; if no
+pass is the cause, operators that run low are put back to FP32, half of the suspects at a time. Each
+trial compiles a copy of the model and runs one forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..inspect.plan import PlanNode
 from ..pipeline import MAY_BE_DISABLED
 from ..rules.policy import Policy
 
-# These put others in place of the operators that a policy knows by name.
+# These passes replace operators, so that a policy which names those no longer finds them.
 RENAMING = ("expand_attention", "fuse_head", "narrow_softmax")
 
 TOLERANCE = 0.1
@@ -32,11 +32,11 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave.
+    """The loss and gradients of one run.
 
     Attributes:
-        loss: the model's result if that is one number, else the mean over all that it returns.
-        gradients: of the loss, by the parameter's name; None where a parameter got none.
+        loss: the model's result if that is one number, else the mean over all its results.
+        gradients: gradients of the loss, by the parameter's name; None for a parameter without one.
     """
 
     loss: float
@@ -48,12 +48,12 @@ Agrees = Callable[[Outcome, Outcome], bool]
 
 @dataclass(frozen=True)
 class Culprit:
-    """What was found.
+    """The cause that was found.
 
     Attributes:
-        passes: without these the model agrees with FP32.
-        nodes: with these in FP32 it agrees; each tells its module, source line, rule and reason.
-            More than one: none of the two halves breaks the model alone.
+        passes: without these passes the model agrees with FP32.
+        nodes: with these nodes in FP32 it agrees; each has its module, source line, rule and
+            reason. If there are several, neither half of them breaks the model alone.
         trials: how often the model was compiled.
     """
 
@@ -76,7 +76,7 @@ class Culprit:
 
 
 def within(tolerance: float) -> Agrees:
-    """Finite, and loss and gradients within `tolerance` of FP32's, relative to their norms."""
+    """Check that loss and gradients are finite and, relative to norms, near FP32's."""
 
     def agrees(ours: Outcome, full: Outcome) -> bool:
         if not abs(ours.loss - full.loss) <= tolerance * max(abs(full.loss), 1e-3):
@@ -99,20 +99,20 @@ def bisect(
     options: Mapping[str, Any] | None = None,
     agrees: Agrees | None = None,
 ) -> Culprit | None:
-    """Find what in the compilation of a model makes its loss or gradients wrong.
+    """Find the decision of the compiler that makes a model's loss or gradients wrong.
 
     Args:
         model: called as `model(*args, **kwargs)`; only copies of it are run.
-        args, kwargs: what it is called with.
+        args, kwargs: the arguments of that call.
         options: of `mpcompile()`. Without "emit", graphs run op by op, which takes less time.
-        agrees: whether an outcome, the first argument, is as good as that of FP32, the second; by
-            default `within(TOLERANCE)`.
+        agrees: whether an outcome, the first argument, is as good as that of FP32, the second;
+            default: `within(TOLERANCE)`.
 
     Returns:
-        The culprit, or None: the compiled model agrees with FP32.
+        The culprit, or None if the compiled model agrees with FP32.
 
     Raises:
-        MPCompileError: the model disagrees with itself in FP32: it is not finite, or random.
+        MPCompileError: two runs in FP32 disagree: the model is not finite, or random.
     """
     agrees = agrees or within(TOLERANCE)
     trials = _Trials(model, args, kwargs or {}, {"emit": "eager", **(options or {})}, agrees)
@@ -133,7 +133,7 @@ def bisect(
 
 
 def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
-    """The suspects that break the model when all the other operators run in FP32."""
+    """The smallest set of suspects found that breaks the model while all others run in FP32."""
     while len(suspects) > 1:
         middle = len(suspects) // 2
         for half in (suspects[:middle], suspects[middle:]):
@@ -147,7 +147,7 @@ def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
 
 
 class _Trials:
-    """Runs of copies of one model, each compiled in another way."""
+    """Runs of copies of one model, each compiled with other options."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Trials:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.options, self.agrees = options, agrees
         self.count = 0
-        self.nodes: list[PlanNode] = []  # of the last trial
+        self.nodes: list[PlanNode] = []  # those of the last trial
         self.full = self._outcome(copy.deepcopy(model))
         if not agrees(self._outcome(copy.deepcopy(model)), self.full):
             raise MPCompileError(
@@ -179,7 +179,7 @@ class _Trials:
         return self.agrees(outcome, self.full)
 
     def pinned(self, names: Sequence[str] | Mapping[str, Any]) -> Policy:
-        """The user's policy, and these nodes in FP32."""
+        """The user's policy, with these nodes in FP32 as well."""
         own: Policy = self.options.get("policy") or Policy()
         words = {
             where: {

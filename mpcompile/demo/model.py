@@ -2,7 +2,7 @@
 
 Shapes below: B sequences, T tokens each, D = `GPTConfig.width`, H heads of size E = D / H,
 V = `GPTConfig.vocab`. The layers are GPT-2's (Radford et al., 2019, section 2.3) without biases;
-positions are rotary (Su et al., 2021, section 3.2), which learn far faster than a table does.
+positions are rotary (Su et al., 2021, section 3.2), with which it learns faster than with a table.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SAMPLE = 240
 
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
-    """What ``mpcompile demo`` can be told; every field but `model` is an option there.
+    """The settings of ``mpcompile demo``; every field but `model` is an option of that command.
 
     Raises:
         ValueError: fewer than 2 steps (the first compiles, the second measures memory).
@@ -64,8 +64,8 @@ class Outcome:
     """One column of the final table.
 
     Losses are in nats per byte (`train_loss` over the last `LAST_STEPS` steps), times in seconds,
-    memory in bytes. The last five fields are
-    facts about a mixed-precision run and None for FP32; so is the loss scale where BF16 needs none.
+    memory in bytes. The last five fields describe a mixed-precision run and are None for FP32; the
+    loss scale is also None for BF16, which needs none.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """Both outcomes, what "memory" meant, what mixed precision can gain on this machine, where the
-    dumps lie, and a sample of the text learned.
+    """Both outcomes, the meaning of "memory", what mixed precision can gain on this machine, the
+    directories of the dumps, and a sample of the text learned.
     """
 
     full: Outcome
@@ -277,7 +277,7 @@ def _table(result: DemoResult) -> Table:
 
 def runs_low(plans: Sequence[Plan]) -> str:
     count = low = 0
-    for plan in plans:  # a name stands for a node of its own graph
+    for plan in plans:  # node names are unique only within one graph
         products = {op.name for op in plan.tensor_cores.ops}
         count += len(products)
         low += sum(node.precision == "LOW" for node in plan.nodes if node.name in products)
@@ -285,7 +285,7 @@ def runs_low(plans: Sequence[Plan]) -> str:
 
 
 def can_gain(device: torch.device, low: torch.dtype) -> str:
-    """What `low` can gain on a device: time, as its profile tells, and memory."""
+    """What `low` can gain on a device: time, according to its profile, and memory."""
     memory = f'memory: level="O2" with dtype="{str(low).removeprefix("torch.")}", recompute=True'
     profile = load_profile(device)
     if profile is None:

@@ -1,7 +1,7 @@
-"""English text that every Python brings along, as batches of bytes.
+"""English text that is part of every Python installation, as batches of bytes.
 
 The text is the language reference that ``help("topics")`` shows: about half a megabyte of prose
-and code, differing a little between Python versions.
+and code, with small differences between Python versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HELD_OUT = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text cut in two: token numbers 0..255, int64, shapes (N,) and (M,)."""
+    """A text cut in two, as token numbers 0..255: int64, shapes (N,) and (M,)."""
 
     train: Tensor
     held_out: Tensor
@@ -29,11 +29,11 @@ class Corpus:
 def corpus() -> Corpus:
     """Load the text; the last tenth of it is held out.
 
-    Topics stand in alphabetical order, so the held-out part is made of whole other topics.
+    Topics are in alphabetical order, so the held-out part consists of whole topics of its own.
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     text = "\n\n".join(topics[name].strip() for name in sorted(topics))
-    # bytearray: torch wants a writable buffer.
+    # bytearray: torch needs a writable buffer.
     tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     cut = int(len(tokens) * (1 - HELD_OUT))
     return Corpus(train=tokens[:cut], held_out=tokens[cut:])
@@ -42,7 +42,7 @@ def corpus() -> Corpus:
 def text_batches(
     tokens: Tensor, *, batch: int, context: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``(idx, targets)`` for ever, both (batch, context) int64, at random places.
+    """Yield ``(idx, targets)`` forever, both (batch, context) int64, from random positions.
 
     The same seed gives the same batches in the same order, on every platform and device.
 

@@ -1,6 +1,6 @@
-"""One model in training, with its clock and its memory: what the demo runs two of.
+"""One model in training, with its times and its memory; the demo runs two of these.
 
-`Trainee.step` is the training loop a user would write in plain PyTorch: nothing in it knows
+`Trainee.step` is the training loop a user would write in plain PyTorch: nothing in it depends on
 whether the model was compiled for mixed precision.
 """
 
@@ -28,13 +28,13 @@ WARM_UP = 5
 
 @dataclasses.dataclass
 class Trainee:
-    """A model, its optimizer, and what was measured while it trained.
+    """A model, its optimizer, and the measurements taken while it trained.
 
     Attributes:
-        name: what the tables call it.
+        name: its name in tables.
         losses: training loss of every step, in nats per token.
-        seconds: wall time of every step, the device idle at both ends.
-        memory: bytes, in the sense of `memory_kind`; None before it was measured.
+        seconds: wall time of every step; the device is idle at its start and end.
+        memory: bytes, counted as `memory_kind` says; None before it was measured.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Trainee:
 
     @classmethod
     def create(cls, name: str, model: GPT, *, steps: int, lr: float) -> Trainee:
-        """Attach AdamW, its learning rate rising to ``lr`` and falling again over ``steps``."""
+        """Attach AdamW; the learning rate rises to ``lr`` and falls again over ``steps``."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -60,19 +60,19 @@ class Trainee:
 
     @property
     def can(self) -> Capabilities:
-        """What that device can do."""
+        """The capabilities of that device."""
         return capabilities(self.device)
 
     @property
     def memory_kind(self) -> str:
-        """What `memory` counts on this device."""
+        """The meaning of `memory` on this device."""
         if self.can.counts_memory:
             return "peak memory of a step, above what stays resident"
         return "saved for backward"
 
     @property
     def first_step(self) -> float:
-        """Seconds of the first step: compilation, and one step."""
+        """Seconds of the first step: compilation and one step."""
         return self.seconds[0]
 
     @property
@@ -112,7 +112,7 @@ class Trainee:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Learning rate as a part of its peak: a tenth of the steps up, then half a cosine down."""
+    """Learning rate relative to its peak: it rises for a tenth of the steps, then half a cosine."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -121,14 +121,14 @@ def _rate(step: int, steps: int) -> float:
 
 @contextlib.contextmanager
 def bytes_saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Collect what autograd keeps between forward and backward: storage address -> bytes.
+    """Collect the tensors that autograd keeps for the backward: storage address -> bytes.
 
     Parameters and buffers, which exist anyway, do not count. The dict is filled inside the
     ``with`` block, by the forward.
     """
     saved: dict[int, int] = {}
     resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    alive: list[Tensor] = []  # so that no address is used twice
+    alive: list[Tensor] = []  # keeps storages alive, so that addresses stay unique
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -145,8 +145,8 @@ def bytes_saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]
 def held_out_loss(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
     """Return the mean loss over ``batches``, in nats per token.
 
-    Calls ``model.forward``, which no compiler has touched: however the parameters were trained,
-    they are judged by the same eager FP32 arithmetic, and nothing recompiles.
+    Calls ``model.forward``, which is never compiled: every model is judged by the same eager FP32
+    arithmetic, however its parameters were trained, and nothing recompiles.
     """
     losses = [model.forward(idx, targets).item() for idx, targets in batches]
     return statistics.fmean(losses)

@@ -1,5 +1,5 @@
-"""What devices can do. Every other room asks `registry.capabilities(device)`, none compares names.
+"""What devices can do. All other rooms ask `registry.capabilities(device)`; none compares names.
 
-`capabilities` has the questions, `cpu` and `cuda` the answers; `instructions`, `tensor_cores` and
-`gpus` hold what data sheets say; `registry` lists the device types.
+`capabilities` defines the questions, `cpu` and `cuda` answer them; `instructions`, `tensor_cores`
+and `gpus` hold facts from data sheets; `registry` lists the device types.
 """

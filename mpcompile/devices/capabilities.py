@@ -1,12 +1,12 @@
 """The questions that a plan, a step, a profile and ``mpcompile info`` ask of a device.
 
-`Capabilities` answers them for an accelerator of which nothing more is known: no low dtype is fast,
-no kernel is special, and torch's own interfaces drive it. A device type is a subclass that says
-what differs. The answers depend on the device and on what libraries are told to use of it; nothing
+`Capabilities` answers them for an accelerator about which nothing more is known: no low dtype is
+fast, no kernel is special, and torch's own interfaces drive it. A device type is a subclass that
+overrides what differs. The answers depend on the device and on the settings of libraries; nothing
 is timed.
 
-`torch.accelerator` waits for the device and counts its memory. Random states, names and how many
-there are stand only in the module of the device type (`torch.cuda`, `torch.xpu`).
+`torch.accelerator` waits for the device and counts its memory. Random states, names and the number
+of devices exist only in the module of the device type (`torch.cuda`, `torch.xpu`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["Capabilities"]
 
 
 class Capabilities:
-    """One device. Nothing is asked of the device itself before a method is called.
+    """One device. The device itself is not asked before a method is called.
 
     Attributes:
-        device: which one, e.g. `torch.device("cuda", 0)`.
-        word: what messages call such a device: "CPU", "GPU".
+        device: the device, e.g. `torch.device("cuda", 0)`.
+        word: the name of its kind in messages: "CPU", "GPU".
         auto: the low dtype that `dtype="auto"` stands for, torch.float16 or torch.bfloat16.
         slow_dtypes: dtypes in which torch's kernels take many times as long as in FP32.
-        asynchronous: whether a call returns before the device has done the work, so that a read
-            by the host has to wait.
+        asynchronous: whether a call returns before the device has done the work, so that reading a
+            result makes the host wait.
         multi_tensor: whether one kernel may work on many tensors (torch's `foreach` operators,
             Inductor's concatenations). It pays where a launch costs more than a small update.
-        cuda_graphs: whether Inductor's mode "reduce-overhead" records what runs here.
-        counts_memory: whether `allocated_memory` and `peak_memory` have an answer.
-        fewest_rows: the rows of logits from which the fused head's products outweigh the sum of a
-            weight gradient (8 bytes an element), which it pays once for each chunk of rows.
-        turn: seconds that a profile times in one go, at least.
-        large_sizes: whether a profile measures sizes that keep only an accelerator busy.
+        cuda_graphs: whether Inductor's mode "reduce-overhead" records graphs on this device.
+        counts_memory: whether `allocated_memory` and `peak_memory` work.
+        fewest_rows: chunks of at least so many rows make the fused head's products take longer than
+            adding up the weight's gradient (8 bytes an element), which each chunk does once.
+        turn: the least number of seconds that a profile times in one go.
+        large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
     word: ClassVar[str]
@@ -58,19 +58,19 @@ class Capabilities:
     # -- the units that multiply matrices ----------------------------------------------------------
 
     def units(self) -> str:
-        """Describe the hardware that multiplies in a low dtype: `"none..."` where there is none."""
+        """Describe the hardware that multiplies in a low dtype: `"none..."` if there is none."""
         return "none known to mpcompile"
 
     def has_units(self, dtype: torch.dtype) -> bool:
-        """Whether there is hardware that multiplies matrices in `dtype`: a data sheet's word."""
+        """Whether hardware multiplies matrices in `dtype`, according to the data sheet."""
         return False
 
     def matrix_units(self) -> TensorCores:
-        """What these units ask of dimensions; by default nothing."""
+        """The sizes that these units require of dimensions; by default none."""
         return TensorCores()
 
     def why_auto(self) -> str:
-        """Why `dtype="auto"` is what it is here, for `mpcompile info`."""
+        """Why `dtype="auto"` chooses this dtype here, for `mpcompile info`."""
         short = "FP16" if self.auto is torch.float16 else "BF16"
         if self.has_units(self.auto):
             return f"{short} has units of its own here ({self.units()})"
@@ -79,7 +79,7 @@ class Capabilities:
     # -- kernels -----------------------------------------------------------------------------------
 
     def products_leave_in_fp32(self) -> bool:
-        """Whether `mm.dtype` exists: a product of low operands whose result is FP32."""
+        """Whether `mm.dtype` exists: a product of low operands with an FP32 result."""
         return False
 
     def has_slow_attention(self, dtype: torch.dtype) -> bool:
@@ -87,10 +87,10 @@ class Capabilities:
         return False
 
     def accumulate_in_fp32(self) -> None:
-        """Make libraries add the terms of low products in FP32: a setting of the process."""
+        """Make libraries accumulate products of low dtypes in FP32: a setting of the process."""
 
     def low_accumulation(self, dtype: torch.dtype) -> str | None:
-        """The setting of torch that allows sums of products to be added in `dtype` now, if any."""
+        """The setting of torch that now allows sums of products to be added in `dtype`, or None."""
         return None
 
     # -- running -----------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Capabilities:
         return (self.device.index or 0) < self.count()
 
     def count(self) -> int:
-        """How many devices of this type torch sees; 0 for the host, which has no number."""
+        """How many devices of this type torch sees; 0 for the host, whose device has no index."""
         return int(self._module.device_count())
 
     def synchronize(self) -> None:
@@ -110,58 +110,58 @@ class Capabilities:
     def record_event(self) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.
 
-        The device need not be the current one, on whose stream `record()` would put it.
+        The device need not be the current one, on whose stream a plain `record()` would put it.
         """
         event = self._module.Event()
         event.record(self._module.current_stream(self.device))
         return event
 
     def random_state(self) -> torch.Tensor:
-        """The state of the device's random numbers, as bytes on the CPU."""
+        """The state of the device's random number generator, as bytes on the CPU."""
         state: torch.Tensor = self._module.get_rng_state(self.device)
         return state
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Put back what `random_state` gave."""
+        """Restore a state that `random_state` returned."""
         self._module.set_rng_state(state, self.device)
 
     def allocated_memory(self) -> int:
-        """Bytes of all tensors on the device; `peak_memory` starts again from here."""
+        """Bytes of all tensors on the device; this also resets `peak_memory`."""
         torch.accelerator.reset_peak_memory_stats(self.device)
         return torch.accelerator.memory_allocated(self.device)
 
     def peak_memory(self) -> int:
-        """The most bytes of tensors at any time since `allocated_memory`."""
+        """The most bytes of tensors at any time since the last `allocated_memory`."""
         return torch.accelerator.max_memory_allocated(self.device)
 
-    # -- facts: what `mpcompile info` shows, and what a profile is valid for -----------------------
+    # -- facts: shown by `mpcompile info`, and part of what a profile is valid for -----------------
 
     def name(self) -> str:
         """The maker's name of the part."""
         return str(self._module.get_device_name(self.device))
 
     def part(self) -> str:
-        """The name under which profiles know the part: parts of one name are equally fast."""
+        """The name of the part in profiles: parts with one name are equally fast."""
         return self.name()
 
     def memory(self) -> int | None:
-        """Bytes, or None: unknown."""
+        """Bytes of memory, or None if unknown."""
         return int(self._module.get_device_properties(self.device).total_memory)
 
     def libraries(self) -> Mapping[str, str]:
-        """The math libraries torch was built with and found: name -> version, "yes" or "no"."""
+        """The math libraries torch was built with or found: name -> version, "yes" or "no"."""
         return {}
 
     def driver(self) -> str:
-        """The version of the driver, `""` where there is none or none can be told."""
+        """The driver's version; `""` if there is no driver or its version is unknown."""
         return ""
 
     def threads(self) -> int:
-        """How many threads torch computes with; 0 where it is none of the host's business."""
+        """How many threads torch computes with; 0 if the host's threads don't compute."""
         return 0
 
     def builtin_profile(self) -> str | None:
-        """The built-in profile, by its file's stem, that comes closest to the device, if any."""
+        """The file stem of the built-in profile that comes closest to the device, or None."""
         return None
 
     @property

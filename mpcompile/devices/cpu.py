@@ -1,4 +1,4 @@
-"""The host's CPU: a call returns when its work is done; instructions decide what is fast."""
+"""The host's CPU: a call returns when its work is done; its instructions decide what is fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROFILES = (
 
 
 class CPU(Capabilities):
-    """The CPU. Its kernels repack their operands, so nothing is lost by odd sizes."""
+    """The CPU. Its kernels repack their operands, so unaligned sizes cost nothing."""
 
     word = "CPU"
     auto = torch.bfloat16
@@ -28,7 +28,7 @@ class CPU(Capabilities):
     asynchronous = False
     multi_tensor = False
     counts_memory = False
-    fewest_rows = 256  # fewer operations to a byte than on a GPU
+    fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
     large_sizes = False  # they would take minutes
 
@@ -42,14 +42,14 @@ class CPU(Capabilities):
         return any(found is dtype for _, found in cpu_units(cpu_flags()))
 
     def why_auto(self) -> str:
-        """Why BF16."""
+        """Why "auto" is BF16."""
         names = [name for name, dtype in cpu_units(cpu_flags()) if dtype is self.auto]
         if not names:
             return super().why_auto()
         return f"BF16 has instructions of its own here ({names[0]}), FP16 is slow"
 
     def has_slow_attention(self, dtype: torch.dtype) -> bool:
-        """In BF16: its backward runs at a fraction of FP32's speed (torch 2.13)."""
+        """True for BF16: its backward runs at a fraction of FP32's speed (torch 2.13)."""
         return dtype is torch.bfloat16
 
     def is_there(self) -> bool:
@@ -57,41 +57,41 @@ class CPU(Capabilities):
         return True
 
     def count(self) -> int:
-        """The host has no number."""
+        """0: the host's device has no index."""
         return 0
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def random_state(self) -> torch.Tensor:
-        """The state of the host's own random numbers."""
+        """The state of the host's random number generator."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Put back what `random_state` gave."""
+        """Restore a state that `random_state` returned."""
         torch.set_rng_state(state)
 
     def name(self) -> str:
-        """The model, and with how many threads torch computes on it."""
+        """The model, and the number of threads that torch computes with."""
         return f"{self._model()}, {torch.get_num_threads()} threads"
 
     def part(self) -> str:
-        """The maker's name, which a virtual machine may shorten, and what it multiplies with.
+        """The maker's name, which a virtual machine may shorten, and the instructions of products.
 
-        Without matrix units these are its vectors: what is fast with one kind is not with another.
+        Without matrix units these are its vectors: other vectors make other dtypes fast.
         """
         units = self.units().partition(" (")[0]
         return f"{self._model()} ({vectors() if units == 'none' else units})"
 
     def memory(self) -> int | None:
-        """The host's."""
+        """The host's memory."""
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):  # not a POSIX system
             return None
 
     def libraries(self) -> Mapping[str, str]:
-        """The libraries of products, and the vectors that ATen uses."""
+        """The libraries of matrix products, and the vector instructions that ATen uses."""
         return {
             "oneDNN": "yes" if torch.backends.mkldnn.is_available() else "no",
             "MKL": "yes" if torch.backends.mkl.is_available() else "no",
@@ -103,12 +103,12 @@ class CPU(Capabilities):
         return torch.get_num_threads()
 
     def builtin_profile(self) -> str | None:
-        """Of an x86 CPU, by the best of `_PROFILES` it has.
+        """For an x86 CPU, the best of `_PROFILES` whose instructions it has.
 
-        Its BF16 instructions, or else its vectors, decide which dtype is fast at which size. One
-        with AMX has AVX512-BF16 too and gets that profile, which promises it too little. The ratio
-        of two dtypes, which a choice depends on, is about the same with any number of threads for
-        large sizes; for small ones BF16 starts to win at about twice the work. Other CPUs have no
+        Its BF16 instructions, or else its vectors, decide which dtype is fast at which size. A CPU
+        with AMX also has AVX512-BF16 and gets that profile, which promises too little. The ratio of
+        two dtypes' times, on which choices depend, is about the same for any number of threads at
+        large sizes; at small sizes BF16 starts to win at about twice the work. Other CPUs have no
         built-in profile: with BF16 instructions their products run low, without them in FP32.
         """
         flags = cpu_flags()

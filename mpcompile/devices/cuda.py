@@ -1,6 +1,6 @@
-"""GPUs that torch calls "cuda": NVIDIA's, AMD's under ROCm, and NVIDIA's by their data sheets.
+"""GPUs that torch calls "cuda": NVIDIA's, AMD's under ROCm, and absent NVIDIA GPUs by data sheet.
 
-AMD's list of targets with matrix instructions is that of ROCm's "GPU hardware specifications".
+The list of AMD targets with matrix instructions is from ROCm's "GPU hardware specifications".
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class CUDA(Capabilities):
         return multiply_in(self.units(), dtype)
 
     def matrix_units(self) -> TensorCores:
-        """What the Tensor Cores ask of dimensions."""
+        """The sizes that the Tensor Cores require of dimensions."""
         return cuda_matrix_units(self.capability())
 
     def why_auto(self) -> str:
-        """Why FP16."""
+        """Why "auto" is FP16."""
         if not self.has_units(self.auto):
             return super().why_auto()
         return f"FP16 runs on Tensor Cores ({self.units()}); the loss scale keeps its range"
 
     def products_leave_in_fp32(self) -> bool:
-        """`mm.dtype` is cuBLAS's. With FP16 accumulation allowed, torch refuses to call it."""
+        """`mm.dtype` is cuBLAS's. If FP16 accumulation is allowed, torch refuses to call it."""
         return not torch.backends.cuda.matmul.allow_fp16_accumulation
 
     def accumulate_in_fp32(self) -> None:
-        """Let cuBLAS add in FP32 alone; nothing to do for a torch without CUDA."""
+        """Make cuBLAS accumulate in FP32; nothing to do for a torch without CUDA."""
         if torch.backends.cuda.is_built():
             for setting in _LOW_SUMS.values():
                 setattr(torch.backends.cuda.matmul, setting, False)
 
     def low_accumulation(self, dtype: torch.dtype) -> str | None:
-        """Whether cuBLAS may add parts of a product's sums in `dtype`."""
+        """The setting that allows cuBLAS to add parts of a product's sums in `dtype`, or None."""
         setting = _LOW_SUMS[dtype]
         if not getattr(torch.backends.cuda.matmul, setting):
             return None
@@ -83,7 +83,7 @@ class CUDA(Capabilities):
         }
 
     def driver(self) -> str:
-        """The version of NVIDIA's kernel module, as Linux tells it; `""` where it does not."""
+        """The version of NVIDIA's kernel module, from Linux's /proc; `""` if it isn't there."""
         try:
             text = Path("/proc/driver/nvidia/version").read_text()
         except OSError:
@@ -92,13 +92,13 @@ class CUDA(Capabilities):
         return found.group(1) if found else ""
 
     def builtin_profile(self) -> str | None:
-        """By the compute capability."""
+        """The built-in profile for the compute capability, or None."""
         return "cuda-hopper" if self.capability()[0] == 9 else None
 
 
 class ROCm(CUDA):
-    """An AMD GPU, which torch built for ROCm calls "cuda". What NVIDIA says is not true of it:
-    compute capabilities, what Tensor Cores ask of dimensions, `mm.dtype`, the built-in profiles.
+    """An AMD GPU, which torch built for ROCm calls "cuda". NVIDIA's facts don't hold for it:
+    compute capabilities, sizes for Tensor Cores, `mm.dtype`, the built-in profiles.
     """
 
     def units(self) -> str:
@@ -112,11 +112,11 @@ class ROCm(CUDA):
         return self._target().startswith(_AMD_UNITS)
 
     def matrix_units(self) -> TensorCores:
-        """Nothing is known of what unaligned sizes cost, so nothing is padded for it."""
+        """No requirement: the cost of unaligned sizes is unknown, so nothing is padded."""
         return TensorCores()
 
     def products_leave_in_fp32(self) -> bool:
-        """No: `mm.dtype` is CUDA's alone."""
+        """False: only CUDA has `mm.dtype`."""
         return False
 
     def builtin_profile(self) -> str | None:
@@ -128,7 +128,7 @@ class ROCm(CUDA):
 
 
 class AbsentGPU(CUDA):
-    """An NVIDIA GPU that this machine need not have: what it can do follows from its data sheet."""
+    """An NVIDIA GPU that need not be present: its capabilities follow from its data sheet."""
 
     def __init__(self, gpu: GPU) -> None:
         super().__init__(torch.device("cuda", 0))
@@ -139,12 +139,12 @@ class AbsentGPU(CUDA):
         return self.gpu.capability
 
     def name(self) -> str:
-        """As `torch.cuda.get_device_name()` would tell it."""
+        """The name that `torch.cuda.get_device_name()` would return."""
         return self.gpu.name
 
 
 def cuda_or_rocm(device: torch.device) -> CUDA:
-    """A "cuda" device, by what torch was built for."""
+    """The capabilities of a "cuda" device: NVIDIA's or AMD's, by what torch was built for."""
     return CUDA(device) if torch.version.hip is None else ROCm(device)
 
 

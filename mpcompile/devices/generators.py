@@ -1,4 +1,4 @@
-"""The random numbers of the host and of devices: noted, and drawn again."""
+"""The random states of the host and of devices: saved and restored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RandomState", "unchanged"]
 
 
 class RandomState:
-    """The states of the host's generator and of those of some devices, when this is made.
+    """The states of the host's and some devices' generators at the time this is made.
 
-    Devices of a type that is not supported are passed over: nothing of ours draws there.
+    Devices of an unsupported type are left out: mpcompile draws no random numbers there.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -23,14 +23,14 @@ class RandomState:
         self._states = [(one, one.random_state()) for one in map(capabilities, used)]
 
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restore all of these states."""
         for one, state in self._states:
             one.set_random_state(state)
 
 
 @contextmanager
 def unchanged(devices: Iterable[torch.device]) -> Iterator[None]:
-    """What is drawn inside leaves the random numbers of the host and the devices as they were."""
+    """A context that leaves the random states of the host and the devices unchanged."""
     before = RandomState(devices)
     try:
         yield

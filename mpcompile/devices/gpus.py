@@ -1,7 +1,7 @@
-"""What NVIDIA's data sheets say of GPUs, for plans and tests on machines that have none.
+"""Facts from NVIDIA's data sheets, for plans and tests on machines without these GPUs.
 
-Dense rates with FP32 accumulation, memory as sold. Sources: the data sheets of the H200, H100 SXM,
-A100 80GB SXM, V100 SXM2, T4 and P100; for the RTX 4090, the Ada architecture whitepaper.
+Rates are dense, with FP32 accumulation; memory as advertised. Sources: the data sheets of the H200,
+H100 SXM, A100 80GB SXM, V100 SXM2, T4 and P100; for the RTX 4090, the Ada architecture whitepaper.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["GPU", "GPUS", "gpu"]
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU.
+    """The facts of one GPU.
 
     Attributes:
-        name: as torch.cuda.get_device_name() tells it.
+        name: what torch.cuda.get_device_name() returns for it.
         capability: compute capability, (major, minor).
         processors: streaming multiprocessors.
         memory: bytes.
-        bandwidth: of memory, bytes/s.
+        bandwidth: of its memory, bytes/s.
         fp32: FLOP/s of FP32 products outside of Tensor Cores.
-        low: FLOP/s of FP16 products; of BF16 ones too, where `bf16`.
-        bf16: whether it multiplies in BF16 as fast.
-        shared: bytes of shared memory that one block may ask for.
+        low: FLOP/s of FP16 products, and of BF16 ones if `bf16`.
+        bf16: whether it multiplies in BF16 as fast as in FP16.
+        shared: bytes of shared memory that one block may use.
     """
 
     name: str
@@ -86,10 +86,10 @@ GPUS: dict[str, GPU] = {
 
 
 def gpu(name: str) -> GPU:
-    """The GPU of a short name such as `"h100"`.
+    """The GPU with a short name such as `"h100"`.
 
     Raises:
-        MPCompileError: it is not known.
+        MPCompileError: the name is unknown.
     """
     key = name.lower().replace(" ", "").replace("-", "")
     if key not in GPUS:

@@ -1,4 +1,4 @@
-"""What ``mpcompile info`` and the records of benchmarks say about a device."""
+"""The facts of a device that ``mpcompile info`` and the records of benchmarks show."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["DeviceFacts", "device_facts"]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """Everything ``mpcompile info`` says about one device, as text.
+    """All that ``mpcompile info`` says about one device, as text.
 
     Attributes:
         device: the torch name, e.g. ``"cuda:0"``.
         name: the maker's name of the part.
-        dtype: what ``dtype="auto"`` chooses here.
-        reason: why.
+        dtype: the choice of ``dtype="auto"`` here.
+        reason: why that dtype.
         matrix_units: the hardware that multiplies in a low dtype, or that there is none.
-        memory: how much of it there is, in GiB, or ``"unknown"``.
+        memory: its size in GiB, or ``"unknown"``.
         libraries: the math libraries torch was built with and found, by name.
     """
 

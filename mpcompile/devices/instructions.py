@@ -1,4 +1,4 @@
-"""The low-precision instructions of CPUs, and what oneDNN and ATen are told to use of them.
+"""The low-precision instructions of CPUs, as far as settings let oneDNN and ATen use them.
 
 Sources: the flags that ``torch.cpu`` reads, and oneDNN's "CPU dispatcher control".
 """
@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["cpu_flags", "cpu_units", "vectors"]
 
-# CPU flags that mean "a dot-product or tile instruction in this dtype", best first:
+# CPU flags that stand for a dot-product or tile instruction in some dtype, best first:
 # (architecture prefixes, flag of torch.cpu.get_capabilities(), name, dtype).
 _CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (
     (("x86",), "amx_bf16", "AMX-BF16", torch.bfloat16),
@@ -26,8 +26,8 @@ _CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (
     (("x86",), "avx512_fp16", "AVX512-FP16", torch.float16),
 )
 
-# What oneDNN may be told to stay below (the variable, in either spelling), lowest first; and what
-# each CPU flag needs of it. Nothing else multiplies in BF16 or FP16 on a CPU at speed.
+# The environment variables (two spellings) that limit oneDNN's instructions, their levels, lowest
+# first, and the level that each CPU flag needs. Only oneDNN is fast in BF16 and FP16 on CPUs.
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ONEDNN_LEVELS = (
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
@@ -43,12 +43,12 @@ _ONEDNN_NEEDS = {
 
 
 def cpu_flags() -> Mapping[str, Any]:
-    """``torch.cpu.get_capabilities()``, less what ``ONEDNN_MAX_CPU_ISA`` and
+    """``torch.cpu.get_capabilities()``, without the flags that ``ONEDNN_MAX_CPU_ISA`` and
     ``ATEN_CPU_CAPABILITY`` keep oneDNN and ATen from using.
     """
     flags = dict(torch.cpu.get_capabilities())
     told = next((os.environ[v] for v in _ONEDNN_LIMITS if os.environ.get(v)), "").upper()
-    if told in _ONEDNN_LEVELS:  # oneDNN passes over any other
+    if told in _ONEDNN_LEVELS:  # oneDNN ignores any other value
         level = _ONEDNN_LEVELS.index(told)
         barred = [f for f, need in _ONEDNN_NEEDS.items() if _ONEDNN_LEVELS.index(need) > level]
         flags.update(dict.fromkeys(barred, False))
@@ -58,7 +58,7 @@ def cpu_flags() -> Mapping[str, Any]:
 
 
 def cpu_units(flags: Mapping[str, Any]) -> list[tuple[str, torch.dtype]]:
-    """The instructions that multiply in a low dtype, best first: their names and dtypes.
+    """The names and dtypes of the instructions that multiply in a low dtype, best first.
 
     ``flags`` has the form of ``torch.cpu.get_capabilities()``.
     """
@@ -71,5 +71,5 @@ def cpu_units(flags: Mapping[str, Any]) -> list[tuple[str, torch.dtype]]:
 
 
 def vectors() -> str:
-    """What ATen's kernels use: ``"AVX512"``, ``"AVX2"``, ``"DEFAULT"``, names of other makers."""
+    """The vectors that ATen's kernels use: ``"AVX512"``, ``"AVX2"``, ``"DEFAULT"`` or others."""
     return torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""Device type -> what a device of that type can do: the one place that lists the types."""
+"""The one place that lists device types: device type -> the capabilities of its devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KINDS: dict[str, Callable[[torch.device], Capabilities]] = {"cuda": cuda_or_rocm
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
-    """What a device can do.
+    """The capabilities of a device.
 
     Raises:
-        MPCompileError: its type is not supported.
+        MPCompileError: the type of the device is not supported.
     """
     device = torch.device(device)
     if device.type not in KINDS:
@@ -38,11 +38,11 @@ def is_supported(device: torch.device | str) -> bool:
 
 
 def supported() -> tuple[str, ...]:
-    """The types, in the order in which they are preferred."""
+    """The supported device types, the preferred one first."""
     return tuple(KINDS)
 
 
 def default_device() -> torch.device:
-    """The first device of the first type that this machine has: CUDA's before the CPU."""
+    """The first device of the first type that this machine has: CUDA before the CPU."""
     found = next(one for one in map(capabilities, KINDS) if one.is_there())
     return torch.device(found.device.type, 0) if found.count() else found.device

@@ -1,4 +1,4 @@
-"""NVIDIA's Tensor Cores as data sheets describe them: what they multiply, and at which sizes.
+"""NVIDIA's Tensor Cores according to data sheets: the dtypes they multiply, and at which sizes.
 
 Sources: NVIDIA's list of compute capabilities per GPU, CUDA's table of the data types that each
 Tensor Core generation multiplies, and the data sheets of B200, H100, L40, A100, T4 and V100.
@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["TensorCores", "cuda_matrix_units", "cuda_tensor_cores", "multiply_in"]
 
-# (first compute capability, generation, what its Tensor Cores multiply), newest first.
+# (first compute capability, generation, dtypes its Tensor Cores multiply), newest first.
 _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4"),
     ((9, 0), "Hopper", "FP16, BF16, TF32, FP8"),
@@ -22,26 +22,26 @@ _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     ((7, 0), "Volta", "FP16"),
 )
 
-# (first compute capability, dense FP16 FLOP per byte of memory traffic), newest first. Before
-# Ampere the rows count too (cuBLAS).
+# (first compute capability, dense FP16 FLOP for each byte of memory traffic), newest first. Before
+# Ampere the number of rows must be aligned, too (cuBLAS).
 _BALANCE: tuple[tuple[tuple[int, int], float], ...] = (
     ((10, 0), 281), ((9, 0), 295), ((8, 9), 209), ((8, 0), 200), ((7, 5), 203), ((7, 0), 139),
 )  # fmt: skip
 _ROWS_COUNT_BEFORE = (8, 0)
-# An FP16 product whose rows don't start at multiples of 16 bytes runs at about half speed: what
-# padding GPT-2's vocabulary from 50257 to 50304 gains agrees with it.
+# An FP16 product whose rows don't start at multiples of 16 bytes runs at about half speed. The gain
+# from padding GPT-2's vocabulary from 50257 to 50304 agrees with that.
 _SLOWDOWN = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorCores:
-    """What the matrix units of a device ask of dimensions, and what they lose without it.
+    """The sizes that a device's matrix units require of dimensions, and the cost of other sizes.
 
     Attributes:
-        alignment: bytes that the stride of a row must be a multiple of (16 for every Tensor Core
-            generation: 8 FP16 values; NVIDIA's mixed-precision guide).
-        rows: whether the number of rows, which is no stride, must be a multiple too.
-        slowdown: by which factor an unaligned product runs longer; 1: no difference.
+        alignment: the stride of a row must be a multiple of this many bytes (16 for every Tensor
+            Core generation: 8 FP16 values; NVIDIA's mixed-precision guide).
+        rows: whether the number of rows, which is not a stride, must be a multiple too.
+        slowdown: how many times as long an unaligned product takes; 1: no difference.
         balance: FLOP that the units do in the time of one byte of memory traffic.
     """
 
@@ -72,7 +72,7 @@ def multiply_in(units: str, dtype: torch.dtype) -> bool:
 
 
 def cuda_matrix_units(capability: tuple[int, int]) -> TensorCores:
-    """What the Tensor Cores of an NVIDIA GPU ask of dimensions, by its compute capability."""
+    """The sizes that an NVIDIA GPU's Tensor Cores require, by its compute capability."""
     for first, balance in _BALANCE:
         if capability >= first:
             rows = capability < _ROWS_COUNT_BEFORE

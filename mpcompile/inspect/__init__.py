@@ -1,4 +1,4 @@
-"""Looking at what the compiler did: the plan of each graph, and its dump on disk."""
+"""Shows what the compiler did: the plan of each graph, and its dump on disk."""
 
 from .plan import Plan, PlanNode
 

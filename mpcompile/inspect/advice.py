@@ -1,4 +1,4 @@
-"""What users are told, once in a process and in one line, where mpcompile makes nothing faster."""
+"""The message, once in a process, that mpcompile makes a graph no faster on this device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ log = logging.getLogger("mpcompile")
 
 @functools.cache
 def say_nothing_runs_low(device: str, low: torch.dtype) -> None:
-    """Say that the products of a graph stay in FP32 under `dtype="auto"`, and what can be done.
+    """Log that a graph's products stay in FP32 under `dtype="auto"`, and what can be done.
 
-    `device` is what messages call it: "CPU", "GPU".
+    `device` is the kind of device as messages name it: "CPU", "GPU".
     """
     name = str(low).removeprefix("torch.")
     log.warning(

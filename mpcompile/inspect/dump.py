@@ -1,12 +1,13 @@
-"""The dump of one graph: its text before, after every pass and at the end, and the plan as JSON.
+"""The dump of one graph: its text as captured and after every pass, and the plan as JSON.
 
-    graph_0/00_captured.txt      the FP32 program
-            01_functionalize.txt ...
-            09_outline.txt       what the compiler below receives
+    graph_0/00_captured.txt            the FP32 program
+            01_drop_noop_casts.txt ...
+            20_outline.txt             the graph that AOTAutograd receives
             plan.json
 
-In each text the first column tells what the pass did to the line: `+` new or decided anew, `-`
-gone, blank unchanged. A decided line ends in its reason, its module and its source line.
+The numbers count the passes that ran, so `disable_passes` shifts them. The first column of each
+text tells what the pass did to the line: `+` new or decided anew, `-` removed, blank unchanged. A
+decided line ends with its reason, its module and its source line.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Dump:
                 self.directory.mkdir()
                 break
             except FileExistsError:
-                continue  # an earlier process wrote here
+                continue  # from an earlier process
         self._stage = 0
         self._previous: list[str] | None = None
 
     def stage(self, name: str, gm: fx.GraphModule, seconds: float) -> None:
-        """Write the graph as the named stage left it."""
+        """Write the graph as it is after the named stage."""
         lines = ir.render(gm.graph, reasons=True).splitlines()
         if self._previous is None:
             body = lines

@@ -1,4 +1,4 @@
-"""What mpcompile would do on a GPU that isn't there: plans, what is saved, and what isn't known."""
+"""The result of planning for an absent GPU: plans, saved bytes, and what remains unknown."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GPUPlan:
     Attributes:
         gpu: its data sheet.
         plans: one for each graph, in the order in which the forward runs them.
-        saved: what the forward keeps for the backward.
-        left: why graphs were left in FP32, one sentence for each.
+        saved: the storages that the forward keeps for the backward.
+        left: the reasons why graphs were left in FP32, one sentence for each.
     """
 
     gpu: GPU
@@ -42,11 +42,11 @@ class GPUPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept between forward and backward, inputs and parameters not counted."""
+        """Bytes kept between forward and backward, without inputs and parameters."""
         return sum(one.bytes for one in self.saved)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Plain data for JSON."""
         by_dtype: Counter[str] = Counter()
         for one in self.saved:
             by_dtype[ir.SHORT.get(one.dtype, str(one.dtype))] += one.bytes

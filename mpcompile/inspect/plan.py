@@ -1,4 +1,4 @@
-"""The plan of one graph, as plain data: every node, its precision, and why."""
+"""The plan of one graph, as plain data: every node, its precision, and the reason."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class PlanNode:
     """One line of the plan.
 
     Attributes:
-        name: as in the dump; what `Policy(nodes=...)` takes.
+        name: as in the dump; `Policy(nodes=...)` takes it.
         op: operator, `"aten::linear"`.
         module: dotted path of the module it comes from, or "".
         source: `"model.py:12"`, or "".
-        captured, planned: result types in the FP32 program and now, `"f32[8, 4]"`.
+        captured, planned: result types in the FP32 program and as planned, `"f32[8, 4]"`.
         precision: "LOW", "FULL" or "KEEP".
         rule, reason: who decided, and why.
-        costs: what the planner weighed ("low", "full" -> term -> bytes of memory traffic; see
-            costs.py), or None where there was nothing to decide.
-        products: matrix products inside an opaque call, which stay FP32 unseen by any pass.
+        costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
+            see planner/objective.py), or None where it had nothing to decide.
+        products: number of matrix products inside an opaque call; they stay FP32.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Plan:
     """What the passes decided for one captured graph, or why it was left in FP32.
 
     Attributes:
-        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph that was left.
-        nodes: one line a node, in program order (casts and scaling included).
-        casts: casts in the final graph.
+        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph left in FP32.
+        nodes: one for each node, in program order, casts and scaling included.
+        casts: number of casts in the final graph.
         scaled: whether gradients are scaled inside the graph.
         seconds: wall time of capture and of each pass.
-        changed: which passes changed the graph, in their order.
+        changed: names of the passes that changed the graph, in their order.
         tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
-        dump_dir: where the dump is, or None.
-        left: why the graph was left in FP32, in one sentence; None for one that was rewritten. One
-            that was left has no nodes.
+        dump_dir: the directory of the dump, or None.
+        left: why the graph was left in FP32, in one sentence; None for a graph that was rewritten.
+            A graph that was left has no nodes.
     """
 
     level: str
@@ -84,7 +84,7 @@ class Plan:
     left: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data; `left` is in it only where it says something."""
+        """Plain data for JSON; `left` is omitted if it is None."""
         data = dataclasses.asdict(self)
         if self.left is None:
             del data["left"]
@@ -96,7 +96,7 @@ class Plan:
         return data
 
     def counts(self) -> dict[str, int]:
-        """How many operators run LOW, FULL, KEEP (casts and scaling not counted)."""
+        """How many operators are LOW, FULL and KEEP, without casts and scaling."""
         return dict(Counter(n.precision for n in self.nodes if not n.is_added))
 
     def __str__(self) -> str:
@@ -117,12 +117,12 @@ class Plan:
 
 
 def plan_of_left(reason: str, device: torch.device) -> Plan:
-    """The plan of a graph that is compiled as it came, in FP32."""
+    """The plan of a graph that is compiled unchanged, in FP32."""
     return Plan(level="O0", dtype="float32", device=str(device), left=reason)
 
 
 def plan_of(graph: fx.Graph, config: Config) -> Plan:
-    """Read the decisions off a graph whose passes have run (before checkpoints are folded back)."""
+    """Read the decisions from a graph after its passes (before checkpoints are folded back)."""
     nodes = tuple(
         PlanNode(
             name=node.name,

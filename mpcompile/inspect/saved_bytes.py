@@ -1,13 +1,13 @@
-"""Bytes kept between forward and backward, counted in the programs that torch.compile parts.
+"""Counts the bytes kept between forward and backward, in the graphs that torch.compile partitions.
 
-The way is that of training: Dynamo, AOTAutograd, Inductor's passes on the joint graph and its
-min-cut partitioner. Only code generation is left out: in its place stands a function that reads
-from the partitioned forward what it hands to the backward, and runs it op by op.
+The graphs are made as in training: by Dynamo, AOTAutograd, Inductor's passes on the joint graph and
+its min-cut partitioner. Only code generation is replaced: by a function that reads from the
+partitioned forward what it keeps for the backward, and runs it op by op.
 
-What is counted: each tensor that the forward returns for the backward's sake, once for each storage
-(a view counts as what it is a view of, whole). What isn't: inputs of the graph and views of them.
-Those are the model's parameters and buffers, the batch, and the working copies that an
-`MPOptimizer` keeps, which exist anyway.
+Counted is each tensor that the forward returns only for the backward, once for each storage (a view
+counts as the whole tensor that it is a view of). Not counted are inputs of the graph and views of
+them: the model's parameters and buffers, the batch, and the working copies of an `MPOptimizer`,
+which exist anyway.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -29,13 +29,13 @@ __all__ = ["Saved", "counter", "saved_by"]
 
 @dataclass(frozen=True)
 class Saved:
-    """One storage kept for the backward.
+    """One storage that is kept for the backward.
 
     Attributes:
-        op: what computed it.
-        module: where, layer numbers as `*`.
-        shape, dtype, bytes: of what it computed.
-        copied: it is an input of the graph in another dtype or layout.
+        op: the operator that computed it.
+        module: the module it comes from, with `*` for layer numbers.
+        shape, dtype, bytes: of the tensor that the operator computed.
+        copied: whether it is an input of the graph in another dtype or layout.
     """
 
     op: str
@@ -47,7 +47,7 @@ class Saved:
 
 
 def counter(found: list[Saved]) -> Callable[..., Any]:
-    """What stands in place of Inductor's code generation (`inner_compile`) and adds to `found`."""
+    """A replacement for Inductor's code generation (`inner_compile`) that adds to `found`."""
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not (kwargs.get("is_backward") or kwargs.get("is_inference")):
@@ -65,7 +65,7 @@ def counter(found: list[Saved]) -> Callable[..., Any]:
 
 
 def saved_by(gm: fx.GraphModule) -> list[Saved]:
-    """The storages that a partitioned forward graph returns for its backward, inputs left out."""
+    """The storages that a partitioned forward returns for its backward, without inputs."""
     facts = TracingContext.get().fw_metadata
     assert facts is not None
     (results,) = gm.graph.output_node().args
@@ -76,7 +76,7 @@ def saved_by(gm: fx.GraphModule) -> list[Saved]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What the node is a view of."""
+    """The node that this one is a view of, or the node itself."""
     while True:
         source = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node):
@@ -109,7 +109,7 @@ def _describe(node: fx.Node) -> Saved:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether the node is an input of the graph, cast or laid out anew."""
+    """Whether the node is an input of the graph in another dtype or layout."""
     aten = torch.ops.aten
     relaid = (aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default)
     while node.op == "call_function":

@@ -1,8 +1,8 @@
-"""How much of a graph's arithmetic can run on Tensor Cores, product by product, and what to change.
+"""How much of a graph's arithmetic can run on Tensor Cores, product by product, and advice.
 
 A product is *eligible* if it runs in the low dtype and the dims that matter on the device are
 multiples of 16 bytes (NVIDIA's mixed-precision guide). FLOPs are those of the forward; the backward
-has twice as many, in products of the same dims. A symbolic size counts with the value it had when
+has twice as many, in products of the same dims. A symbolic size counts as the number it was when
 the graph was traced.
 """
 
@@ -60,7 +60,7 @@ class TensorCoreReport:
 
     Attributes:
         ops: in program order.
-        advice: sentences: sizes to change in the model, and what that would save.
+        advice: sentences that name sizes to change in the model, and what that would save.
     """
 
     ops: tuple[TensorCoreOp, ...] = ()
@@ -87,7 +87,7 @@ class TensorCoreReport:
 
 
 def tensor_core_report(graph: fx.Graph) -> TensorCoreReport:
-    """Read the report off a graph whose dims were decided (pass `plan_pads`)."""
+    """Read the report from a graph whose dims were decided (pass `plan_pads`)."""
     found = [(node, a) for node in graph.nodes if (a := ir.alignment(node)) is not None]
     ops = tuple(_op(node, alignment) for node, alignment in found)
     return TensorCoreReport(ops, tuple(_advice(graph, found)))
@@ -134,7 +134,7 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
     """One sentence for each unaligned size that the model itself sets, most FLOPs first."""
     places: dict[tuple[int, int], list[str]] = defaultdict(list)
     flops: dict[tuple[int, int], int] = defaultdict(int)
-    left: dict[tuple[int, int], int] = defaultdict(int)  # what stays unaligned
+    left: dict[tuple[int, int], int] = defaultdict(int)  # FLOPs that stay unaligned
     for node, alignment in found:
         if ir.precision(node) is not Precision.LOW:
             continue
@@ -160,7 +160,7 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
 
 
 def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
-    """Real size -> how many pads and slices of values that are no weights it takes."""
+    """Unpadded size -> how many pads and slices of values that are not weights it causes."""
     counts: dict[int, dict[str, int]] = defaultdict(lambda: {"slice": 0, "pad": 0})
     for node in graph.nodes:
         if ir.role(node) is not ir.Role.PAD or ir.tensor(node) is None:

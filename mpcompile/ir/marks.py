@@ -67,7 +67,7 @@ class Role(enum.Enum):
 
     PROGRAM  part of the user's program.
     CAST     a cast that we added (captured programs may hold casts of their own).
-    SCALE    multiplies by the loss scale, or divides by it.
+    SCALE    part of loss scaling, which multiplies or divides gradients.
     PAD      adds padding, or cuts it off.
     COPY     copies a result whose elements overlap in memory.
     STEP     part of an optimizer step.

@@ -46,8 +46,7 @@ class Assumptions:
         return frozenset(s for s, v in self._reads.items() if not _same(groups[s[0]].get(s[1]), v))
 
     def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
-        # Fast, because it runs in every step for every tensor, with cold caches (gradients filled
-        # them).
+        # This runs in every step for every tensor, with cold caches, so it must be fast.
         for param, entries, items in self._states:
             if state.get(param) is not entries:
                 return False

@@ -1,6 +1,6 @@
-"""`"pkg.module:factory"` -> a model and what it is called with, for the command line.
+"""`"pkg.module:factory"` -> a model and the arguments of its call, for the command line.
 
-The factory is called without arguments and returns `(model, args)` or `(model, args, kwargs)`: the
+The factory is called without arguments and returns `(model, args)` or `(model, args, kwargs)`; the
 model is then called as `model(*args, **kwargs)`.
 """
 
@@ -26,7 +26,7 @@ def made_by(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Import the factory and call it.
 
     Raises:
-        MPCompileError: the module or the factory is not there, fails, or returns something else.
+        MPCompileError: the module or factory doesn't exist, fails, or returns something else.
     """
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):

@@ -1,4 +1,4 @@
-"""What went wrong in code of the user's, in one line, and where."""
+"""Describes an error in the user's code in one line, with its source line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
 def described(error: BaseException) -> str:
-    """`"ValueError: the batch is empty (model.py:12)"`."""
+    """For example `"ValueError: the batch is empty (model.py:12)"`."""
     text = str(error).strip() or "no message"
     said = f"{type(error).__name__}: {text.splitlines()[0]}"
     if isinstance(error, TorchRuntimeError) and (
         inner := re.search(r": got (\w+\(.*\))$", text, re.M)
     ):
-        said = inner[1]  # what Dynamo met when it traced an operator
+        said = inner[1]  # the error that Dynamo got from an operator
     return said + place(error)
 
 
 def place(error: BaseException) -> str:
-    """`" (model.py:12)"`, the innermost line of the user's that led to the error, or `""`."""
+    """`" (model.py:12)"`, the innermost of the user's lines that led to the error, or `""`."""
     stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     theirs = [
         frame

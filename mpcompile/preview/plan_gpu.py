@@ -1,9 +1,9 @@
 """The plan for a GPU that isn't there: `plan_for(model, inputs, device="t4")`.
 
-Dynamo traces a copy of the model without numbers (`stand_ins.py`), the passes run with the facts of
-the GPU's data sheet (`target.py`), AOTAutograd and its partitioner part what they rewrote, and
-there it ends: no code is generated, nothing is trained. Between two graphs the program goes on with
-stand-ins.
+Dynamo traces a copy of the model without data (`stand_ins.py`), the passes run with the facts of
+the GPU's data sheet (`planner/target.py`), AOTAutograd and its partitioner split the rewritten
+graphs, and there it ends: no code is generated, nothing is trained. Between two graphs the program
+continues with stand-ins.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def plan_for(
 ) -> GPUPlan:
     """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
 
-    Nothing is trained, and nothing happens to the model, its gradients and buffers, or the random
-    numbers: what is traced is a copy without numbers. It takes no memory, so the model and its
+    Nothing is trained. The model, its gradients and buffers, and the random states stay unchanged:
+    a copy of the model without data is traced. The copy takes no memory, so the model and its
     inputs may also lie on "meta".
 
     Args:
         model: an nn.Module with FP32 parameters, in the mode (train or eval) to plan for.
-        inputs: what the model is called with: tensors of any shapes; their numbers don't matter.
+        inputs: arguments of the model's call: tensors of any shapes; their values don't matter.
         device: the GPU: "h100", "h200", "a100", "rtx4090", "t4", "v100" or "p100".
         {plans}: as for `mpcompile()`; O1 to O3.
-        mp_optimizer: whether an `MPOptimizer` is to hold the parameters; makes a difference at O2.
+        mp_optimizer: whether an `MPOptimizer` will hold the parameters; matters at O2.
         **kwargs: the other arguments of the model's call.
 
     Returns:
@@ -102,7 +102,7 @@ def plan_call(
     mp_optimizer: bool = False,
     options: Mapping[str, Any],
 ) -> GPUPlan:
-    """`plan_for`, for arguments of the model that may have the names of options."""
+    """`plan_for`, for models whose arguments may have the names of options."""
     sheet = gpu(device)
     settings = Settings.parse(options)
     if settings.level is Level.O0:
@@ -130,7 +130,7 @@ def plan_call(
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Find a misspelt option, which would otherwise be taken for an argument of the model."""
+    """Refuse a misspelt option, which would otherwise be taken for an argument of the model."""
     try:
         inspect.signature(model.forward).bind(*inputs, **kwargs)
     except TypeError as error:
@@ -146,16 +146,16 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
 
 _calls = itertools.count()
 
-# A plan shall not use up what Dynamo allows a function of compiles (torch 2.11 has no such option).
+# Plans should not use up Dynamo's limit of compiles for a function (torch 2.11 has no such option).
 _APART: dict[str, Any] = {"isolate_recompiles": True}
 if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
     _APART = {}
 
 
 def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the model, so that Dynamo hands each graph to the planner."""
+    """Call the model, so that Dynamo passes each graph to the planner."""
 
-    # As in api.py: Dynamo skips frames of torch's own files, and remembers sizes by a frame's name.
+    # As in calls/module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
     def forward(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
@@ -184,7 +184,7 @@ def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict
 
 @contextlib.contextmanager
 def _nothing_happened() -> Iterator[None]:
-    """Put back the random numbers, and the sizes by which Dynamo tells what is dynamic."""
+    """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
     state, numbers = random.getstate(), np.random.get_state()
     sizes = pgo.get_code_state()
     before = copy.deepcopy(sizes)
@@ -250,7 +250,7 @@ class _Planner:
     def _working_copies(
         self, graph: fx.GraphModule, inputs: GraphInputs, example_inputs: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """What an `MPOptimizer` would hand to the inputs that read its low copies."""
+        """The low copies that an `MPOptimizer` would provide for the inputs that read them."""
         placeholders = graph.graph.find_nodes(op="placeholder")
         working = []
         for k, of in inputs.copies.items():
@@ -269,8 +269,8 @@ class _Planner:
 
 
 def _attend_as_fused(gm: fx.GraphModule) -> None:
-    """Attention without its dropout: on a GPU the fused kernel draws the mask again from a seed,
-    where a CPU has none and stores scores and mask.
+    """Remove attention's dropout: on a GPU the fused kernel draws the mask again from a seed, but
+    the CPU's attention with dropout would store scores and mask.
     """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

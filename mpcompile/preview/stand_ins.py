@@ -1,8 +1,8 @@
-"""A model and its inputs without numbers: copies whose tensors have a shape, a dtype and a device.
+"""Copies of a model and its inputs without data: tensors with only a shape, a dtype and a device.
 
-The copies are FakeTensors, so they take no memory and computing with them takes no time. What
-happens to the copy happens to no parameter, buffer, gradient or attribute of the model. Tensors on
-"meta" stand on the CPU: a model that is too large for this machine may be made there.
+The copies are FakeTensors: they take no memory, and computing with them takes no time. Changes to
+the copy don't reach the model's parameters, buffers, gradients or attributes. Tensors on "meta" get
+stand-ins on the CPU, so a model that is too large for this machine may be made on "meta".
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -25,10 +25,10 @@ _CPU = torch.device("cpu")
 
 
 class StandIns:
-    """Makes stand-ins, one for each tensor; as a context, what is computed with them is one too."""
+    """Makes one stand-in for each tensor. Within it as a context, computed tensors are fake too."""
 
     def __init__(self) -> None:
-        # A tensor that the program closes over comes in as it is.
+        # A tensor that the program closes over is not replaced.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
 
@@ -45,7 +45,7 @@ class StandIns:
         Raises:
             MPCompileError: something in it can't be copied.
         """
-        # Parameters are no matter of torch functions, so these are in the memo before the copy.
+        # Copying a parameter calls no torch function, so parameters go into the memo first.
         for parameter in module.parameters():
             self.of_tensor(parameter)
         try:
@@ -60,14 +60,14 @@ class StandIns:
     def of_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same with stand-ins for the tensors, at any depth."""
+        """The same arguments with stand-ins for their tensors, at any depth."""
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
             torch.Tensor, self.of_tensor, (tuple(args), dict(kwargs))
         )
         return made
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The one stand-in of a tensor: a leaf, which requires a gradient if the tensor does."""
+        """The stand-in of a tensor: a leaf, which requires a gradient if the tensor does."""
         if id(tensor) not in self._memo:
             plain = tensor.detach()
             if plain.is_meta:
@@ -86,7 +86,7 @@ class StandIns:
 
 
 class _Copying(TorchFunctionMode):
-    """While a module is copied: tensors that are no parameters become stand-ins."""
+    """While a module is copied, replaces its tensors that are not parameters by stand-ins."""
 
     def __init__(self, stand_ins: StandIns) -> None:
         self.stand_ins = stand_ins

@@ -1,4 +1,4 @@
-"""How fast this device is in each dtype: measured once, read by the planner."""
+"""How fast a device is in each dtype: measured once, read by the planner."""
 
 from .model import Profile, Sample
 from .store import load, load_for

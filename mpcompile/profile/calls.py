@@ -1,10 +1,10 @@
-"""The calls that are timed, in the form in which a compiled program makes them.
+"""The calls that a profile times, in the form in which a compiled program makes them.
 
-- Products and convolutions are aten calls without autograd, forward and each gradient: that is what
-  the compiled forward and backward run, and autograd's own cost would count for every dtype alike.
-- Weights already have the dtype; casting them is traffic, which "copy" prices.
-- Convolutions are channels-last, whatever layout the user's model has: with oneDNN or cuDNN behind
-  it, Inductor lays every convolution out so (`decide_layout_opt` in torch/_inductor/graph.py).
+- Products and convolutions are aten calls without autograd, forward and each gradient: these are
+  what the compiled forward and backward run, and autograd's own cost is the same for every dtype.
+- Weights already have the dtype; casting them is memory traffic, which "copy" measures.
+- Convolutions are channels-last, whatever layout the user's model has: Inductor gives every
+  convolution that layout on oneDNN and cuDNN (`decide_layout_opt` in torch/_inductor/graph.py).
 - Attention and recurrent layers are torch's own kernels and their gradients, through autograd.
 """
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Calls:
-    """What is timed at one point in one dtype: the forward, and both directions together."""
+    """The two timed calls at one point in one dtype: the forward, and forward with backward."""
 
     forward: Callable[[], object]
     both: Callable[[], object]
@@ -146,7 +146,7 @@ def _rnn(random: _Random, batch: int, steps: int, input: int, hidden: int, gates
 
 
 def _copy(random: _Random, bytes: int) -> Calls:
-    """One read and one write of half the bytes each, with arithmetic as elementwise code has."""
+    """One read and one write of half the bytes each, with arithmetic like elementwise code."""
     x = random(1)
     x = x.expand(max(1, bytes // (2 * x.element_size()))).contiguous()
     out = torch.empty_like(x)

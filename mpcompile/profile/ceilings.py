@@ -1,7 +1,7 @@
-"""A profile by arithmetic: for a device that nobody has measured yet, from its data sheet.
+"""A profile computed from a data sheet, for a device that was not measured.
 
-Two samples of each kind and dtype, a tiny call that costs only its launch and a huge one that runs
-at the ceiling, put every size on the roofline. Real kernels stay below it.
+It has two samples for each kind and dtype, a tiny call that costs only its launch and a huge one
+that runs at the ceiling, which put every size on the roofline. Real kernels stay below it.
 """
 
 from __future__ import annotations

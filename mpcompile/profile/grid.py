@@ -1,8 +1,8 @@
-"""Which sizes are measured: those of common models, small ones first-class, spanning each dim.
+"""The sizes that are measured: those of common models, many small ones, spanning each dim.
 
-Every dim has a smallest and a largest size here, and the prediction between them is only as good
-as the nearest points, so the points stand a factor of 4 apart where speed changes slowly and 2
-apart (widths from 32 to 256) where the low dtypes overtake FP32.
+Every dim has a smallest and a largest size here. A prediction between them is only as good as the
+nearest points, so the points are a factor of 4 apart where speed changes slowly, and 2 apart
+(widths from 32 to 256) where the low dtypes overtake FP32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Point:
 
     Attributes:
         kind, dims: as in `Sample`.
-        stride: of a convolution, the same on both sides; the input is that much larger.
+        stride: of a convolution, the same on both sides; the input is larger by that factor.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Point:
     stride: int = 1
 
 
-# (m, n, k): tokens or samples by features; 4099 is a vocabulary that is no multiple of anything.
+# (m, n, k): tokens or samples by features; 4099 is a vocabulary size that nothing divides.
 _GEMMS = (
     *((m, width, width) for m in (64, 256, 1024, 4096) for width in (32, 64, 128, 256, 512, 1024)),
     *((m, n, k) for m in (64, 1024) for n, k in ((256, 1024), (1024, 256))),
@@ -35,14 +35,13 @@ _GEMMS = (
     *((64, 4099, 256), (1024, 4099, 256), (256, 256, 4099), (256, 100, 300)),
     *((8, 8, 8), (32, 10, 32), (128, 96, 32), (128, 128, 32), (128, 32, 128), (256, 128, 64)),
 )
-# (batch, m, n, k): the two products of attention, forward or written out.
+# (batch, m, n, k): the two products of attention, in the forward, or where it is written out.
 _BATCHED = (
     *((32, 128, 128, 64), (32, 128, 64, 128), (8, 64, 64, 32), (64, 128, 128, 32)),
     *((128, 32, 32, 32), (8, 512, 512, 64), (8, 512, 64, 512), (32, 64, 16, 64)),
     *((8, 32, 32, 16), (8, 32, 16, 32), (2, 8, 8, 8)),
 )
-# (batch, in_channels, out_channels, kernel, positions, groups): both sides of a map and a kernel
-# are equal.
+# (batch, in_channels, out_channels, kernel, positions, groups): maps and kernels are square.
 _CONVS = (
     # ResNet-50: 3x3 and 1x1, and the first layers of image models
     *((4, 64, 64, 9, 56 * 56, 1), (4, 128, 128, 9, 28 * 28, 1), (4, 256, 256, 9, 14 * 14, 1)),
@@ -76,7 +75,7 @@ _RNNS = (
 )
 _COPIES = tuple(2**power for power in range(12, 29, 2))
 
-# What keeps a GPU busy would take a CPU minutes.
+# Sizes that keep a GPU busy; they would take a CPU minutes.
 _LARGE = (
     *(Point("gemm", (1, 4096, *nk)) for nk in ((4096, 1024), (1024, 4096), (4096, 4096))),
     *(Point("gemm", (1, 16384, *nk)) for nk in ((1024, 1024), (4096, 1024), (4096, 4096))),
@@ -92,7 +91,7 @@ _LARGE = (
 
 
 def points(*, large: bool) -> Sequence[Point]:
-    """The sizes to measure: with `large`, those too that keep only an accelerator busy."""
+    """The sizes to measure; with `large`, also those that only an accelerator needs to be busy."""
     common = (
         *(Point("gemm", (1, *dims)) for dims in _GEMMS),
         *(Point("gemm", dims) for dims in _BATCHED),

@@ -17,7 +17,7 @@ __all__ = ["Key", "key_of"]
 
 @dataclass(frozen=True)
 class Key:
-    """The fields of a `Profile` that must agree with the device at hand."""
+    """The fields of a `Profile` that must agree with the device it is used for."""
 
     device: str
     device_type: str
@@ -27,7 +27,7 @@ class Key:
 
     @property
     def filename(self) -> str:
-        """Readable, and different for every key."""
+        """A readable file name, different for every key."""
         words = re.sub(
             r"[^a-z0-9.]+", "-", f"{self.device}-torch-{self.torch_version}".lower()
         ).strip("-")

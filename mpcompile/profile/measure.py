@@ -1,14 +1,14 @@
-"""Time the grid on a device, within a budget.
+"""Times the sizes of `grid.py` on a device, within a budget.
 
-1. Sizes go by ascending work. Each gets an equal share of the time that is left, so what the small
-   ones do not use is there for the large ones.
-2. A dtype whose one call would take too much of the share is left out at this size: on CPUs
-   FP16 products can be a hundred times slower than FP32, and one large one would eat the budget.
-   A call can't be broken off, so how long it would take is guessed first: the first dtype's time at
-   this size, times how many times slower the dtype has lately been.
-3. The dtypes of a size take turns, round after round, so that whatever else the machine does hits
-   all of them; a turn is a block of calls long enough for the clock. The fastest block counts:
-   other programs only ever add time, and a busy machine can spoil more than half of the blocks.
+1. Sizes go by ascending work. Each gets an equal share of the time that is left, so time that small
+   sizes don't use goes to the large ones.
+2. A dtype is left out at a size where one call would take too much of the share: on CPUs FP16
+   products can be a hundred times slower than FP32, and one large one would use up the budget. A
+   call can't be interrupted, so its time is predicted first: the first dtype's time at this size,
+   times how many times slower the dtype was at the last sizes.
+3. The dtypes of a size take turns, round after round, so that other load on the machine hits all of
+   them; a turn is a block of calls long enough for the clock. The fastest block counts: other
+   programs only ever add time, and a busy machine can spoil more than half of the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .model import DTYPES, Profile, Sample, flops
 
 __all__ = ["measure"]
 
-ROUNDS = 50  # at most; the fastest of more is hardly faster
+ROUNDS = 50  # at most; with more, the fastest is hardly faster
 WARM_UPS = 3
 PART = 1 / 8  # of a size's share that one call may take
 
@@ -45,14 +45,14 @@ def measure(
 ) -> Profile:
     """Measure a profile of `device` in about `seconds` seconds.
 
-    Float32 products are measured as torch is set: whether TF32 may be used is the process's choice.
+    FP32 products are measured with torch's current settings, which say whether TF32 may be used.
 
     Args:
         points: sizes to measure (default: `grid.points`).
         build: makes the calls of one point in one dtype.
-        clock: seconds, monotonic. Default: the wall's, but where torch computes with one thread on
-            a CPU, the CPU time of the process, of which other programs take nothing.
-        progress: told of each size before it is measured, with how many are done, of how many.
+        clock: seconds, monotonic. Default: wall time; if torch computes with one thread on a CPU,
+            the CPU time of the process, which other programs don't affect.
+        progress: called before each size with (the size, how many are done, of how many).
 
     Raises:
         MPCompileError: the time was too short for any size, or the device is not supported.
@@ -91,14 +91,14 @@ class _Timer:
         self.ratios: dict[tuple[str, torch.dtype], list[float]] = {}
 
     def point(self, point: Point, share: float) -> list[Sample]:
-        """Measure one size in every dtype that can do it in time."""
+        """Measure one size in every dtype that takes at most its share of the time."""
         end = self.clock() + share
         timed: dict[torch.dtype, tuple[calls.Calls, float]] = {}
         for dtype in self.dtypes:
             reference = timed[self.dtypes[0]][1] if timed else None
             if (made := self._ready(point, dtype, share * PART, reference)) is not None:
                 timed[dtype] = made
-            elif not timed:  # what the others would be compared with
+            elif not timed:  # the reference for the other dtypes
                 return []
         rounds: dict[torch.dtype, list[tuple[float, float]]] = {dtype: [] for dtype in timed}
         for turn in range(ROUNDS):
@@ -118,9 +118,10 @@ class _Timer:
     def _ready(
         self, point: Point, dtype: torch.dtype, limit: float, reference: float | None
     ) -> tuple[calls.Calls, float] | None:
-        """The calls, warm, and the seconds of one; None where they fail or take too long.
+        """The calls, warmed up, and the seconds of one call; None if they fail or take too long.
 
-        `reference` is what the first dtype takes here: no other is refused for taking as long.
+        `reference` is the first dtype's time here, or None. A dtype that takes no longer than that
+        is not refused.
         """
         ratios = self.ratios.setdefault((point.kind, dtype), [])
         if reference is not None:
@@ -130,7 +131,7 @@ class _Timer:
         try:
             made = self.build(point, dtype, self.device)
             cost = self._block(made.both, 1)
-            # The first call also pays for the choice of a kernel, and a busy moment may hit any.
+            # The first call also chooses a kernel, and a busy machine may slow down any call.
             for _ in range(WARM_UPS if cost <= 20 * limit else 0):
                 cost = min(cost, self._block(made.both, 1))
         except RuntimeError:  # no such kernel in this dtype, or too little memory
@@ -142,7 +143,7 @@ class _Timer:
         return None
 
     def _block(self, call: Callable[[], object], count: int) -> float:
-        """Seconds of one call, of `count` in a row."""
+        """Seconds of one call, averaged over `count` calls in a row."""
         self.can.synchronize()
         start = self.clock()
         for _ in range(count):
@@ -152,14 +153,14 @@ class _Timer:
 
 
 def _work(point: Point) -> float:
-    """What the sizes are ordered by: operations, and for a copy its bytes times ten, which take
-    about as long.
+    """The measure by which sizes are ordered: operations; for a copy ten times its bytes, which
+    take about as long.
     """
     return flops(point.kind, point.dims) or 10.0 * point.dims[0]
 
 
 def _rotated(dtypes: list[torch.dtype], turn: int) -> list[torch.dtype]:
-    """None always follows the same other one."""
+    """The dtypes rotated, so that each starts a round in turn."""
     first = turn % max(1, len(dtypes))
     return dtypes[first:] + dtypes[:first]
 

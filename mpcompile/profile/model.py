@@ -1,11 +1,11 @@
-"""A device profile: how long the expensive operators take in each dtype, and what lies between.
+"""A device profile: measured times of the expensive operators in each dtype, and predictions.
 
     profile = Profile("AMD EPYC", "cpu", ..., samples=(Sample("gemm", torch.float32, ...), ...))
     profile.seconds("gemm", torch.bfloat16, {"batch": 1, "m": 1024, "n": 768, "k": 3072})
 
-A profile holds measured points. For any other size, the time is a roofline through the points,
-corrected by how far the points nearby stand above it (`Profile.seconds` has the formula). Nothing
-here is timed and nothing here knows a graph: plain data in, seconds out.
+A profile holds measured points. For any other size, the prediction is a roofline through the
+points, corrected by how far the nearby points are above it (`Profile.seconds` has the formula).
+This module times nothing and knows no graphs: plain data in, seconds out.
 
 The roofline: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
 multicore architectures", CACM 2009. The weights: Shepard, "A two-dimensional interpolation
@@ -36,14 +36,15 @@ ORIGINS = (MEASURED, CEILINGS)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the model must know of one kind of operator. Each function takes the dims by name.
+    """The model of one kind of operator. Each function takes the dims by name.
 
     Attributes:
-        dims: their names, in the order in which `Sample.dims` holds them.
+        dims: names of the dims, in the order of `Sample.dims`.
         flops: floating-point operations of the forward; a multiply and an add are two.
         elements: tensor elements read and written by the forward, each counted once.
-        features: what makes two sizes alike, all positive; distances are taken between their logs.
-        flops_of_both, elements_of_both: forward and backward together, in forwards.
+        features: positive numbers that are close if two sizes behave alike; distances are taken
+            between their logs.
+        flops_of_both, elements_of_both: forward and backward together, as multiples of the forward.
     """
 
     dims: tuple[str, ...]
@@ -62,7 +63,7 @@ KINDS: Mapping[str, _Kind] = {
         elements=lambda batch, m, n, k: batch * (m * k + k * n + m * n),
         features=lambda batch, m, n, k: (batch, m, n, k),
     ),
-    # kernel: the product of the kernel's sides. positions: those of the output, in one sample.
+    # kernel: the product of the kernel's sides. positions: number of output positions of a sample.
     "conv": _Kind(
         dims=("batch", "in_channels", "out_channels", "kernel", "positions", "groups"),
         flops=lambda batch, in_channels, out_channels, kernel, positions, groups: (
@@ -80,7 +81,7 @@ KINDS: Mapping[str, _Kind] = {
             groups,
         ),
     ),
-    # batch: sequences times heads. The fused kernel, with neither a mask nor dropout.
+    # batch: sequences times heads. This is the fused kernel, without mask and dropout.
     "attention": _Kind(
         dims=("batch", "queries", "keys", "head"),
         flops=lambda batch, queries, keys, head: 4.0 * batch * queries * keys * head,
@@ -88,7 +89,7 @@ KINDS: Mapping[str, _Kind] = {
         features=lambda batch, queries, keys, head: (batch, queries, keys, head),
         flops_of_both=3.5,  # two products forward; backward five, one of them a recomputation
     ),
-    # gates: 4 LSTM, 3 GRU, 1 RNN. The weights are read once, as if they stayed in a cache.
+    # gates: 4 for LSTM, 3 for GRU, 1 for RNN. Weights count as read once, as if they stay in cache.
     "rnn": _Kind(
         dims=("batch", "steps", "input", "hidden", "gates"),
         flops=lambda batch, steps, input, hidden, gates: (
@@ -97,7 +98,7 @@ KINDS: Mapping[str, _Kind] = {
         elements=lambda batch, steps, input, hidden, gates: (
             batch * steps * (input + (gates + 1) * hidden) + gates * hidden * (input + hidden)
         ),
-        # Another cell is another kernel, so it is made to lie far away: 3.3 octaves from 3 to 4.
+        # Each cell type has its own kernel, so `gates**8` sets them far apart: 3.3 octaves, 3 to 4.
         features=lambda batch, steps, input, hidden, gates: (batch, steps, input, hidden, gates**8),
     ),
     # bytes: read plus written by one elementwise operation that stores this dtype.
@@ -153,16 +154,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Profile:
-    """How fast one device is with one build of torch.
+    """The speed of one device with one build of torch.
 
     Attributes:
         device: name of the part: a CPU's or a GPU's.
         device_type: its `torch.device.type`, e.g. `"cuda"`.
         torch_version: `torch.__version__`.
         driver: version of the GPU's driver, `""` on a CPU.
-        threads: those that torch computes with on a CPU, 0 on a GPU.
+        threads: how many threads torch computes with on a CPU; 0 on a GPU.
         samples: the measured points.
-        origin: `"measured"`, or `"ceilings, not measured"` where the samples are arithmetic.
+        origin: `"measured"`, or `"ceilings, not measured"` if the samples were computed.
     """
 
     device: str
@@ -176,7 +177,7 @@ class Profile:
     def seconds(
         self, kind: str, dtype: torch.dtype, dims: Mapping[str, int], *, backward: bool = True
     ) -> float | None:
-        """Predict how long one call takes: forward and backward, or forward alone.
+        """Predict how long one call takes: forward and backward, or the forward alone.
 
             seconds  = roofline * slowdown                                         [s]
             roofline = overhead + flops / rate + bytes / bandwidth                 [s]
@@ -194,10 +195,10 @@ class Profile:
             dims: every dim of the kind. One below 1 (an empty tensor) counts as 1.
 
         Returns:
-            Seconds, or None where the profile has no sample of this kind in this dtype.
+            Seconds, or None if the profile has no sample of this kind in this dtype.
 
         Raises:
-            MPCompileError: an unknown kind, or dims that are not the kind's.
+            MPCompileError: an unknown kind, or dims that the kind doesn't have.
         """
         names = _kind(kind).dims
         if set(dims) != set(names):
@@ -207,7 +208,7 @@ class Profile:
         forward, both = fits
         sizes = tuple(max(1, dims[name]) for name in names)
         alone = forward.seconds(sizes)
-        # Two fits can cross by a little where a backward is cheap; no backward gives time back.
+        # The two fits may cross slightly where a backward is cheap; a backward never saves time.
         return max(alone, both.seconds(sizes)) if backward else alone
 
     @functools.cached_property
@@ -225,12 +226,12 @@ class Profile:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes a second that memory moves, as far as the largest copy in FP32 shows it."""
+        """The memory's bytes per second, estimated from the largest copy in FP32."""
         return self._bandwidth(torch.float32)
 
     @functools.cached_property
     def launch(self) -> float:
-        """Seconds of the shortest copy: what a kernel costs that has nothing to do."""
+        """Seconds of the shortest copy: the cost of a kernel that does almost nothing."""
         return min((s.forward for s in self.samples if s.kind == "copy"), default=0.0)
 
     def _bandwidth(self, dtype: torch.dtype) -> float:
@@ -242,7 +243,7 @@ class Profile:
 
 
 class _Fit:
-    """The roofline through the samples of one kind in one dtype, and their slowdowns against it."""
+    """The roofline of the samples of one kind in one dtype, and their slowdowns against it."""
 
     def __init__(
         self, kind: _Kind, samples: list[Sample], backward: bool, bandwidth: float
@@ -290,7 +291,7 @@ def flops(kind: str, dims: tuple[int, ...]) -> float:
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:
-    """The fastest of several runs, point by point: other programs only ever add time.
+    """The fastest time of several runs, point by point: other programs only ever add time.
 
     Raises:
         MPCompileError: the runs are of different devices, or there are none.

@@ -1,11 +1,11 @@
-"""Profiles on disk, as plain JSON, and which of them a device gets.
+"""Profiles on disk, as plain JSON, and the choice of a device's profile.
 
     {"format": 1, "device": "AMD EPYC (AVX512-BF16)", ..., "samples": [
     {"kind": "gemm", "dtype": "bfloat16", "dims": [1, 64, 64, 64], "forward": 1e-05, "total": 3e-5},
     ...]}
 
-A file is checked in full when it is read: its fields and their types are those of the dataclasses,
-its numbers are in range. Nothing in it is executed.
+A file is checked in full when it is read: its fields and their types must be those of the
+dataclasses, its numbers in range. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ FORMAT = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_loaded: dict[Path, Profile | None] = {}  # None: not there, or not usable
+_loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
 _built_in: dict[str, Profile] = {}
 
 
 def load(device: torch.device) -> Profile | None:
-    """The profile of a device: the user's, the one measured here, or a built-in one. Not timed.
+    """The profile of a device: the user's, the one measured here, or a built-in one. Times nothing.
 
-    1. The one that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means none at all.
-    2. The one that `mpcompile profile` left in the user's cache for this very device, torch, driver
-       and number of threads. A damaged one is passed over with an `MPCompileWarning`.
+    1. The file that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means no profile.
+    2. The file that `mpcompile profile` wrote to the user's cache for exactly this device, torch,
+       driver and number of threads. A damaged file is skipped with an `MPCompileWarning`.
     3. The built-in profile that comes closest to the device.
 
     Every file is read once in a process.
 
     Raises:
-        MPCompileError: `MPCOMPILE_PROFILE` names no file, or one that holds no profile.
+        MPCompileError: the file that `MPCOMPILE_PROFILE` names doesn't exist or is no profile.
     """
     there = capabilities(device)
     return _first(there, lambda: _from_cache(device) or _built_in_for(there))
 
 
 def load_for(absent: Capabilities) -> Profile | None:
-    """The profile that a device which isn't there gets: the user's, or the built-in one.
+    """The profile of a device that isn't there: the user's, or a built-in one.
 
     Raises:
-        MPCompileError: as `load`.
+        MPCompileError: as in `load`.
     """
     return _first(absent, lambda: _built_in_for(absent))
 
 
 def cache_path(device: torch.device) -> Path:
-    """Where the profile measured on this device lies, whether there is one or not."""
+    """The path of the profile measured on this device, whether the file exists or not."""
     return platformdirs.user_cache_path("mpcompile") / "profiles" / key_of(device).filename
 
 
 def builtin(stem: str) -> Profile:
-    """A profile that comes with mpcompile, by the stem of its file."""
+    """A profile that is part of mpcompile, by the stem of its file."""
     if stem not in _built_in:
         file = resources.files(__package__) / "builtin" / f"{stem}.json"
         _built_in[stem] = _parse(file.read_text(encoding="utf-8"))
@@ -85,19 +85,18 @@ def read(path: Path) -> Profile:
     """Read and check a profile.
 
     Raises:
-        MPCompileError: there is no such file, or it holds no profile; the message says what is
-            wrong.
+        MPCompileError: the file doesn't exist or holds no profile; the message says what is wrong.
     """
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MPCompileError(f"can't read the profile {path}: {error.strerror}") from None
-    except ValueError as error:  # MPCompileError, UnicodeDecodeError and JSONDecodeError are some
+    except ValueError as error:  # or MPCompileError, UnicodeDecodeError, JSONDecodeError
         raise MPCompileError(f"{path} holds no device profile: {error}") from None
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write a profile, whole or not at all: a reader never sees half a file.
+    """Write a profile as a whole or not at all: a reader never sees half a file.
 
     Raises:
         MPCompileError: the file can't be written.
@@ -118,7 +117,7 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def _first(device: Capabilities, otherwise: Callable[[], Profile | None]) -> Profile | None:
-    """What the user names for devices of this type, or else what `otherwise` finds."""
+    """The profile that the user names for devices of this type, else the result of `otherwise`."""
     if wanted := os.environ.get(VARIABLE, ""):
         if wanted.lower() == "none":
             return None
@@ -207,7 +206,7 @@ def _sample(row: Any, number: int) -> Sample:
     return Sample(**{**row, "dtype": _DTYPES[row["dtype"]], "dims": tuple(row["dims"])})
 
 
-# The annotation of a field -> what JSON has for it. bool is an int to isinstance: compare types.
+# The annotation of a field -> its types in JSON. To isinstance a bool is an int: compare types.
 _JSON: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),

@@ -1,4 +1,4 @@
 """Passes over a captured graph, `pass_(gm: fx.GraphModule, config: Config) -> bool`.
 
-Their order stands in `mpcompile/pipeline.py`.
+`mpcompile/pipeline.py` lists them in order and runs them.
 """

@@ -2,12 +2,12 @@
 
 The first rule that applies wins:
 
-1. hands off: opaque calls, dtypes other than FP32, memory that is written in place,
-   what parameters are updated from                                                    -> KEEP
-2. the user's word: policy by node, by module, by operator                            -> as asked
+1. the node can't change: opaque calls, dtypes other than FP32, memory written in place,
+   values that parameters are updated from                                             -> KEEP
+2. the user's policy by node, by module, by operator                                   -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
-4. the table (rules/table.py); an operator in no row                                  -> KEEP
-5. no low-precision kernel on this device                                             -> FULL
+4. the table (rules/table.py); an operator in no row                                   -> KEEP
+5. no low-precision kernel on this device                                              -> FULL
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _decide(node: fx.Node, config: Config) -> Mark:
 
 
 def _hands_off(node: fx.Node) -> str | None:
-    """Why the node must keep its dtypes whatever anybody asks, or None."""
+    """Why the node must keep its dtypes even if the user asks otherwise, or None."""
     if ir.is_opaque(node):
         return f"opaque: its body was captured in these dtypes{hidden_products.described(node)}"
     if not (ir.is_op(node) or ir.is_getitem(node)):
@@ -100,16 +100,16 @@ def _policy(node: fx.Node, config: Config) -> Mark | None:
 
 
 def _format(dtype: torch.dtype | None, config: Config) -> Format:
-    """The low format of a node for which somebody named a dtype, or nobody did."""
+    """The low format of a node: of the dtype that the user named for it, or of the graph."""
     return config.format if dtype in (None, config.low) else Format(dtype)
 
 
 def _find_mutable(graph: fx.Graph) -> None:
-    """Note each value whose memory some node writes; all its aliases share the fate."""
+    """Note each value whose memory some node writes, and all its aliases."""
     targets = [target for node in graph.nodes for target in ir.written(node)]
     memory = {place for target in targets if (place := ir.storage(target)) is not None}
     for node in reversed(graph.nodes):
-        if ir.is_opaque(node):  # what it returns may be what it was given
+        if ir.is_opaque(node):  # its results may be its operands
             results = (node, *filter(ir.is_getitem, node.users))
             if any(ir.storage(result) in memory for result in results):
                 places = map(ir.storage, node.all_input_nodes)

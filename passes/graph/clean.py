@@ -1,9 +1,9 @@
-"""Remove what the rewrite left over. A rewriting pass; idempotent.
+"""Remove casts that the rewrite left over. A rewriting pass; idempotent.
 
-* a cast down of a value that was cast up from that same dtype: the value itself (exact);
-* casts that nobody reads any more.
+* A cast down of a value that was cast up from the same dtype becomes that value (exact).
+* Casts that nothing reads are removed.
 
-The other pair, down and up again, is a rounding the plan asked for: it stays.
+The other pair, a cast down and up again, is a rounding that the plan asked for: it stays.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A result whose elements share memory is returned as a copy of its own. A rewriting pass.
+"""Return a copy in place of a result whose elements share memory. A rewriting pass.
 
     unfold = unfold(x, 1, 2, 1)             unfold = unfold(x, 1, 2, 1)
     return unfold                     ->    unfold_copy = contiguous(unfold)
                                             return unfold_copy
 
-AOTAutograd lays the gradient of a result out as the result is, and of what was written to the same
+AOTAutograd gives the gradient of a result the result's strides; of several elements written to one
 place only the last survives (torch 2.11 to 2.13; `torch.compile` gives wrong gradients for such a
-result). One that is a view of an input, or shares memory with another result, it makes anew outside
-of the graph, where autograd adds up rightly, and no loss scale stands in between. Stride 0, as
-`expand` makes it, it treats well.
+result). A result that is a view of an input, or shares memory with another result, is left alone:
+AOTAutograd makes such a view outside of the graph, where autograd adds up correctly and no loss
+scale is involved. So is a stride of 0, which `expand` makes: AOTAutograd handles it correctly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def copy_overlaps(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    """Whether two elements have one place, other than by a stride of 0."""
+    """Whether two elements share a place in memory, other than by a stride of 0."""
     sizes = zip(map(ir.hint, value.shape), map(ir.hint, value.stride()), strict=True)
     reach = 0  # from the first to the last element of the dimensions of smaller stride
     for stride, size in sorted((stride, size) for size, stride in sizes if size > 1 and stride > 0):

@@ -1,12 +1,12 @@
 """Remove casts that the FP32 capture turned into no-ops. A rewriting pass; needs no marks.
 
-User code says `scores.to(q.dtype)`; captured in FP32 that is baked as `to(float32)` on an FP32
-value. Left alone it would be a real upcast once its input is FP16, and would end every FP16 chain.
+User code says `scores.to(q.dtype)`; captured in FP32 that becomes `to(float32)` on an FP32 value.
+If it stayed, it would be a real upcast once its input is FP16, and would end every FP16 chain.
 
     to: f32[4, 4] = to(scores, f32)            softmax(scores, -1)
     softmax: f32[4, 4] = softmax(to, -1)
 
-An explicit `.float()` is the user asking for FP32, not an echo of the model's dtype: it stays, and
+An explicit `.float()` stays: the user asks for FP32, and the call doesn't repeat the model's dtype;
 classify pins it. Casts that change dtype or device, or that must copy, stay too.
 """
 

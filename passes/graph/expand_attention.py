@@ -1,14 +1,14 @@
-"""Write attention out where the device's own low kernel is the slow way. A rewriting pass.
+"""Write attention out as products where the device's low kernel is slow. A rewriting pass.
 
     out = attention(q, k, v, causal)    ->    scores = matmul(q, k^T)                       LOW
                                               softmax = softmax(scores * scale + mask)      FULL
                                               out = matmul(softmax, v)                      LOW
 
-Where that pays is for attention.py to say.
+`mpcompile/planner/attention.py` says where that pays.
 
 The softmax is computed in FP32 from the FP32 scale and mask; a row with every position masked by
--inf or False is zero, as the kernel has it. Runs once the marks are final: only LOW attention is
-written out, so a policy that asks for FP32 keeps the kernel too.
+-inf or False is zero, as in the kernel. The pass runs after plan: only LOW attention is written
+out, so a policy that asks for FP32 keeps the kernel, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument by its name in the schema, defaults filled in."""
+    """Every argument by its name in the schema, with defaults filled in."""
     schema = ATTENTION._schema.arguments
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     names = [argument.name for argument in schema]

@@ -1,18 +1,18 @@
-"""In-place ops on private values become out-of-place. A rewriting pass; needs no marks.
+"""Make in-place ops on private values out-of-place. A rewriting pass; needs no marks.
 
     h = linear(x, w)                 h = linear(x, w)
     relu_ = relu_(h)        ->       relu = relu(h)
     return mul(h, 2)                 return mul(relu, 2)
 
-An in-place op writes through its memory: cast a value that is written, and the write is lost. So an
-op is rewritten only where nobody can tell the difference:
+An in-place op writes through its memory; after a cast of the written value, the write would change
+the cast and not the value. So an op is rewritten only where the difference can't be observed:
 
-* the written value's memory was made in this graph (no input, no constant), and
+* the written value's memory was made in this graph (it is no input, no constant), and
 * no other live value shares it (a base, a view), and
 * the functional form has the same dtype and shape, and
 * the op doesn't run under no_grad: out of place, its result would have no history.
 
-What stays in place is left for classify, which keeps the captured dtypes of everything that shares
+What stays in place is left to classify, which keeps the captured dtypes of everything that shares
 the memory.
 """
 
@@ -44,7 +44,7 @@ def functionalize(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
-    """`relu` for `relu_`, where the functional call gives the same dtype and shape."""
+    """`relu` for `relu_`, or None unless the functional call gives the same dtype and shape."""
     if not ir.is_op(node) or not isinstance(node.target, torch._ops.OpOverload):
         return None
     namespace, name = ir.op_name(node).split("::")
@@ -79,7 +79,7 @@ def _is_private(
     maker = target.args[0] if ir.is_getitem(target) else target
     if memory is None or target.op != "call_function" or ir.is_opaque(maker):  # type: ignore[arg-type]
         return False
-    if not ir.grad_enabled(node):  # the value may be one that autograd tracks: it must stay itself
+    if not ir.grad_enabled(node):  # a value that autograd may track must stay the same
         return False
     at = order[node]
     for other in sharing[memory]:

@@ -1,17 +1,17 @@
-"""Never store the logits of a large vocabulary: a head and its loss as one. A rewriting pass.
+"""Fuse a head and its loss, so that a large vocabulary's logits are not stored. A rewriting pass.
 
     linear: f32[B, T, V] = linear(x, w)             rows: f32[N, d] = reshape(x, [-1, d])
     view: f32[N, V] = view(linear, [-1, V])    ->   loss: f32[] = linear_cross_entropy(rows, w, ...)
     loss: f32[] = cross_entropy_loss(view, target)
 
-The operator (fused_head.py) reads x and the weight low, makes the logits for some rows at a time,
-computes in FP32, and makes the logits again in the backward: it stores N numbers where the two
-operators store N*V and more, for one more matrix product. That pays where memory is short, so the
-user asks for it.
+The operator (`mpcompile/operators/fused_head.py`) reads x and the weight in the low dtype, makes
+the logits for some rows at a time, computes in FP32, and makes the logits again in the backward: it
+stores N numbers where the two operators store N*V and more, for one more matrix product. That pays
+only where memory is short, so it is an option.
 
-Only where the result is the same: class indices for targets, classes last, logits that nothing
-else reads, all of it under one grad mode and in one checkpoint. Runs once the marks are final: the
-linear is LOW, the loss computed in FP32. A loss that is left alone says why in its reason.
+It fuses only where the result is the same: class indices for targets, classes last, logits that
+nothing else reads, all under one grad mode and in one checkpoint. The pass runs after plan: the
+linear is LOW, the loss FULL. The reason of a loss that is not fused says why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINEAR = aten.linear.default
 
 
 class _Apart(Exception):
-    """The two must stay two; the argument is the reason."""
+    """The head and its loss must stay two operators; the argument is the reason."""
 
 
 def fuse_head(gm: fx.GraphModule, config: Config) -> bool:
@@ -52,7 +52,7 @@ def fuse_head(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The linear that makes the logits, and what stands between it and the loss, last first."""
+    """The linear that makes the logits, and the nodes between it and the loss, last first."""
     if len(_shape(loss.args[0])) != 2:
         raise _Apart("its logits are not rows of classes, (N, V)")
     node, between = _node(loss.args[0]), []
@@ -70,7 +70,7 @@ def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _check_alone(nodes: list[fx.Node]) -> None:
-    """Nobody else sees the logits, and what makes them may as well be read where the loss is."""
+    """Raise if anything else reads the logits, or if they can't be made where the loss is."""
     linear, loss = nodes[0], nodes[-1]
     for node in nodes[:-1]:
         if len(node.users) > 1:
@@ -133,7 +133,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
 
 
 def _arguments(loss: fx.Node) -> list[Any]:
-    """Every argument in the schema's order, defaults filled in."""
+    """Every argument in the schema's order, with defaults filled in."""
     given = dict(ir.positions(loss))
     return [given.get(i, a.default_value) for i, a in enumerate(LOSS._schema.arguments)]
 

@@ -1,10 +1,10 @@
-"""Let a hook on a value see the gradient of all its uses. A rewriting pass; needs no marks.
+"""Make a hook on a value see the gradients of all its uses. A rewriting pass; needs no marks.
 
     sin(h); k = register_hook(h, body); cos(k)     ->     k = register_hook(h, body); sin(k); cos(k)
 
-That is what `h.register_hook(f)` means in eager mode, wherever in the program it stands. In a graph
-the hook is an operator, and sees the gradients of what reads its result: Dynamo lets all that comes
-after it read that, but not what came before.
+That is what `h.register_hook(f)` means in eager mode, wherever it is in the program. In a graph the
+hook is an operator, and sees only the gradients of nodes that read its result. Dynamo makes later
+nodes read the result, but not earlier ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gather_hooks(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _gather(hook: fx.Node) -> bool:
-    """Put the hook behind the value it is on, before all other readers."""
+    """Move the hook right behind its value, and let all other readers read its result."""
     value, body, *free = hook.all_input_nodes
     before = set(itertools.takewhile(lambda n: n is not hook, hook.graph.nodes))
     readers = [user for user in value.users if user is not hook]

@@ -1,19 +1,19 @@
-"""Results that share memory go on sharing it: the caller may write to one and read the other. A
+"""Keep results that share memory sharing it: the caller may write to one and read the other. A
 deciding pass; LOW and FOLLOW become FULL.
 
     linear: LOW = linear(x, w)                 linear: LOW = linear(x, w)
     view: FOLLOW = view(linear, -1)      ->    view: FULL = view(linear, -1)
     return linear, view                        return linear, view
 
-Cast each to FP32 for the caller, they would lie in two places. So the cast stands where the memory
-is made, before all views that lead from there to such a result. A view of an input is one of them:
-its memory is the caller's.
+If each were cast to FP32 for the caller, they would lie in two places. So all views on the way from
+the memory to such a result are pinned, and the cast comes before them, where the memory is made. A
+view of an input is such a result, too: its memory is the caller's.
 
-So it does for a view made under no_grad: of something that autograd tracks it is tracked itself, a
-cast is not.
+A view made under no_grad is treated alike: if autograd tracks the viewed value, it tracks the view,
+but it would not track a cast.
 
-The user's word (rule "policy") is never overruled; what then no longer shares memory is found by
-the specification (spec.py), and the graph is left in FP32.
+The user's policy is never overruled. If its results then no longer share memory, the checks of
+`mpcompile/ir/spec.py` find that, and the graph is left in FP32.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _is_tracked_view(node: fx.Node) -> bool:
-    """Whether it was made under no_grad, and is tracked all the same: only a view is."""
+    """Whether it was made under no_grad and is tracked all the same, as only views are."""
     return not ir.grad_enabled(node) and ir.requires_grad(node)
 
 
 def _pin(result: fx.Node, reason: str) -> None:
-    """Pin the views through which the result shows its memory."""
+    """Pin the result and the views that lead from its memory to it."""
     pending = [result]
     while pending:
         node = pending.pop()

@@ -1,21 +1,21 @@
-"""Keep out of the low dtype what it can't hold. A deciding pass; it turns LOW and FOLLOW into FULL.
+"""Keep out of the low dtype values that it can't hold. A deciding pass; LOW and FOLLOW become FULL.
 
-Capture bakes constants that FP32 holds and FP16 does not. Lowered blindly, eager raises, or a fully
-masked row becomes NaN, or a division by zero appears:
+Captured constants may fit FP32 but not FP16. If they were rounded, eager mode would raise, or a
+fully masked row would become NaN, or a division by zero would appear:
 
     masked_fill(scores, mask, -3.4e38)     below -65504: -inf, and NaN for a fully masked row
     add(norm, 1e-8)                        below 2**-24: zero
     arange(4096)                           above 2048 FP16 has no odd numbers (BF16: above 256)
 
-A value is *wide* when it may not survive the cast. Wideness starts at such constants, at integers
+A value is *wide* if it may not survive the cast. Values become wide at such constants, at integers
 turned into floats, at results that leave the range by nature (`exp`, `sum`), and at O2 at data that
-enters the graph without a gradient (a mask, a table; its range is unknown). It passes through
-FOLLOW nodes, which are pinned FULL, and ends at a bounded result or an operator with FP32
-arithmetic of its own.
-A LOW node takes a wide operand as autocast would, except *exact* ones (positions, integers): there
-the spacing matters, not the range, and the node is pinned.
+enters the graph without a gradient (a mask, a table; its range is unknown). A FOLLOW node with a
+wide operand is pinned FULL, and its result is wide, too, unless it is bounded. Operators that
+compute in FP32 anyway end the chain.
+A LOW node takes a wide operand as autocast would, unless it is *exact* (positions, integers): then
+the spacing of numbers matters, not their range, and the node is pinned.
 
-The user's word (rule "policy") is never overruled.
+The user's policy is never overruled.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def _whole_numbers_up_to(dtype: torch.dtype) -> int:
 
 
 def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
-    """Wideness that starts at this node."""
+    """Why the node's value is wide by itself, or None."""
     value = ir.captured(node)
     if node.op == "placeholder":
         if config.level is not Level.O2:
-            return None  # O1 widens beside an FP32 input anyway, O3 has no rules
+            return None  # O1 computes with FP32 inputs in FP32, O3 has no rules
         trained = ir.requires_grad(node) or ir.is_parameter(node)
         if value is not None and value.dtype is torch.float32 and not trained:
             return Wide("data of unknown range")
@@ -107,7 +107,7 @@ def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
 
 
 def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide | None:
-    """Pin the node where a constant or a wide operand asks for it; what it hands on."""
+    """Pin the node if a constant or a wide operand requires it. Returns why its result is wide."""
     decision = ir.mark(node)
     operands = [
         wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
@@ -115,7 +115,7 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide |
     if decision.precision is Precision.KEEP:
         return operands[0] if operands and ir.rule(node).copies_constant else None
     if decision.precision is Precision.FULL and ir.rule(node).averages:
-        return operands[0] if operands else None  # as large as what it averages
+        return operands[0] if operands else None  # its result is as large as its operand
     if decision.by is ir.By.POLICY or decision.precision is Precision.FULL:
         return None
     if (number := _bad_scalar(node, decision.low)) is not None:
@@ -138,7 +138,7 @@ def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     if not all(rules.castable(node.target, i) for i in range(len(node.args))):
-        return None  # batch_norm: its eps lives in FP32 inside the kernel
+        return None  # batch_norm: its eps stays FP32 inside the kernel
     schema = node.target._schema.arguments
     for i, argument in ir.positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
@@ -148,5 +148,5 @@ def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
     return None
 
 
-# add(x, 1e-8) passes its number for a tensor
+# The schema types of such operands; add(x, 1e-8) passes its number as a tensor.
 _SCALARS = ("number", "Optional[number]", "Optional[float]", "Tensor")

@@ -1,14 +1,14 @@
-"""Compute in FP32 what a matrix factorisation reads. A deciding pass; LOW and FOLLOW become FULL.
+"""Compute the inputs of matrix factorisations in FP32. A deciding pass; LOW and FOLLOW become FULL.
 
     k: LOW = mm(x, xT)                           k: FULL = mm(x, xT)
     cholesky: FULL = linalg_cholesky(k)    ->    cholesky: FULL = linalg_cholesky(k)
 
-Rounded to FP16, a positive definite matrix may have a negative eigenvalue, and a singular one full
+Rounded to FP16, a positive definite matrix may get a negative eigenvalue, and a singular one full
 rank: `cholesky` then raises, `pinv` returns 1e5 where it should return 1. FP32 inside the operator
 comes too late. So its producers are pinned, up through FOLLOW nodes, to the first LOW operator on
-each path; what that one reads may well be low (the product of rounded factors is a true product).
+each path. The operands of that one may be low: the product of rounded factors is an exact product.
 
-The user's word (rule "policy") is never overruled.
+The user's policy is never overruled.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Leave products in FP32 of which neither a profile nor a data sheet says that low is faster.
+"""Leave products in FP32 if neither a profile nor a data sheet says that the low dtype is faster.
 
-A deciding pass. Where a device has no matrix units for the low dtype, and its profile predicts
-nothing for a product, the product is FULL: on a CPU without BF16 instructions the low one runs ten
-to forty times longer. What the user asked for, by policy or by naming the dtype, is left alone.
+A deciding pass. If a device has no matrix units for the low dtype, and its profile predicts nothing
+for a product, the product is FULL: on a CPU without BF16 instructions it takes ten to forty times
+as long in BF16. Products whose precision the user set, by policy or by dtype, are left alone.
 
     linear: LOW, CPU with AVX2, dtype="auto", no profile       FULL
-    linear: LOW, the same, with a profile                      for plan to decide
+    linear: LOW, the same, with a profile                      plan decides
     linear: LOW, FP16 on a GPU with Tensor Cores               LOW
 """
 

@@ -1,16 +1,16 @@
-"""Let a softmax keep its low result for the backward, instead of its FP32 one. A rewriting pass.
+"""Let a softmax save its low result for the backward, not its FP32 one. A rewriting pass.
 
     softmax: f32 = softmax(x, -1)
     softmax_f16: f16 = to(softmax, f16)      ->      softmax_f16: f16 = softmax_low(x, -1, f16)
     out: f16 = matmul(softmax_f16, v)                out: f16 = matmul(softmax_f16, v)
 
-The gradient of a softmax is made of its result, and torch takes the FP32 one for it: the compiler
-below then keeps the scores too, to make that result again. Attention's scores are the largest
-values of a transformer block. `softmax_low` (library.py) computes in FP32, rounds its result, and
-has a backward that computes in FP32 from the rounded one, which the product behind it keeps in any
-case. That is what a half-precision model does, with the exponentials and their sums still in FP32.
+The backward of a softmax needs its result, and torch uses the FP32 one: Inductor then saves the
+scores as well, to recompute that result. Attention's scores are the largest values of a transformer
+block. `softmax_low` (`mpcompile/operators/library.py`) computes in FP32 and rounds its result; its
+backward computes in FP32 from the rounded result, which the next product saves in any case. This is
+what a half-precision model does, but with the exponentials and their sums in FP32.
 
-At O2, where everything is stored low; only where nothing reads the FP32 result.
+Only at O2, where results have the low dtype, and only where nothing reads the FP32 result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def narrow_softmax(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _is_rounded(node: fx.Node) -> bool:
-    """Whether a softmax in FP32 is read by nothing but its cast to the low dtype."""
+    """Whether only a cast to the low dtype reads this softmax in FP32."""
     in_full = ir.precision(node) is Precision.FULL and ir.argument(node, "dtype") is None
     users = list(node.users)
     return (

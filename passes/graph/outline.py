@@ -1,14 +1,14 @@
 """Fold the bodies of activation checkpoints back. A rewriting pass, the last one.
 
 Capture inlined each checkpoint's body and tagged its nodes, so that the other passes saw one flat
-graph. AOTAutograd wants the higher-order operator, whose body it recomputes in the backward:
+graph. AOTAutograd needs the higher-order operator, whose body it recomputes in the backward:
 
     h = linear(x, w)         # in region 0            checkpoint = tag_activation_checkpoint(
     y = relu(h)              # in region 0     ->         body_0, x, w)
     return y                                          y = checkpoint[0]
 
-Innermost regions are folded first. Whatever a body reads from outside is passed in, constants too:
-AOTAutograd wants to know each tensor that a graph owns, and does not look for them in bodies.
+Innermost regions are folded first. All values that a body reads from outside are passed in, also
+constants: AOTAutograd must know each tensor that a graph owns, and doesn't search bodies for them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def outline(gm: fx.GraphModule, config: Config) -> bool:
     paths = dict.fromkeys(path for n in gm.graph.nodes if (path := ir.regions(n)))
     prefixes = dict.fromkeys(path[: i + 1] for path in paths for i in range(len(path)))
     for i, path in enumerate(sorted(prefixes, key=len, reverse=True)):
-        # A number of the graph's own: names are part of the key of the compilers' caches.
+        # Numbered within this graph: names are part of the key of the compilers' caches.
         _fold(gm, path, f"checkpoint_body_{i}")
     named = {n.target for n in gm.graph.find_nodes(op="get_attr")}
     for i in range(len(prefixes)):
-        if (name := f"checkpoint_body_{i}") not in named:  # it stands in another body
+        if (name := f"checkpoint_body_{i}") not in named:  # it is used only in another body
             gm.delete_submodule(name)
     return bool(prefixes)
 
@@ -49,7 +49,7 @@ def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...], name: str) -> None:
         env[operand] = body.placeholder(operand.name)
         env[operand].meta = dict(operand.meta)
     for other in outside:
-        if other not in env:  # the body of a call: named inside, never passed in
+        if other not in env:  # the body of a call is named inside, not passed in
             env[other] = body.node_copy(other)
     for node in nodes:
         env[node] = body.node_copy(node, env.__getitem__)

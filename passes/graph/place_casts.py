@@ -1,4 +1,4 @@
-"""Put the casts where the plan asks for them. A rewriting pass.
+"""Insert the casts that the plan requires. A rewriting pass.
 
     linear: f32 = linear(x, w)                to: f16 = to(x, f16)
     softmax: f32 = softmax(linear)     ->     to_1: f16 = to(w, f16)
@@ -6,26 +6,26 @@
                                               to_2: f32 = to(linear, f32)
                                               softmax: f32 = softmax(to_2)
 
-A LOW node reads low operands; every other node, and the graph's output, reads what it was captured
-with. One cast per value and dtype, right behind its producer: there it runs under the grad mode the
-value was made in (a cast inside a later no_grad region would cut the gradient), and the compiler
-below fuses it wherever it likes. A value whose memory is written in place is cast anew at each use.
+A LOW node reads low operands; every other node, and the graph's output, reads the captured dtypes.
+There is one cast for each value and dtype, right behind the value's producer: there it runs under
+the grad mode in which the value was made (a cast inside a later no_grad region would cut the
+gradient), and Inductor can fuse it anywhere. A value that is written in place is cast at each use.
 
-What the plan stores low is cast down once, and up again for each reader in FP32: they read two
-bytes an element, and so does the backward.
+A result that the plan rounds to the low dtype is cast down once, and up again for each reader in
+FP32: these readers, and the backward, then read two bytes an element.
 
-Where the format names a narrower dtype for the operands of products (FP8), these are rounded to it,
-and given back in the dtype that the product computes in:
+If the format names a narrower dtype for the operands of products (FP8), these are rounded to it and
+returned in the dtype that the product computes in:
 
     scale = max(abs(x)) / 448;    rounded: f8 = to(x / scale, f8);    to(rounded, bf16) * scale
 
-Compilers know that pattern for a product in the narrower dtype; run as it is, it gives the same
+Compilers recognise that pattern as a product in the narrower dtype; run op by op, it gives the same
 numbers.
 
-The pass decides two things, which only a try can tell: a node whose operator refuses the low
-operands stays FULL, and so does all that reads it as planned.
+The pass decides one thing itself, because only a trial shows it: a node whose operator refuses low
+operands becomes FULL. The nodes that read it keep their planned precision.
 
-An additive attention mask is clamped into the low range by its cast (`-3.4e38` would become `-inf`
+The cast of an additive attention mask clamps it into the low range (`-3.4e38` would become `-inf`,
 and a fully masked row NaN); a true `-inf` stays.
 """
 
@@ -71,23 +71,23 @@ class _CastPlacer:
         try:
             self._refresh(node)
         except (RuntimeError, TypeError, ValueError) as error:
-            # The operator refuses these dtypes together: leave it as it was captured.
+            # The operator refuses these dtypes together: restore the captured operands.
             node.args, node.kwargs = before
             reason = f"refuses low operands: {str(error).splitlines()[0][:120]}"
             ir.remark(node, precision=Precision.FULL, by=ir.By.KERNEL, reason=reason)
             self._take_operands(node, low=False)
-            ir.restore(node)  # not a refresh: a shape that depends on data can't be computed twice
+            ir.restore(node)  # no refresh: it would recompute data-dependent shapes
 
     def _refresh(self, node: fx.Node) -> None:
         if ir.is_opaque(node):
-            return  # reads what it was captured with, so gives what it gave
+            return  # its operands, and so its results, are as captured
         ir.refresh(node)
         now, then = ir.tensor(node), ir.captured(node)
         if now is None or then is None or now.dtype != then.dtype:
             self.changed.add(node)
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
-        """Point the node's operands at values of the dtype it wants."""
+        """Replace the node's operands by values in the dtype that it reads."""
         factors = _factors(node) if low else frozenset()
         keep_numbers = low and ir.rule(node).promotes
         for position, operand in ir.float_args(node):
@@ -96,7 +96,7 @@ class _CastPlacer:
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
             masked = position in rules.masked_args(node.target)
-            masked = masked and not ir.is_parameter(operand)  # a bias is no mask
+            masked = masked and not ir.is_parameter(operand)  # a trained bias is not a mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
             if low and position in factors:
                 cast = self._rounded(cast, ir.mark(node).format, node)
@@ -145,7 +145,7 @@ class _CastPlacer:
             )
 
     def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
-        """An operand of a product, rounded to the format's dtype for operands."""
+        """The operand of a product, rounded to the format's dtype for operands."""
         narrow = format_.operands
         if narrow is None:
             return value
@@ -169,7 +169,7 @@ class _CastPlacer:
         return self.casts[key]
 
     def _clamp(self, mask: fx.Node, dtype: torch.dtype, like: fx.Node, decision: Mark) -> fx.Node:
-        """`mask`, finite values inside the low range; half of it leaves room for a score."""
+        """`mask` with finite values in the low range; its lower half leaves room for a score."""
         floor = torch.finfo(dtype).min / 2
 
         def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
@@ -182,7 +182,7 @@ class _CastPlacer:
 
 
 def _factors(node: fx.Node) -> frozenset[int]:
-    """Positions of the operands that a product multiplies, where its format rounds these."""
+    """Positions of the operands that a product multiplies, if its format rounds these."""
     found = product(node) if ir.mark(node).format.operands is not None else None
     if found is None:
         return frozenset()
@@ -190,7 +190,7 @@ def _factors(node: fx.Node) -> frozenset[int]:
 
 
 def _replace_operand(node: fx.Node, position: int, old: fx.Node, new: fx.Node) -> None:
-    """Swap one operand at one schema position; the same value elsewhere in the call stays."""
+    """Replace one operand at one schema position; the same value elsewhere in the call stays."""
 
     def swap(argument: fx.node.Argument) -> fx.node.Argument:
         return map_aggregate(argument, lambda a: new if a is old else a)

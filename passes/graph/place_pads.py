@@ -1,4 +1,4 @@
-"""Pad and cut where `plan_pads` asks for it. A rewriting pass; it decides nothing.
+"""Insert the pads and cuts that `plan_pads` decided. A rewriting pass; it decides nothing.
 
     linear: f16[4, 1001] = linear(x, w)        x_padded: f16[4, 264] = constant_pad_nd(x, [0, 7])
     sum: f16[4] = sum(linear, 1)          ->   w_padded: f16[1008, 264] = constant_pad_nd(w, ...)
@@ -6,9 +6,9 @@
                                                linear_cut: f16[4, 1001] = slice(linear, 1, 0, 1001)
                                                sum: f16[4] = sum(linear_cut, 1)
 
-One pad or cut per value and shape, right behind its producer, as casts are placed. What is cut gets
-the memory layout it was captured with, so whatever reads it (a view, the caller) finds what it was
-written for; elementwise readers, which make a dense result of anything, read the slice.
+There is one pad or cut for each value and shape, right behind the value's producer, as for casts. A
+cut gets the memory layout that its value was captured with, which its readers (a view, the caller)
+rely on; elementwise readers, which make a dense result of any operand, read the slice directly.
 
 A symbolic size is padded by a symbolic amount, computed in the graph.
 """
@@ -33,7 +33,7 @@ from mpcompile.ir.shapes import Padding, Path, Size
 from mpcompile.padding.lanes import densifies
 from mpcompile.rules.policy import Config
 
-# What sizes are computed with (torch 2.13: sympy's sums and products, and torch's own division).
+# The operations in symbolic sizes (torch 2.13: sympy's sums and products, torch's own divisions).
 _ARITHMETIC = {
     sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
     CleanDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod,
@@ -47,7 +47,7 @@ def place_pads(gm: fx.GraphModule, config: Config) -> bool:
 class _PadPlacer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.captured: dict[fx.Node, torch.Tensor] = {}  # what a value with lanes was without them
+        self.captured: dict[fx.Node, torch.Tensor] = {}  # value with lanes -> its fake without them
         self.fitted: dict[tuple[fx.Node, str, bool], fx.Node] = {}
         self.sizes = _Sizes(graph)
 
@@ -64,7 +64,7 @@ class _PadPlacer:
         return bool(self.fitted)
 
     def _is_done(self, node: fx.Node, padding: Padding) -> bool:
-        """Whether an earlier run did it."""
+        """Whether the node was resized already."""
         operands = ir.operands(node)
         shapes = [(ir.shape(operands[path]), shape) for path, shape in padding.operands.items()]
         if padding.result is not None:
@@ -72,7 +72,7 @@ class _PadPlacer:
         return all(itertools.starmap(ir.same_shape, shapes))
 
     def _resize(self, node: fx.Node, padding: Padding) -> None:
-        """Give a node the operands that it wants, and its new shape."""
+        """Give a node its padded operands, and its new shape."""
         wanted: dict[Path, Sequence[Size]] = dict(padding.operands)
         for path, operand in ir.operands(node).items():
             if operand in self.captured:
@@ -91,7 +91,7 @@ class _PadPlacer:
             assert ir.same_shape(ir.shape(node), padding.result), f"{node.name} went astray"
 
     def _keep_scale(self, node: fx.Node) -> None:
-        """Attention's scale comes from the real head size."""
+        """Set attention's scale from the unpadded head size."""
         if ir.argument(node, "scale") is None:
             query = ir.argument(node, "query")
             head = self.captured.get(query, ir.value(query)).shape[-1]
@@ -100,7 +100,7 @@ class _PadPlacer:
     # -- pads and cuts ----------------------------------------------------------------------------
 
     def _fit(self, value: fx.Node, shape: Sequence[Size], user: fx.Node) -> fx.Node:
-        """The value in another shape: what it has too much is cut off, what it lacks is zeros."""
+        """The value in another shape: dims that are too large are cut, others padded with zeros."""
         now = ir.shape(value)
         if ir.same_shape(now, shape):
             return value
@@ -129,10 +129,10 @@ class _PadPlacer:
         return cut
 
     def _laid_out(self, cut: fx.Node, captured: torch.Tensor, like: fx.Node) -> fx.Node:
-        """The value in the memory layout that it had when captured."""
+        """The value in the memory layout of its captured form."""
         if ir.same_shape(ir.value(cut).stride(), captured.stride()):
             return cut
-        # Contiguous, once its dimensions stand in the order of their strides.
+        # Dense, in the order of the captured strides.
         order = sorted(range(captured.dim()), key=lambda dim: -ir.hint(captured.stride()[dim]))
         back = [order.index(dim) for dim in range(len(order))]
         steps: list[tuple[Any, tuple[Any, ...]]] = [
@@ -171,7 +171,7 @@ class _PadPlacer:
 
 
 class _Sizes:
-    """Symbolic sizes as arguments of calls: computed behind the graph's inputs, once each."""
+    """Symbolic sizes as arguments of calls: each is computed once, right behind the inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -220,7 +220,7 @@ class _Sizes:
 
 
 def _resize_reshape(node: fx.Node, before: Sequence[Size], after: Sequence[Size]) -> None:
-    """The new sizes that a view asks for; a reshape, because its operand may be strided now."""
+    """Set a view's new sizes; make it a reshape, because its operand may now be strided."""
     sizes = list(node.args[1])  # type: ignore[arg-type]
     for dim, (old, new) in enumerate(zip(before, after, strict=True)):
         if not ir.known_equal(old, new):

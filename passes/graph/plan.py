@@ -1,22 +1,22 @@
 """Decide the FOLLOW nodes: LOW or FULL. A deciding pass; afterwards no node is FOLLOW.
 
-One minimum cut over the whole graph. Its objective, term by term and with units, stands in
-objective.py: bytes that values occupy where they are stored or kept for the backward, casts that no
-fusion absorbs, measured time of products where a device profile knows them. Terminals are the nodes
-that a rule, the user, a guard or the level has pinned. At O2 a product that comes out FULL is
-settled, and the cut made anew: what is low for its sake has lost its reason.
+The pass makes one minimum cut over the whole graph. `mpcompile/planner/objective.py` has its
+objective, term by term and with units: bytes of values that are stored or kept for the backward,
+casts that no fusion absorbs, measured times of products that a device profile covers. The nodes
+that a rule, the user, a guard or the level has pinned are the terminals. If a product comes out
+FULL at O2, it is pinned and the cut is made again: values were low for the sake of that product.
 
     linear: LOW -> gelu -> linear: LOW         gelu is LOW: FULL would take two casts
-    linear: LOW -> gelu -> mean: FULL          gelu is FULL: wider arithmetic is free in a kernel
+    linear: LOW -> gelu -> mean: FULL          gelu is FULL: FP32 arithmetic is free in a kernel
     x: FP32 -> add(linear: LOW) -> ...         at O1 FULL: an accumulating path stays FP32;
                                                at O2 LOW: it is stored, for the next block and for
                                                the backward, in half the bytes
-    linear 64x32x32                            FULL on a CPU: its profile says that BF16 is slower
+    linear 64x32x32                            FULL on a CPU whose profile says that BF16 is slower
 
-Views and moves do no arithmetic; a view takes part in the cut, so that a cast stands on the side of
-it where it is cheaper, and a move reads its table in the dtype it has.
+Views and moves do no arithmetic. A view takes part in the cut, so that a cast comes on the cheaper
+side of it; a move reads its table in the table's dtype.
 
-O3: everything LOW that is not pinned.
+O3: everything that is not pinned is LOW.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
     objective = Objective(gm.graph, config)
     best = _best(objective)
     while config.level is Level.O2 and (slower := _products_in_full(best)):
-        # At O2 values are low for the sake of low products near them: these are settled first.
+        # At O2 values may be low only because low products are near: pin the slower products first.
         for node in slower:
             _settle(objective, node, low=False)
         objective = Objective(gm.graph, config)
@@ -55,7 +55,7 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _products_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
-    """The products that a rule made LOW and that are better off in FP32."""
+    """The products that a rule made LOW and that cost less in FP32."""
     nodes = (item for item, low in best.items() if isinstance(item, fx.Node) and not low)
     return [node for node in nodes if ir.precision(node) is LOW]
 
@@ -96,7 +96,7 @@ def _store_low(objective: Objective, node: fx.Node) -> None:
 
 
 def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
-    """Why the node is what it is now: the first term that decides it by itself."""
+    """Why the node got its precision: the first term that suffices to decide it."""
     costs, rule = objective.terms[node], ir.mark(node).reason
     if "time" in costs.low and not low:
         faster = (
@@ -152,6 +152,6 @@ def _lower_everything(graph: fx.Graph, config: Config) -> None:
 
 
 def _reads_low(node: fx.Node) -> bool:
-    """Whether all that a view or a move reads is low."""
+    """Whether all operands of a view or a move are low."""
     narrow = [n for n in node.all_input_nodes if ir.was_f32(n) or ir.is_getitem(n)]
     return bool(narrow) and all(ir.precision(n) is LOW for n in narrow)

@@ -1,4 +1,4 @@
-"""Decide which dimensions are padded for Tensor Cores, and where the padding stays. Decides only.
+"""Decide which dimensions are padded for Tensor Cores, and where padding stays. A deciding pass.
 
     linear: f16[4, 1001] = linear(x, w)            reads x[4, 264], w[1008, 264]: gives [4, 1008]
     gelu: f16[4, 1001] = gelu(linear)         ->   stays padded: gives [4, 1008]
@@ -6,19 +6,19 @@
     sum: f32[4] = sum(linear_1, 1)                 reads linear_1[4, 257]
 
 Tensor Cores load rows in pieces of 16 bytes: the dims that are row strides (n and k of a matrix
-product, the channels of a convolution, the head size of attention) ought to be multiples of 8 in
-FP16 (NVIDIA's mixed-precision guide; the number of rows too, on Volta and Turing).
+product, the channels of a convolution, the head size of attention) should be multiples of 8 in FP16
+(NVIDIA's mixed-precision guide; on Volta and Turing, the number of rows, too).
 
 Algorithm.
-1. In program order, each product that runs low: the labels of its unaligned dims are padded if they
-   can be (`_can_pad`) and, under "auto", if it pays (`_should_pad`). Its result has lanes then;
-   what follows may keep them (lanes.py).
-2. Against program order: lanes are wanted by a product that pads the same dimension anyway, and by
-   a node whose own lanes are wanted. What is not wanted is cut off right behind the product.
-3. Each product and each node that keeps lanes is told its shapes. Every other node reads, and
-   the graph returns, the size it was captured with.
+1. In program order, for each product that runs low: the labels of its unaligned dims are padded if
+   they can be (`_can_pad`) and, under "auto", if it pays (`_should_not_pad`). Its result then has
+   lanes; later nodes may keep them (`mpcompile/padding/lanes.py`).
+2. In reverse order: lanes are wanted if a product pads the same dimension anyway, or if a node
+   whose own lanes are wanted reads them. Others are cut off right behind the product.
+3. The padded shapes of each product, and of each node that keeps lanes, are noted on it. All other
+   nodes read, and the graph returns, values of their captured sizes.
 
-Zeros are added, so a product's result is exact. Weights are padded behind their cast to the low
+Padding adds zeros, so a product's result is exact. Weights are padded behind their cast to the low
 dtype, in one kernel with it; the working copies of O2 are stored padded (read_copies).
 """
 
@@ -48,7 +48,7 @@ class _Aligner:
     def __init__(self, graph: fx.Graph, config: Config) -> None:
         self.graph = graph
         self.config = config
-        self.lanes: dict[fx.Node, Held] = {}  # what each value may hold
+        self.lanes: dict[fx.Node, Held] = {}  # the lanes that each value may have
         self.keeps: dict[fx.Node, dict[int, Kept]] = {}
         self.wanted: dict[fx.Node, set[int]] = {}
 
@@ -81,7 +81,7 @@ class _Aligner:
     def _padded(
         self, node: fx.Node, found: Product, dims: tuple[str, ...], multiple: int
     ) -> tuple[dict[str, Size], str]:
-        """Label -> new size; and the reason for what is done or left."""
+        """Label -> new size, and the reason why it is padded or left."""
         if self.config.pad == "never":
             return {}, "pad='never'"
         padded: dict[str, Size] = {}
@@ -101,10 +101,10 @@ class _Aligner:
     def _should_not_pad(
         self, node: fx.Node, found: Product, padded: Mapping[str, Size]
     ) -> str | None:
-        """Why padding does not pay on this device, or None: it does.
+        """Why padding does not pay on this device, or None if it does.
 
-        It saves `slowdown - 1` times the product's own time and costs a copy (read and written) of
-        each operand that is not padded already; weights are padded where they are cast anyway.
+        Padding saves `slowdown - 1` times the product's own time. It costs a copy (read and write)
+        of each operand that isn't padded already; weights are padded where they are cast anyway.
         """
         cores = self.config.cores
         saved = (cores.slowdown - 1) * ir.hint(found.flops())
@@ -162,8 +162,8 @@ class _Aligner:
                 if lanes.content is not None and ir.known_equal(lanes.padded, size)
             }
             if not all(lanes.content == 0 for lanes in ready.values()):
-                # A number in the lanes needs zeros to meet it, and zeros that are cut off again:
-                # the gradient of the lanes that meet it is not zero.
+                # A nonzero number in lanes may stay only if it meets zeros that are padded for this
+                # product alone: the gradient of those zeros isn't zero, so it must be cut off.
                 contracted = product.result is not None and label not in product.result
                 if not (contracted and len(ready) == 1):
                     ready = {path: lanes for path, lanes in ready.items() if lanes.content == 0}
@@ -198,7 +198,7 @@ class _Aligner:
 def _unaligned(
     product: Product, padded: Mapping[str, Size], wanted: tuple[str, ...], multiple: int
 ) -> tuple[str, ...]:
-    """The dims among `wanted` that are not multiples: of a row stride, its innermost label."""
+    """The dims in `wanted` that are no multiples; of a row stride the innermost label counts."""
     sizes = {**product.sizes, **padded}
     found = []
     for name in wanted:
@@ -221,7 +221,7 @@ def _can_pad(node: fx.Node, product: Product, name: str) -> str | None:
 def _cheapest(product: Product, name: str, multiple: int) -> tuple[str, Size]:
     """The label to pad so that the dim becomes a multiple, and its new size.
 
-    Of several rows (batch, tokens) the one that grows least is padded.
+    Of several labels that count rows (batch, tokens), the one that grows least is padded.
     """
     labels = product.dims[name]
     candidates = labels if name in product.rows else labels[-1:]
@@ -252,7 +252,7 @@ def _result_lanes(decided: Alignment) -> Held:
 
 
 def _content(product: Product, label: str) -> float | None:
-    """Zeros make zeros, unless something that lacks the label (a bias) is added to them."""
+    """0 if the lanes hold zeros; None if an operand without the label (a bias) is added to them."""
     return 0.0 if all(label in product.operands[path] for path in product.added) else None
 
 
@@ -270,7 +270,7 @@ def _product_shapes(node: fx.Node, decided: Alignment) -> Padding:
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether it is a parameter, or made of one by casts and views: padded in the cast's kernel."""
+    """Whether it is a parameter, behind casts and views: it is padded in the cast's kernel."""
     while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW):
         node = node.all_input_nodes[0]
     return ir.is_parameter(node)

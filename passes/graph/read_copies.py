@@ -4,19 +4,19 @@
     weight_f16: f16 = to(weight, f16)         ->     linear: f16 = linear(x, weight)
     linear: f16 = linear(x, weight_f16)
 
-Only for parameters that the optimizer's step keeps a copy of (`config.copied`), and only in place
-of their casts to the low dtype: the copy holds just what the cast gives. A norm's weight has no
-such cast and stays as it is. A weight that something reads in FP32 as well stays too, and the copy
-is one more input.
+Only parameters of which the optimizer's step keeps a copy (`config.copied`) are replaced, and only
+in their casts to the low dtype: the copy holds exactly the result of the cast. A norm's weight has
+no such cast and stays. A weight that some node reads in FP32 as well stays too, and the copy is an
+additional input.
 
-A copy is stored in the shape that its cast is padded to, so the pad goes with the cast:
+A copy is stored in the shape that its cast is padded to, so the pad is removed with the cast:
 
     weight: f32[1001, 257] = input                      weight: f16[1008, 264] = input
     weight_f16: f16[1001, 257] = to(weight, f16)
     weight_padded: f16[1008, 264] = constant_pad_nd ->
 
-Whoever reads another shape of it (an embedding tied to a padded head, a graph that came later) cuts
-and pads it as the cast was.
+A node that reads another shape of the copy (an embedding tied to a padded head, a graph compiled
+later) gets it cut and padded as its cast was.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _is_pad(node: fx.Node) -> bool:
 
 
 def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Config) -> fx.Node:
-    """What is no padding of the copy."""
+    """The part of the copy that is not padding."""
     part = copy
     for dim, (now, size) in enumerate(zip(ir.value(copy).shape, real.shape, strict=True)):
         if not ir.known_equal(now, size):

@@ -3,16 +3,16 @@
     out                          scale_grad(out, scale)              identity; gradient times scale
     x (needs a gradient)   ->    unscale_grad(x, scale, found)       identity; gradient over scale
 
-The multiplication stands on the FP32 side of every edge of the graph, so a gradient is scaled only
-while it travels through low-precision nodes; `p.grad` arrives in FP32 and true to size, and the
-training loop has no scaler. The scale is an input (a 0-d FP32 tensor): no new value recompiles.
-`found` is a second 0-d input that takes part in autograd: the "gradient" it receives is the
-number of inputs whose gradient was not finite, so the overflow flag rides in the backward graph
-itself, adds up over graphs and backward calls, and needs no host synchronisation.
+The multiplication is on the FP32 side of every edge of the graph, so a gradient is scaled only
+while it passes through low-precision nodes. `p.grad` arrives in FP32 and unscaled (except of O2's
+working copies), and the training loop needs no scaler. The scale is an input (a 0-d FP32 tensor): a
+new value recompiles nothing. `found` is a second 0-d input that takes part in autograd. The
+"gradient" it receives is the number of inputs whose gradient was not finite, so the overflow flag
+is part of the backward graph, adds up over graphs and backward calls, and needs no host sync.
 
 An autograd.Function or a custom operator may treat a gradient in ways that are not linear (clip it,
-ignore it); so do a few of torch's own, in floating point. Around such a node the scaling is undone
-and redone, so that its backward sees the size it was written for.
+ignore it); in floating point, a few of torch's own do, too. Around such a node the scaling is
+undone and redone, so that its backward gets unscaled gradients.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
         return False
     if not any(ir.requires_grad(n) for n in inputs):
         return False
-    # The gradient of a working copy leaves scaled: the optimizer's step unscales it.
+    # The gradient of a working copy stays scaled: the optimizer's step unscales it.
     trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     history = History(gm)
-    # Beside the parameters, wherever they lie while the graph is planned.
+    # On the device of the parameters, wherever tensors lie while the graph is planned.
     beside = next(filter(ir.is_parameter, inputs), None)
     beside = beside or next(filter(ir.requires_grad, inputs))
     scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
-    for node in reversed(trained):  # each goes before the one placed last
+    for node in reversed(trained):  # each unscale_grad is inserted before the previous one
         if scaler.is_written(node):
             scaler.own(node)
         else:
             scaler.unscale(node)
     for node in inputs:
-        if history.final[node] and not ir.requires_grad(node):  # a cache that was filled
+        if history.final[node] and not ir.requires_grad(node):  # such as a filled cache
             scaler.own(node)
     scaler.scale_outputs()
     return True
@@ -72,20 +72,20 @@ def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
 class _Scaler:
     def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
         self.graph, self.scale, self.found, self.history = graph, scale, found, history
-        self.owned: dict[fx.Node, fx.Node] = {}  # a copy that is written -> the input it stands for
+        self.owned: dict[fx.Node, fx.Node] = {}  # a written copy -> the input it replaces
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
         return _is_unscale(node) or self.history.reads[reader, node]
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether the graph writes to the memory of an input, with or without a history."""
+        """Whether the graph writes to the memory of an input, seen by autograd or not."""
         targets = (target for n in self.graph.nodes for target in ir.written(n))
         held = any(ir.storage(target) == ir.storage(node) for target in targets)
         return held or not self.history.is_as_it_came(node)
 
     def isolate(self, node: fx.Node) -> None:
-        """Undo the scaling of the gradients that enter the node's backward, redo it behind."""
+        """Unscale the gradients that enter the node's backward, and scale those that leave it."""
         if ir.in_functorch(node):
             raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
@@ -96,7 +96,7 @@ class _Scaler:
                     _is_unscale(operand)
                     and (source := operand.all_input_nodes[0]).op != "placeholder"
                 ):
-                    # Straight from one such node to the next: two hooks on a value stay on one.
+                    # No scaling between two such nodes: two hooks on one value must stay on one.
                     node.replace_input_with(operand, source)
                     continue
                 with self.graph.inserting_before(node):
@@ -107,7 +107,9 @@ class _Scaler:
                 self.unscale(result)
 
     def _check_unread(self, written: fx.Node, node: fx.Node) -> None:
-        """What `node` writes will have no history of it but through its results."""
+        """Raise if a value that `node` writes is read later other than through its results: only
+        the results will have the history of the write.
+        """
         memory = ir.storage(written)
         aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
         following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
@@ -118,18 +120,18 @@ class _Scaler:
             )
 
     def own(self, node: fx.Node) -> None:
-        """An input that is written in place: write to a copy, and at the end the copy back.
+        """Let the graph write to a copy of an input, and write that copy back at the end.
 
             mul_(x, 2)      ->      own = clone(unscale_grad(x, ...)); mul_(own, 2)
                                     copy_(x, scale_grad(own, scale))
 
-        So the caller's tensor gets a history whose gradient is true to size at both ends.
+        So the caller's tensor has a history whose gradient is unscaled at both ends.
         """
         output = self.graph.output_node()
         memory = ir.storage(node)
         aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
         itself = {node}
-        for other in self.graph.nodes:  # `add_(x, 1)` is x
+        for other in self.graph.nodes:  # `add_(x, 1)` returns x
             if _given_back(other) in itself:
                 if ir.layout(other) != ir.layout(node):
                     raise CannotRewrite(f"input {node.name} changes its shape in place")
@@ -137,14 +139,14 @@ class _Scaler:
                 output.replace_input_with(other, node)
         if any(n.op == "placeholder" for n in aliases - {node}):
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
-        unseen = self.history.is_as_it_came(node)  # through detach(), for one
+        unseen = self.history.is_as_it_came(node)  # written through detach(), for example
         for writer in self.graph.nodes:
             without = unseen or not ir.grad_enabled(writer)
             if without and aliases.intersection(ir.written(writer)):
                 raise CannotRewrite(
                     f"input {node.name} needs a gradient and is written without one"
                 )
-        # A tensor without a gradient has none to unscale, until something is written to it.
+        # A tensor without a gradient has nothing to unscale until something is written to it.
         source = self.unscale(node) if ir.requires_grad(node) else node
         users = list(source.users)
         aten = torch.ops.aten
@@ -153,7 +155,7 @@ class _Scaler:
             target, name = aten.clone.default, f"{node.name}_own"
             own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
         own.meta["mp_captured"] = node.meta["mp_captured"]
-        # The backward must not copy again: by then the input holds what was written to it.
+        # The backward must not recompute the copy: by then the input holds the written values.
         own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self.owned[own] = node
         for user in users:
@@ -164,7 +166,7 @@ class _Scaler:
             ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
 
     def unscale(self, node: fx.Node) -> fx.Node:
-        # An input that is returned as it is has a gradient that never enters the graph.
+        # The gradient of an input that is returned as it is never enters the graph.
         users = [user for user in node.users if user.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
         with self.graph.inserting_before(ir.after(node)):
@@ -178,14 +180,14 @@ class _Scaler:
         return new
 
     def scale_outputs(self) -> None:
-        """Scale each result; those that share memory by the memory they share.
+        """Scale each result; for results that share memory, scale the shared tensor.
 
             view = view(h, -1)                     own = clone(scale_grad(h, scale))
             return h, view                 ->      view = view(own, -1)
                                                    return own, view
 
-        What the caller writes to one of them is then in the history of the other. A view of an
-        input never leaves the caller's hands: its gradient needs neither scale.
+        If the caller writes to one of them, the write is then in the history of the other. A view
+        of an input stays on the caller's side: its gradient needs no scale.
         """
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
@@ -203,14 +205,14 @@ class _Scaler:
         output.args = (tuple(again.get(r, r) for r in results),)
 
     def _root(self, node: fx.Node) -> fx.Node:
-        """What a result is a view of: an input, or what was made here."""
+        """The value that a result is a view of: an input, or a value made in this graph."""
         below = self._source(node) or self._stood_for(node)
-        made_here = _is_unscale(node) and below.op != "placeholder"  # a call's, true to size
+        made_here = _is_unscale(node) and below.op != "placeholder"  # an isolated node's, unscaled
         return node if below is node or made_here else self._root(below)
 
     def _stood_for(self, node: fx.Node) -> fx.Node:
-        """The captured value that a node added here has taken the place of, or that a write gives
-        back; any other node itself.
+        """The captured value that a node added here replaces, or the operand that an in-place
+        operator returns; for any other node, the node itself.
         """
         if node in self.owned:
             return self.owned[node]
@@ -219,9 +221,9 @@ class _Scaler:
         return node.all_input_nodes[0] if _is_unscale(node) else node
 
     def _source(self, node: fx.Node) -> fx.Node | None:
-        """The one value that a view of torch's own shows, made where autograd sees it; or None.
+        """The one value that a view of torch's own shows, if autograd records the view; or None.
 
-        A part of several results is a view if these are (those of `split`, not those of `sort`).
+        One of several results is a view if they all are (those of `split`, not those of `sort`).
         """
         if ir.is_getitem(node):
             several = node.all_input_nodes[0]
@@ -239,7 +241,7 @@ class _Scaler:
             scaled = self._scale(node, output)
             if not several:
                 return scaled
-            # A tensor of its own, or autograd would take the views for some of what is inside.
+            # A copy, or autograd would take the results for views of a value inside the graph.
             target, name = torch.ops.aten.clone.default, f"{node.name}_own"
             decision = ir.mark(scaled)
             own = ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
@@ -248,7 +250,7 @@ class _Scaler:
         return own
 
     def _again(self, node: fx.Node, shown: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The views that lead to a result, of what is shown in place of its root."""
+        """Rebuild the views that lead to a result, from the value shown in place of its root."""
         if node not in shown:
             if (stood_for := self._stood_for(node)) is not node:
                 return self._again(stood_for, shown)
@@ -278,8 +280,8 @@ class _Scaler:
 
 
 def _given_back(node: fx.Node) -> fx.Node | None:
-    """The operand that an in-place operator writes and returns. By its schema, not by its name:
-    `__and__` ends in an underscore, too.
+    """The operand that an in-place operator writes and returns, or None. Found by schema: a name
+    may end in an underscore for another reason (`__and__`).
     """
     target = node.args[0] if ir.is_op(node) and node.args else None
     writes = isinstance(target, fx.Node) and target in ir.written(node)

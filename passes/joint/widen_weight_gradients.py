@@ -1,4 +1,4 @@
-"""Let weight gradients leave the GEMM in FP32. A rewriting pass, on AOTAutograd's joint graph.
+"""Make GEMMs write weight gradients in FP32. A rewriting pass, on AOTAutograd's joint graph.
 
     mm: f16 = mm(grad_t, x)                          mm: f32 = mm(grad_t, x, f32)
     view: f16 = view(mm, ...)                 ->     view: f32 = view(mm, ...)
@@ -6,21 +6,21 @@
     mul: f32 = mul(grad, 1 / scale)                  mul: f32 = mul(view, 1 / scale)
 
 A GEMM sums up in FP32 and rounds once, at the end, to its output's dtype. A weight gradient is a
-sum over the whole batch: what is rounded, or overflows FP16, is the longest sum of all, and the
-next operator casts it up again (the backward of the cast of an FP32 parameter). cuBLAS can write
-the sum as it stands.
+sum over the whole batch, so the longest sum of all is rounded, or overflows FP16, and the next
+operator casts it up again (the backward of the cast of an FP32 parameter). cuBLAS can write the
+sum in FP32.
 
-Algorithm. Take every cast to FP32 of a gradient that leaves the graph: computed from a tangent, and
-read by nothing on its way out but views, sums, and a product with one number (the loss scale). Walk
-up from it through views and additions (a parameter used twice) that nobody else reads. If the walk
-meets a GEMM or a sum (a bias gradient), compute it and all that was walked through in FP32;
-whatever else flows in is cast where it does. Every value is at least as near the exact one as
+Algorithm. Take every cast to FP32 of a gradient that leaves the graph: it is computed from a
+tangent, and on its way out only views, sums, and a product with one number (the loss scale) read
+it. Walk up from it through views and additions (a parameter used twice) that nothing else reads. If
+the walk meets a GEMM or a sum (a bias gradient), compute it and all nodes of the walk in FP32;
+other values that enter the walk are cast there. Every value is at least as near the exact one as
 before.
 
-Contract. ATen after autograd and Inductor's decompositions; placeholders of gradients are named
-"tangents", as the partitioner needs it too. Each node carries its FakeTensor, which is kept true.
-FP16 and BF16 values only where a device has `mm.dtype` (CUDA). Gradients that stay in the graph
-keep their dtype: there FP32 would cost bandwidth.
+Contract. The graph is ATen after autograd and Inductor's decompositions; placeholders of gradients
+have "tangents" in their name, which the partitioner needs, too. Each node carries its FakeTensor,
+which the pass keeps correct. FP16 and BF16 values are widened only where the device has `mm.dtype`
+(CUDA). Gradients that stay in the graph keep their dtype: for them FP32 would cost bandwidth.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ UPCAST = torch.ops.prims.convert_element_type.default
 GEMMS = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 ADD = aten.add.Tensor
-# slice: Inductor pads the operands of a GEMM and cuts the result;
-# constant_pad_nd, by negative amounts: the backward of a weight that was padded
+# slice: Inductor pads the operands of a GEMM and cuts the result.
+# constant_pad_nd with negative amounts: the backward of padding a weight.
 VIEWS = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default,
     aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
@@ -56,7 +56,7 @@ def widen_weight_gradients(graph: fx.Graph) -> bool:
 
 
 def _leaving_gradients(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes between a tangent and the output from which a gradient leaves the graph."""
+    """The nodes computed from a tangent whose value leaves the graph as a gradient."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -70,7 +70,7 @@ def _leaving_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether the result is a gradient where an operand is: the same, a sum, a multiple."""
+    """Whether a gradient operand makes the result a gradient: a view, a sum, a multiple."""
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
         values = [ir.tensor(operand) for operand in node.all_input_nodes]
         return sum(value is None or value.dim() > 0 for value in values) <= 1
@@ -97,7 +97,7 @@ def _is_low(node: fx.Node) -> bool:
 
 
 def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
-    walked: list[fx.Node] = []  # each before what it reads
+    walked: list[fx.Node] = []  # each node before its operands
     entries: list[tuple[fx.Node, fx.Node]] = []
     edges = [(upcast, upcast.all_input_nodes[0])]
     while edges:
@@ -111,7 +111,7 @@ def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
         if node.target in (*VIEWS, ADD):
             edges += [(node, operand) for operand in node.all_input_nodes]
     if all(node.target in (*VIEWS, ADD) for node in walked):
-        return False  # nothing that computes: only the rounding of sums would be saved
+        return False  # no GEMM or sum: it would only save roundings of additions
     for reader, node in entries:
         with graph.inserting_before(reader):
             wide = graph.call_function(UPCAST, (node, torch.float32))
@@ -130,7 +130,7 @@ def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
 
 
 def _can_widen(node: fx.Node) -> bool:
-    """Whether it has an FP32 twin that takes the same operands, or is a view or an addition."""
+    """Whether the node has an FP32 form with the same operands, or is a view or an addition."""
     if node.target in GEMMS:
         return all(_is_low(operand) for operand in node.all_input_nodes)
     if node.target in SUMS:

@@ -1,9 +1,9 @@
 """Passes over a traced optimizer step, `pass_(gm: fx.GraphModule, config: StepConfig) -> bool`.
 
 A pass rewrites the graph in place and returns whether it changed anything. The graph has no
-outputs: its inputs are named by a `Slot` each, and what it does are its `copy_` nodes. What a pass
-finds for later ones it leaves in the `StepNotes` of the graph module (`ir.step_notes`); both are
+outputs: its inputs are named by a `Slot` each, and its effect is its `copy_` nodes. Passes leave
+values for later passes in the `StepNotes` of the graph module (`ir.step_notes`). Both types are
 described in `mpcompile/ir/step.py`. A pass that the step doesn't need returns False.
 
-The order of the passes stands in `mpcompile/optim/pipeline.py`.
+`mpcompile/optim/pipeline.py` lists the passes in order and runs them.
 """

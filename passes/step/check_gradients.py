@@ -1,10 +1,10 @@
-"""Find out on the device whether this step may change anything. A rewriting pass.
+"""Compute on the device whether this step must be skipped. A rewriting pass.
 
     norm_0, norm_1      ->      overflow = logical_not(all(isfinite(stack([norm_0, norm_1]))))
                                 copy_(result_skipped, overflow)
 
 A loss scale overflows if a gradient of a graph that uses it is not finite, or if such a graph has
-set `flag`, because it saw one in a gradient that another optimizer holds. An overflow of any scale
+set `flag`, because a gradient that another optimizer holds was not finite. An overflow of any scale
 skips the whole step.
 """
 

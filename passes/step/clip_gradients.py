@@ -4,9 +4,9 @@
                                        factor = clamp(max_norm / (norm + 1e-6), max=1)
                                        update(param0, mul(grad0, factor))
 
-As `torch.nn.utils.clip_grad_norm_` does it, between unscaling and the update (NVIDIA's guide to
-mixed precision: clip after unscaling), from norms that are already there. The norm before clipping
-is what the step reports.
+It clips as `torch.nn.utils.clip_grad_norm_` does, between unscaling and the update (NVIDIA's guide
+to mixed precision: clip after unscaling), and uses the norms of measure_gradients. The step reports
+the norm before clipping.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
                 u for u in gradient.users if u not in notes.norms and u.target is not _FOREACH
             ]
             clipped = ir.call(graph, aten.mul.Tensor, gradient, factor, why=why)
-            if (dtype := ir.dtype(gradient)) is not ir.dtype(clipped):  # of a 0-d gradient
+            if (dtype := ir.dtype(gradient)) is not ir.dtype(clipped):  # true of a 0-d gradient
                 clipped = ir.call(graph, aten._to_copy.default, clipped, why=why, dtype=dtype)
             for reader in readers:
                 reader.replace_input_with(gradient, clipped)

@@ -3,10 +3,10 @@
     item = _local_scalar_dense(lr)                      mul = mul(g, lr)
     add(p, g, alpha=item)                        ->     add(p, mul)
 
-torch.optim writes `p.add_(g, alpha=-lr)`; with a tensor for a learning rate that is a read from the
-device, which would make the host wait in every step. A setting that is an input of the graph (a
-momentum that a scheduler moves) arrives as a symbolic number; it becomes a 0-d tensor too, and what
-is computed from it (`1 - beta`) becomes arithmetic on tensors.
+torch.optim writes `p.add_(g, alpha=-lr)`; if the learning rate is a tensor, that reads a number
+from the device, which would make the host wait in every step. A setting that is an input of the
+graph (a momentum that a scheduler changes) arrives as a symbolic number. It becomes a 0-d tensor
+too, and arithmetic on it (`1 - beta`) becomes arithmetic on tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lift_numbers(gm: fx.GraphModule, config: StepConfig) -> bool:
 class _Lifter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.tensors: dict[fx.Node, fx.Node] = {}  # a number -> the 0-d tensor that stands for it
+        self.tensors: dict[fx.Node, fx.Node] = {}  # a number -> the 0-d tensor that replaces it
 
     def run(self) -> bool:
         for node in list(self.graph.nodes):
@@ -83,7 +83,7 @@ class _Lifter:
         )  # fmt: skip
 
     def _lifted(self, node: fx.Node) -> fx.Node:
-        """The value of `node`, computed from 0-d tensors instead of the numbers read from them."""
+        """The value of `node`, computed from 0-d tensors, not from numbers read from these."""
         call = self._call
 
         def is_number(argument: object) -> bool:

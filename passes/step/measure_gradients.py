@@ -1,9 +1,9 @@
-"""One number for each gradient: the read that the check and the clipping share. A rewriting pass.
+"""Compute a norm of each gradient, which the check and the clipping share. A rewriting pass.
 
     grad0: f16[4, 3] = input      ->      norm_0: f32[] = linalg_vector_norm(grad0, inf, dtype=f32)
 
-The largest magnitude tells whether all elements are finite. Where gradients are clipped the 2-norm
-tells it too (one that leaves the range of FP32 counts as an overflow), so each gradient is read
+The largest magnitude shows whether all elements are finite. If gradients are clipped, the 2-norm
+shows it as well (a norm beyond FP32's range counts as an overflow). So each gradient is read only
 once before the update.
 """
 
@@ -29,7 +29,7 @@ def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     gradients = [known[Slot("grad", i)] for i in range(len(config.gradients))]
     order = float("inf") if config.max_grad_norm is None else 2.0
     why = "inf or nan exactly if an element is"
-    # FP32, for low-precision gradients too; FP64 where a gradient is, for it has that range.
+    # FP32 also for low-precision gradients; FP64 if some gradient is FP64, because of its range.
     wide = any(g.dtype is torch.float64 for g in config.gradients)
     dtype = torch.float64 if wide else torch.float32
     with graph.inserting_before(notes.start):

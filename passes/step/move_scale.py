@@ -4,10 +4,10 @@
                       copy_(scale0_skipped_steps, add)
                       ...
 
-What moves it is `settled` in `ir/scale.py`, the rule that `LossScale` follows on the host: it is
-traced with the inputs of the graph that hold the scale's state. Of several optimizers over one
-model the first one to step moves the scale (`first`), and after a good step of theirs the first one
-that overflows (`hit`: one did).
+The rule is `settled` in `mpcompile/ir/scale.py`, which `LossScale` follows on the host; here it is
+traced with the inputs of the graph that hold the scale's state. If several optimizers share a
+model, the first one to step moves the scale (`first`); if its step is good, so does the first one
+that overflows later (`hit`: one did).
 """
 
 from __future__ import annotations

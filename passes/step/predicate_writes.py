@@ -1,10 +1,10 @@
-"""Let a step that must be skipped change nothing at all. A rewriting pass.
+"""Make a step that must be skipped change nothing. A rewriting pass.
 
     copy_(param0, new)      ->      kept = where(skip, param0, new); copy_(param0, kept)
 
-Every write of a parameter and of the optimizer's state, moments and step counters alike. The
-predicate is a value on the device, so the host does not wait for it. In the fused update it costs
-no memory traffic: the old value is read in any case.
+All writes of parameters and of the optimizer's state (moments and step counters) are selected this
+way. `skip` is a value on the device, so the host doesn't wait for it. In the fused update this
+costs no memory traffic: the old value is read in any case.
 """
 
 from __future__ import annotations

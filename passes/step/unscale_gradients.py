@@ -1,11 +1,11 @@
-"""Hand the optimizer unscaled gradients in its parameters' dtype. A rewriting pass.
+"""Give the optimizer unscaled gradients in its parameters' dtype. A rewriting pass.
 
     grad0: f16, times scale      ->      to = to(grad0, f32); mul = mul(to, inverse)
     update(param0, grad0)                update(param0, mul)
 
-Below O2, gradients arrive unscaled in FP32 (the graphs unscale them) and are left alone. At O2, a
-gradient stored in the low dtype is cast up and, in FP16, divided by the scale its graph used. The
-scale is a power of two by default, so the product with its inverse is exact.
+Below O2, gradients arrive unscaled in FP32 (the graphs unscale them) and stay as they are. At O2, a
+gradient stored in the low dtype is cast up and, in FP16, divided by the scale that its graph used.
+The scale is a power of two by default, so the product with its inverse is exact.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Write the low-precision working copy beside its FP32 master. A rewriting pass.
+"""Write the low-precision working copy next to its FP32 master. A rewriting pass.
 
     copy_(param0, kept)      ->      copy_(param0, kept)
                                      to = to(kept, f16); copy_(copy0, to)
 
 O2's models read these copies ("FP32 master weights", Micikevicius et al., ICLR 2018, section 3.1).
-The new weight is in registers here, so its copy costs two bytes written, and the next forward reads
-two bytes for each weight instead of casting four. A skipped step writes what the copy holds. Where
-a copy is stored padded, the graph sees the part that is no padding: the zeros stay zeros.
+The new weight is in registers here, so its copy costs a write of two bytes, and the next forward
+reads two bytes for each weight instead of casting four. A skipped step rewrites the copy's values.
+If a copy is stored padded, the graph gets only the part without padding: the zeros stay zeros.
 """
 
 from __future__ import annotations
