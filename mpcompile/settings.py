@@ -172,7 +172,8 @@ class Settings:
     )  # fmt: skip
     level: Level = _option(
         "O1", lambda _, value: parse_level(value),
-        '"O0" FP32; "O1" Tensor Core ops low; "O2" everything stored low; "O3" all low.',
+        '"O0" FP32; "O1" Tensor Core ops low; "O2" everything stored in the low dtype; "O3" all '
+        "low.",
         words=tuple(level.value for level in Level), plans=True,
     )  # fmt: skip
     policy: Policy = _option(
@@ -181,8 +182,8 @@ class Settings:
     loss_scale: LossScale | None = _option(
         "dynamic", _loss_scale,
         '"dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that don\'t '
-        'fit), "none", a number, or a `LossScale`. BF16 needs none and gets none unless you hand '
-        "over a `LossScale`.",
+        'fit), "none", a number, or a `LossScale`. BF16 needs none and gets none unless you give '
+        "a `LossScale`.",
     )  # fmt: skip
     pad: str = _choice(
         "auto", PADS,
@@ -200,7 +201,7 @@ class Settings:
         plans=True,
     )  # fmt: skip
     fuse_head: bool = _switch(
-        "make one operator of a linear layer and the `cross_entropy` that alone reads it, which "
+        "make one operator of a linear layer and the `cross_entropy` that is its only reader; it "
         "never stores the logits: less memory, for one more matrix product.",
         plans=True,
     )
