@@ -59,7 +59,7 @@ class _Setting(Generic[T]):
 class LossScale:
     """How gradients are scaled in FP16, and the current scale.
 
-    Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and give
+    Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and
     pass it to `mpcompile(..., loss_scale=...)`; each compiled model has its own.
 
     Args:
