@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from mpcompile.emit.accumulation import check_accumulation
 from mpcompile.inspect import advice
 from mpcompile.profile import store
 from mpcompile.profile.key import key_of
-from mpcompile.rules import kernels
+from mpcompile.rules import Recurrent, kernels
+from mpcompile.rules.table import TABLE
 
 pytestmark = pytest.mark.this_machine
 
@@ -241,7 +243,9 @@ def test_an_rnn_that_the_library_refuses_runs_in_fp32(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "_answers", {})
     layer = mpcompile(nn.LSTM(16, 16), emit="eager", strict=True, dtype=torch.bfloat16)
-    monkeypatch.setitem(kernels._RECURRENT, "aten::lstm", refuse)
+    lstm_row = TABLE["aten::lstm"]
+    refused = replace(lstm_row, recurrent=Recurrent(4, refuse))  # type: ignore[arg-type]
+    monkeypatch.setitem(TABLE, "aten::lstm", refused)
     layer(torch.randn(3, 2, 16))[0].sum().backward()
     (plan,) = compiled_plans(layer)
     (lstm,) = (node for node in plan.nodes if node.name == "lstm")
