@@ -99,7 +99,11 @@ class ModuleCall:
         name = f"{type(module).__name__}_{next(_numbers)}"
         forward.__code__ = forward.__code__.replace(co_name=name)
         has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        return running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+        run = running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+        # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
+        # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
+        vars(run).pop("_torchdynamo_inline", None)
+        return run
 
     def _is_stale(self) -> bool:
         """Whether something has changed that Dynamo doesn't guard on."""
