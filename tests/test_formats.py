@@ -15,6 +15,7 @@ from torch import fx, nn
 from mpcompile import ir
 from mpcompile.passes.graph.place_casts import place_casts
 from mpcompile.passes.graph.plan import plan
+from mpcompile.passes.graph.plan_pads import plan_pads
 from mpcompile.planner.objective import UNIT, Objective
 from mpcompile.profile import Profile, Sample
 from mpcompile.rules.formats import Format
@@ -91,6 +92,15 @@ def test_the_numbers() -> None:
         error = (a.double() - b).norm() / b.norm()
         assert error < 2 * 2**-4  # half a unit in the last place of each of two operands
         assert error > 0
+
+
+@pytest.mark.parametrize(("format_", "multiple"), [(Format(BF16), 8), (FP8, 16)])
+def test_dims_are_padded_to_the_operands_bytes(format_: Format, multiple: int) -> None:
+    """Tensor Cores load rows in pieces of 16 bytes: 8 values in BF16, 16 in FP8."""
+    stage = Stage(plan_pads, mlp, *inputs(), low=format_, pad="always")
+    stage.run()
+    found = [ir.alignment(node) for node in products(stage)]
+    assert [alignment.multiple for alignment in found if alignment is not None] == [multiple] * 2
 
 
 def test_a_tensor_of_zeros_stays_zero() -> None:

@@ -65,7 +65,7 @@ class _Aligner:
 
     def _align(self, node: fx.Node, found: Product) -> Alignment:
         low = ir.precision(node) is Precision.LOW
-        multiple = self.config.cores.alignment // ir.mark(node).low.itemsize
+        multiple = self.config.cores.alignment // ir.mark(node).format.operand_bytes
         rows = self.config.cores.rows or self.config.pad == "always"
         wanted = (*found.strides, *(found.rows if rows else ()))
         before = _unaligned(found, {}, wanted, multiple)
@@ -117,7 +117,7 @@ class _Aligner:
             dims = [d for d, x in enumerate(found.operands[path]) if x in padded]
             if not _is_stored(operand) and not self.lanes.get(operand, {}).keys() >= set(dims):
                 copied += 2 * math.prod(map(ir.hint, ir.shape(operand)))
-        spent = copied * ir.mark(node).low.itemsize * cores.balance
+        spent = copied * ir.mark(node).format.operand_bytes * cores.balance
         if spent > saved:
             return f"a copy of its operands takes {spent / saved:.1f} times what alignment saves"
         return None
