@@ -86,10 +86,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def test_a_piece_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    limit = 3.0  # by then it must have started both, on a busy machine too
     start = time.monotonic()
-    (record,) = runner.run([script("hangs", f"{SLEEPER}; p.wait()", limit=1.0)], tmp_path)
+    (record,) = runner.run([script("hangs", f"{SLEEPER}; p.wait()", limit=limit)], tmp_path)
     assert record.status == KILLED
-    assert time.monotonic() - start < 1 + runner.GRACE
+    assert time.monotonic() - start < limit + runner.GRACE
     first, *rest = (tmp_path / "hangs" / "log.txt").read_text().splitlines()
     assert wait_for(lambda: gone(int(first)))
     assert rest[-1] == "KeyboardInterrupt", "it says where it was"
