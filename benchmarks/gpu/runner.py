@@ -136,6 +136,7 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            preexec_fn=_hears_interrupts,
             **_GROUP,
         )
         try:
@@ -158,6 +159,11 @@ def _run(
     unfinished.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
     unfinished.replace(folder / "record.json")
     return record
+
+
+def _hears_interrupts() -> None:
+    """In a new process: a shell's job in the background ignores interrupts, and so would this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
