@@ -19,7 +19,7 @@ from .calls.module_call import ModuleCall, running
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
-from .inspect.plan import Plan
+from .inspect.graph_plan import GraphPlan
 from .rules.policy import Level, Policy
 from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
@@ -34,7 +34,7 @@ class _Record:
 
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
-        self.plans: list[Plan] = []  # one for each graph compiled so far
+        self.plans: list[GraphPlan] = []  # one for each graph compiled so far
 
 
 _records = WeakIdKeyDictionary()
@@ -149,13 +149,15 @@ def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
     return True
 
 
-def _warn_of_what_matched_nothing(module: nn.Module, settings: Settings, plans: list[Plan]) -> None:
+def _warn_of_what_matched_nothing(
+    module: nn.Module, settings: Settings, plans: list[GraphPlan]
+) -> None:
     for complaint in matched_nothing(settings, plans):
         text = f"mpcompile: {type(module).__name__}: {complaint}"
         warnings.warn(text, MPCompileWarning, stacklevel=5)
 
 
-def matched_nothing(settings: Settings, plans: Sequence[Plan]) -> list[str]:
+def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]:
     """The requests (nodes of the policy, `fuse_head`) that applied to no graph of the first
     training forward, as one message each.
     """
@@ -196,8 +198,8 @@ def loss_scale_of(model: Any) -> LossScale:
     return own
 
 
-def compiled_plans(model: Any) -> list[Plan]:
-    """The plan of each graph compiled so far for this model or function, in order. `Plan.left` of a
+def compiled_plans(model: Any) -> list[GraphPlan]:
+    """The plan of each graph compiled so far for this model or function, in order. `GraphPlan.left` of a
     graph that was left in FP32 says why.
 
     Raises:

@@ -33,7 +33,7 @@ from .emit.islands import has_rnn
 from .emit.joint import JointPass, joint_passes
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
-from .inspect.plan import Plan, plan_of_left
+from .inspect.graph_plan import GraphPlan, plan_of_left
 from .ir.fakes import fake_of_fixed_size
 from .ir.inputs import GraphInputs
 from .ir.updates import is_update
@@ -46,7 +46,7 @@ from .state import copies, fit_scale, hooks, parameters
 from .state.loss_scale import LossScale
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
-Listener = Callable[[Plan], None]
+Listener = Callable[[GraphPlan], None]
 
 
 def mpcompile_backend(
@@ -73,7 +73,7 @@ def mpcompile_backend(
 
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], Plan]:
+) -> tuple[Callable[..., Any], GraphPlan]:
     if settings.level is Level.O0:
         return _leave(gm, example_inputs, settings, 'level="O0" was asked for')
     if is_update(gm, example_inputs):
@@ -101,7 +101,7 @@ def _compile_or_fall_back(
 
 def _leave(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
-) -> tuple[Callable[..., Any], Plan]:
+) -> tuple[Callable[..., Any], GraphPlan]:
     """Compile a graph unchanged, in FP32."""
     compiled = _emit(gm, example_inputs, settings, untouched=True)
     return compiled, plan_of_left(reason, _place_of(example_inputs))
@@ -117,7 +117,7 @@ def reason_of(error: Exception) -> str:
 
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], Plan]:
+) -> tuple[Callable[..., Any], GraphPlan]:
     """Rewrite a graph, emit it, and wrap it so that a call gets its extra inputs."""
     device = _device_of(example_inputs)
     target = target_of(device, settings.dtype)
@@ -186,7 +186,7 @@ def config_for(
 
 def rewrite(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, settings: Settings
-) -> tuple[fx.GraphModule, Plan]:
+) -> tuple[fx.GraphModule, GraphPlan]:
     """Capture Dynamo's graph and run every pass over it. Returns the graph to emit, and its plan.
 
     Raises:
@@ -219,7 +219,7 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def _heed_the_device(
-    captured: fx.GraphModule, plan: Plan, config: Config, device: torch.device
+    captured: fx.GraphModule, plan: GraphPlan, config: Config, device: torch.device
 ) -> None:
     """Warn if a setting of the device may round sums, or if the device gains nothing by `low`."""
     check_accumulation(device, config.low)
@@ -281,7 +281,7 @@ def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
 
 
 def _to_emit(
-    gm: fx.GraphModule, captured: fx.GraphModule, plan: Plan, settings: Settings
+    gm: fx.GraphModule, captured: fx.GraphModule, plan: GraphPlan, settings: Settings
 ) -> tuple[fx.GraphModule, Settings]:
     """The graph to emit, and the settings to emit it with."""
     if settings.emit != "inductor" or not has_rnn(captured) or plan.counts().get("LOW"):

@@ -27,8 +27,8 @@ from .devices.gpus import GPUS, gpu
 from .devices.info import device_facts
 from .devices.registry import capabilities, default_device
 from .errors import MPCompileError
+from .preview.explain import plan_call
 from .preview.factory import CONTRACT, made_by
-from .preview.plan_gpu import plan_call
 from .profile import Profile, Sample, store
 from .profile.measure import measure
 from .profile.model import KINDS, flops

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import fx
 
 from .inspect.dump import Dump
-from .inspect.plan import Plan, plan_of
+from .inspect.graph_plan import GraphPlan, lines_of, plan_of
 from .ir import spec
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
@@ -109,7 +109,7 @@ def run(
     captured_in: float,
     dump: Path | None,
     disabled: Collection[str] = (),
-) -> Plan:
+) -> GraphPlan:
     """Run every pass over a captured graph, in place.
 
     Args:
@@ -131,12 +131,13 @@ def run(
     record = Dump(dump) if dump is not None else None
     if record:
         record.stage("captured", gm, captured_in)
-    decided: Plan | None = None
+    before = lines_of(gm.graph)
+    decided: GraphPlan | None = None
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:
             continue
         if decided is None and pass_ in FOLDING:
-            decided = plan_of(gm.graph, config)
+            decided = plan_of(gm.graph, config, before)
         start = time.perf_counter()
         if pass_(gm, config):
             changed.append(name)
@@ -145,7 +146,7 @@ def run(
         if record:
             record.stage(name, gm, seconds[name])
     plan = replace(
-        decided or plan_of(gm.graph, config),
+        decided or plan_of(gm.graph, config, before),
         seconds=seconds,
         changed=tuple(changed),
         dump_dir=record.directory if record else None,

@@ -60,7 +60,7 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", "some_nets:good", *arguments]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["gpu"]["name"] == "Tesla T4"
-    assert data["plans"][0]["tensor_cores"]["share"] == 1.0
+    assert data["graphs"][0]["tensor_cores"]["share"] == 1.0
     assert data["saved_bytes"] == 2 * 8 * 8
     assert data["unknown"]
     assert list((tmp_path / "graphs").rglob("plan.json"))

@@ -21,7 +21,7 @@ from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.emit.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.emit.joint import joint_passes
 from mpcompile.errors import MPCompileWarning
-from mpcompile.inspect.plan import Plan
+from mpcompile.inspect.graph_plan import GraphPlan
 from mpcompile.planner.target import Target, target_for
 from mpcompile.profile import store
 from mpcompile.profile.ceilings import from_ceilings
@@ -93,9 +93,9 @@ class Block(nn.Module):
         return self.head(nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def planned(target: Target, **options: Any) -> tuple[Plan, Config]:
+def planned(target: Target, **options: Any) -> tuple[GraphPlan, Config]:
     """The plan of a small model. Its tensors are fakes; `target` alone says what they are for."""
-    found: list[tuple[Plan, Config]] = []
+    found: list[tuple[GraphPlan, Config]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         settings = Settings.parse(options)
@@ -109,7 +109,7 @@ def planned(target: Target, **options: Any) -> tuple[Plan, Config]:
     return one
 
 
-def precisions(plan: Plan, op: str) -> set[str]:
+def precisions(plan: GraphPlan, op: str) -> set[str]:
     return {node.precision for node in plan.nodes if node.op == op}
 
 

@@ -170,7 +170,7 @@ def test_a_plan_for_a_gpu_without_it() -> None:
     model, x = nn.Linear(64, 61), torch.ones(64, 64)
     ops = []
     for disabled in ((), ("plan_pads",)):
-        (plan,) = plan_for(model, x, device="t4", pad="always", disable_passes=disabled).plans
+        (plan,) = plan_for(model, x, device="t4", pad="always", disable_passes=disabled).graphs
         ops.append({node.op for node in plan.nodes})
     assert ops[0] - ops[1] == {"aten::constant_pad_nd", "aten::slice"}
 

@@ -65,7 +65,7 @@ def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.M
         planned = plan_for(
             model, *batch(), device=gpu, level=run["level"], mp_optimizer=run["generated"]
         )
-        assert [str(plan) for plan in planned.plans] == [run["plan"]]
+        assert [str(plan) for plan in planned.graphs] == [run["plan"]]
         assert not planned.left
 
 

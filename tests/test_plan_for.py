@@ -18,7 +18,7 @@ from versions import since
 from mpcompile import MPCompileError, Policy, loss_scale_of, mpcompile, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
-from mpcompile.preview import plan_gpu
+from mpcompile.preview import explain as explaining
 from mpcompile.rules import kernels
 from mpcompile.state import guard, parameters
 
@@ -47,7 +47,7 @@ def in_two_graphs(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def decided(planned: Any) -> dict[str, str]:
-    return {n.name: n.precision for plan in planned.plans for n in plan.nodes}
+    return {n.name: n.precision for n in planned.nodes}
 
 
 # -- what the plan says ----------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def decided(planned: Any) -> dict[str, str]:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_gpu(gpu: str) -> None:
     planned = plan_for(net(), X, device=gpu)
-    (plan,) = planned.plans
+    (plan,) = planned.graphs
     assert (plan.dtype, plan.device, plan.scaled) == ("float16", "cuda:0", True)
     assert decided(planned)["linear"] == ("FULL" if gpu == "p100" else "LOW")
     assert planned.gpu is GPUS[gpu]
@@ -131,16 +131,16 @@ def test_half_inputs_are_widened() -> None:
 
 def test_each_graph_has_a_plan() -> None:
     planned = plan_for(Calls(in_two_graphs), X, device="t4")
-    assert [plan.counts() for plan in planned.plans] == [{"LOW": 1}, {"LOW": 2}]
+    assert [plan.counts() for plan in planned.graphs] == [{"LOW": 1}, {"LOW": 2}]
 
 
 def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         raise CannotRewrite("this one can't be")
 
-    monkeypatch.setattr(plan_gpu, "rewrite", rewrite)
+    monkeypatch.setattr(explaining, "rewrite", rewrite)
     planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
-    assert planned.plans == ()
+    assert [plan.nodes for plan in planned.graphs] == [()]
     assert planned.left == ("this one can't be",)
     assert "a graph stays in FP32: this one can't be" in str(planned)
     assert planned.saved_bytes == 4 * 3 * 4  # what exp returned, in FP32
@@ -212,7 +212,7 @@ def test_nothing_happens_to_the_model_or_the_process() -> None:
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr]
     live, changes = len(guard._live), parameters.changes()
     sums = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    assert len(plan_for(model, x, level="O2", mp_optimizer=True).plans) == 3
+    assert len(plan_for(model, x, level="O2", mp_optimizer=True).graphs) == 3
     assert (model.calls, model.plain.tolist(), x.tolist()) == (0, [0.0] * 4, X.tolist())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(model.layer.weight.grad, torch.ones(4, 4))
@@ -241,7 +241,7 @@ def test_what_the_user_compiled_stays_compiled() -> None:
     assert not any(graphs)
     compiled = len(graphs)
     for rows in range(5, 15):  # more than the functions may be compiled otherwise
-        assert len(plan_for(model, torch.ones(rows, 4)).plans) == 2
+        assert len(plan_for(model, torch.ones(rows, 4)).graphs) == 2
     mine(X)
     assert len(graphs) == compiled
 
@@ -258,9 +258,9 @@ def test_a_compiled_model_keeps_its_scale() -> None:
 
 def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[nn.Module]] = []
-    run = plan_gpu._run
+    run = explaining._run
     monkeypatch.setattr(
-        plan_gpu, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
+        explaining, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
     )
     plan_for(net(), X)
     gc.collect()

@@ -142,7 +142,7 @@ def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
     for name, before, line in (
         ("settings.py", "    fuse_head: bool = _switch(", field),
         ("api.py", "    fuse_head: bool = False,", keyword),
-        ("preview/plan_gpu.py", "    fuse_head: bool = False,", keyword),
+        ("preview/explain.py", "    fuse_head: bool = False,", keyword),
     ):
         path = tmp_path / "mpcompile" / name
         text = path.read_text()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..api import compiled_plans, mpcompile
 from ..errors import MPCompileError, MPCompileWarning
-from ..inspect.plan import PlanNode
+from ..inspect.graph_plan import PlanNode
 from ..pipeline import MAY_BE_DISABLED
 from ..rules.policy import Policy
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..api import compiled_plans, loss_scale_of, mpcompile
 from ..devices.registry import capabilities, default_device
-from ..inspect.plan import Plan
+from ..inspect.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from .model import GPT, GPTConfig, generate
@@ -275,7 +275,7 @@ def _table(result: DemoResult) -> Table:
     return table
 
 
-def runs_low(plans: Sequence[Plan]) -> str:
+def runs_low(plans: Sequence[GraphPlan]) -> str:
     count = low = 0
     for plan in plans:  # node names are unique only within one graph
         products = {op.name for op in plan.tensor_cores.ops}

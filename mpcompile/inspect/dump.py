@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import fx
 
 from .. import ir
-from .plan import Plan
+from .graph_plan import GraphPlan
 
 _numbers = itertools.count()
 
@@ -57,6 +57,6 @@ class Dump:
         self._previous = lines
         self._stage += 1
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: GraphPlan) -> None:
         text = json.dumps(plan.to_dict(), indent=1)
         (self.directory / "plan.json").write_text(text + "\n", encoding="utf-8")

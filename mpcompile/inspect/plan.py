@@ -1,151 +1,151 @@
-"""The plan of one graph, as plain data: every node, its precision, and the reason."""
+"""The plan of a whole model: its graphs, and what holds for all of them, as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx
-
 from .. import ir
-from ..ir import hidden_products
-from ..rules.policy import Config
-from .tensor_cores import TensorCoreReport, tensor_core_report
+from ..devices.cuda import AbsentGPU
+from ..devices.gpus import GPU
+from .graph_plan import GraphPlan, PlanNode
+from .saved_bytes import Saved
+from .tensor_cores import TensorCoreReport
 
-_ADDED = {role.value for role in ir.ADDED}
+UNKNOWN = (
+    "times: the plan follows from a data sheet, or from a profile that MPCOMPILE_PROFILE names",
+    "whether a kernel refuses a dtype or a shape: the GPU is taken to have one for every operator",
+    "what the model asks of its device: here it is told that it is on the CPU",
+    "what depends on values: a branch on a tensor, sizes from nonzero or unique",
+    "which attention kernel is chosen: one that stores no scores is assumed where there is one",
+    "what a recurrent kernel keeps for its backward, and cuDNN's and cuBLAS's workspaces",
+    "whether the steps fit into memory, and whether the loss goes down",
+)
+"""What a plan can't know without the GPU."""
 
 
 @dataclass(frozen=True)
-class PlanNode:
-    """One line of the plan.
+class ModuleLine:
+    """One module of the model: its dotted path ("" for the model itself), and its class."""
 
-    Attributes:
-        name: as in the dump; `Policy(nodes=...)` takes it.
-        op: operator, `"aten::linear"`.
-        module: dotted path of the module it comes from, or "".
-        source: `"model.py:12"`, or "".
-        captured, planned: result types in the FP32 program and as planned, `"f32[8, 4]"`.
-        precision: "LOW", "FULL" or "KEEP".
-        rule, reason: who decided, and why.
-        costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
-            see planner/objective.py), or None where it had nothing to decide.
-        products: number of matrix products inside an opaque call; they stay FP32.
-    """
-
-    name: str
-    op: str
-    module: str
-    source: str
-    captured: str
-    planned: str
-    precision: str
-    rule: str
-    reason: str
-    costs: dict[str, dict[str, int]] | None = None
-    products: int = 0
-
-    @property
-    def is_added(self) -> bool:
-        """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
-        return self.rule in _ADDED
+    path: str
+    kind: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the passes decided for one captured graph, or why it was left in FP32.
+    """What mpcompile does with a model.
 
     Attributes:
-        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph left in FP32.
-        nodes: one for each node, in program order, casts and scaling included.
-        casts: number of casts in the final graph.
-        scaled: whether gradients are scaled inside the graph.
-        seconds: wall time of capture and of each pass.
-        changed: names of the passes that changed the graph, in their order.
-        tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
-        dump_dir: the directory of the dump, or None.
-        left: why the graph was left in FP32, in one sentence; None for a graph that was rewritten.
-            A graph that was left has no nodes.
+        model: the name of its class.
+        level, dtype, device: "O1", "float16", "cpu".
+        graphs: one for each graph, in the order in which the forward runs them.
+        modules: the modules of the model, in the order of `named_modules()`.
+        versions: "mpcompile" and "torch" -> version.
+        gpu: the data sheet of the GPU that it was planned for; None: this machine's own device.
+        repairs: what `repair=True` has pinned to FP32 while the model trained, one sentence each.
     """
 
+    model: str
     level: str
     dtype: str
     device: str
-    nodes: tuple[PlanNode, ...] = ()
-    casts: int = 0
-    scaled: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
-    tensor_cores: TensorCoreReport = TensorCoreReport()
-    dump_dir: Path | None = None
-    left: str | None = None
+    graphs: tuple[GraphPlan, ...]
+    modules: tuple[ModuleLine, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    gpu: GPU | None = None
+    repairs: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[PlanNode, ...]:
+        """The nodes of all graphs."""
+        return tuple(node for graph in self.graphs for node in graph.nodes)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The reasons why graphs were left in FP32, one sentence for each."""
+        return tuple(graph.left for graph in self.graphs if graph.left is not None)
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """The reasons why the program broke into several graphs, one for each break."""
+        return tuple(graph.ends_with for graph in self.graphs if graph.ends_with is not None)
+
+    @property
+    def casts(self) -> int:
+        """Number of casts in all graphs."""
+        return sum(graph.casts for graph in self.graphs)
+
+    @property
+    def tensor_cores(self) -> TensorCoreReport:
+        """The products of all graphs."""
+        reports = [graph.tensor_cores for graph in self.graphs]
+        return TensorCoreReport(
+            tuple(op for report in reports for op in report.ops),
+            tuple(line for report in reports for line in report.advice),
+        )
+
+    @property
+    def saved(self) -> tuple[Saved, ...]:
+        """What the forward keeps for the backward."""
+        return tuple(one for graph in self.graphs for one in graph.saved)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept between forward and backward, without inputs and parameters."""
+        return sum(one.bytes for one in self.saved)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `left` is omitted if it is None."""
-        data = dataclasses.asdict(self)
-        if self.left is None:
-            del data["left"]
-        data["tensor_cores"] |= {
-            "share_before": self.tensor_cores.share_before,
-            "share": self.tensor_cores.share,
+        """Plain data for JSON."""
+        by_dtype: Counter[str] = Counter()
+        for one in self.saved:
+            by_dtype[ir.SHORT.get(one.dtype, str(one.dtype))] += one.bytes
+        return {
+            "model": self.model,
+            "level": self.level,
+            "dtype": self.dtype,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "gpu": None if self.gpu is None else dataclasses.asdict(self.gpu),
+            "modules": [dataclasses.asdict(module) for module in self.modules],
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "casts": self.casts,
+            "tensor_core_share": self.tensor_cores.share,
+            "saved_bytes": self.saved_bytes,
+            "saved_bytes_by_dtype": dict(by_dtype),
+            "saved_bytes_copies_of_inputs": sum(one.bytes for one in self.saved if one.copied),
+            "left_in_fp32": list(self.left),
+            "graph_breaks": list(self.breaks),
+            "repairs": list(self.repairs),
+            "unknown": list(UNKNOWN) if self.gpu is not None else [],
         }
-        data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
-        return data
-
-    def counts(self) -> dict[str, int]:
-        """How many operators are LOW, FULL and KEEP, without casts and scaling."""
-        return dict(Counter(n.precision for n in self.nodes if not n.is_added))
 
     def __str__(self) -> str:
-        if self.left is not None:
-            return f"{self.level} {self.dtype} on {self.device}: left in FP32: {self.left}"
-        head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
-            f"{count} {name}" for name, count in sorted(self.counts().items())
-        )
-        if hidden := sum(node.products for node in self.nodes):
-            head += f"; matrix products in opaque calls, all FP32: {hidden}"
-        width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
+        data = self.to_dict()
+        where = self.device
+        if self.gpu is not None:
+            where = f"{self.gpu.name}; Tensor Cores: {AbsentGPU(self.gpu).units()}"
+        parts = [f"{name} {_size(n)}" for name, n in data["saved_bytes_by_dtype"].items()]
+        if copied := data["saved_bytes_copies_of_inputs"]:
+            parts.append(f"of it copies of weights and other inputs {_size(copied)}")
+        saved = _size(self.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
         lines = [
-            f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
-            + (f"  ({n.module})" if n.module else "")
-            for n in self.nodes
+            where,
+            *(str(graph) for graph in self.graphs if graph.left is None),
+            *(f"a graph stays in FP32: {reason}" for reason in self.left),
+            *(f"graph break: {reason}" for reason in self.breaks),
+            *(f"repaired: {event}" for event in self.repairs),
+            f"Saved for the backward: {saved}",
         ]
-        return "\n".join([head, *lines, str(self.tensor_cores)])
+        if self.gpu is not None:
+            lines += ["Not known without the GPU:", *(f"  {line}" for line in UNKNOWN)]
+        return "\n".join(lines)
 
 
-def plan_of_left(reason: str, device: torch.device) -> Plan:
-    """The plan of a graph that is compiled unchanged, in FP32."""
-    return Plan(level="O0", dtype="float32", device=str(device), left=reason)
-
-
-def plan_of(graph: fx.Graph, config: Config) -> Plan:
-    """Read the decisions from a graph after its passes (before checkpoints are folded back)."""
-    nodes = tuple(
-        PlanNode(
-            name=node.name,
-            op=ir.op_name(node),
-            module=ir.module_path(node),
-            source=ir.source(node),
-            captured=ir.type_text(node.meta.get("mp_captured")),
-            planned=ir.type_text(node.meta.get("val")),
-            precision=ir.mark(node).precision.value,
-            rule=ir.mark(node).rule,
-            reason=ir.mark(node).reason,
-            costs=ir.costs(node),
-            products=hidden_products.products_in(node),
-        )
-        for node in graph.nodes
-        if ir.is_marked(node)
-    )
-    return Plan(
-        level=config.level.value,
-        dtype=str(config.low).removeprefix("torch."),
-        device=str(config.device),
-        nodes=nodes,
-        casts=sum(node.rule == ir.Role.CAST.value and node.op == "aten::to" for node in nodes),
-        scaled=any(node.rule == ir.Role.SCALE.value for node in nodes),
-        tensor_cores=tensor_core_report(graph),
-    )
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

@@ -14,6 +14,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ class Saved:
     dtype: torch.dtype
     bytes: int
     copied: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def counter(found: list[Saved]) -> Callable[..., Any]:

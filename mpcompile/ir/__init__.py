@@ -62,7 +62,7 @@ from .step_graph import (
     step_notes,
     writes,
 )
-from .text import line, module_path, render, source, type_text
+from .text import frames, line, module_path, render, source, type_text
 from .values import (
     aten,
     attribute,
@@ -123,6 +123,7 @@ __all__ = [
     "fake_mode",
     "first_call",
     "float_args",
+    "frames",
     "grad_enabled",
     "hint",
     "in_functorch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +26,23 @@ def module_path(node: fx.Node) -> str:
     return rest.partition(".")[2] if head in ("L", "G") else path
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+_OURS = str(Path(__file__).parents[1])  # the functions that call a compiled module
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def frames(node: fx.Node) -> tuple[str, ...]:
+    """`("train.py:30 in forward", "model.py:12 in forward")`: the user's frames, innermost last."""
+    found = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return tuple(
+        f"{at['file'].rsplit('/', 1)[-1]}:{at['line']} in {at['function'].strip()}"
+        for at in found
+        if not at["file"].startswith(_OURS)
+    )
 
 
 def source(node: fx.Node) -> str:
     """`"model.py:12"`: the user's innermost frame that made the node, or the empty string."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    if not frames:
-        return ""
-    return f"{frames[-1]['file'].rsplit('/', 1)[-1]}:{frames[-1]['line']}"
+    return frames(node)[-1].partition(" in ")[0] if frames(node) else ""
 
 
 def type_text(value: Any) -> str:

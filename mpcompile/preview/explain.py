@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import itertools
 import random
@@ -26,6 +27,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import ir
+from .._version import __version__
 from ..api import matched_nothing
 from ..backend import config_for, reason_of, rewrite
 from ..calls.half_inputs import widened, widens_inputs
@@ -34,8 +36,8 @@ from ..devices.gpus import gpu
 from ..emit.emitter import emit
 from ..emit.rnn_tracing import with_rnns
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..inspect.gpu_plan import GPUPlan
-from ..inspect.plan import Plan
+from ..inspect.graph_plan import GraphPlan, plan_of_left
+from ..inspect.plan import ModuleLine, Plan
 from ..inspect.saved_bytes import Saved, counter
 from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import FOUND, SCALE, GraphInputs
@@ -65,7 +67,7 @@ def plan_for(
     disable_passes: Collection[str] = (),
     mp_optimizer: bool = False,
     **kwargs: Any,
-) -> GPUPlan:
+) -> Plan:
     """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
 
     Nothing is trained. The model, its gradients and buffers, and the random states stay unchanged:
@@ -101,7 +103,7 @@ def plan_call(
     device: str,
     mp_optimizer: bool = False,
     options: Mapping[str, Any],
-) -> GPUPlan:
+) -> Plan:
     """`plan_for`, for models whose arguments may have the names of options."""
     sheet = gpu(device)
     settings = Settings.parse(options)
@@ -118,15 +120,24 @@ def plan_call(
     check_module(twin, settings)
     with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
         _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
-    if not planner.plans and not planner.left:
+    if not planner.graphs:
         raise MPCompileError(
             f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
             "(an unsupported construct at the top of it, or compilation is disabled); "
             "TORCH_LOGS=graph_breaks tells why"
         )
-    for complaint in matched_nothing(settings, planner.plans):
+    for complaint in matched_nothing(settings, planner.graphs):
         warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
-    return GPUPlan(sheet, tuple(planner.plans), tuple(planner.saved), tuple(planner.left))
+    return Plan(
+        model=type(model).__name__,
+        level=settings.level.value,
+        dtype=str(planner.target.low).removeprefix("torch."),
+        device=str(planner.target.device),
+        graphs=tuple(planner.graphs),
+        modules=tuple(ModuleLine(path, type(m).__name__) for path, m in model.named_modules()),
+        versions={"mpcompile": __version__, "torch": torch.__version__},
+        gpu=sheet,
+    )
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -202,15 +213,13 @@ class _Planner:
     """A torch.compile backend that plans each graph, counts what it saves, and runs it on fakes.
 
     Attributes:
-        plans, saved, left: see `GPUPlan`.
+        graphs: the plan of each graph so far.
     """
 
     def __init__(self, settings: Settings, target: Target, mp_optimizer: bool) -> None:
         self.settings, self.target = settings, target
         self.copied = mp_optimizer and settings.level is Level.O2
-        self.plans: list[Plan] = []
-        self.saved: list[Saved] = []
-        self.left: list[str] = []
+        self.graphs: list[GraphPlan] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         config = self._config(example_inputs)
@@ -219,9 +228,8 @@ class _Planner:
         except MPCompileError:
             raise
         except Exception as error:
-            self.left.append(reason_of(error))
-            return self._emit(gm, example_inputs, untouched=True)
-        self.plans.append(plan)
+            left = plan_of_left(reason_of(error), self.target.device)
+            return self._emit(gm, example_inputs, left, untouched=True)
         _attend_as_fused(graph)
         inputs = GraphInputs.of(graph.graph)
         working = self._working_copies(graph, inputs, example_inputs)
@@ -230,7 +238,7 @@ class _Planner:
             beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
             scaling = [torch.zeros((), device=beside.device) for _ in (SCALE, FOUND)]
         fixed = [fake_of_fixed_size(copy) for copy in working]
-        run = self._emit(graph, inputs.assembled(example_inputs, fixed, scaling))
+        run = self._emit(graph, inputs.assembled(example_inputs, fixed, scaling), plan)
         return lambda *args: run(*inputs.assembled(args, working, scaling))
 
     def _config(self, example_inputs: Sequence[Any]) -> Config:
@@ -260,12 +268,15 @@ class _Planner:
         return working
 
     def _emit(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], *, untouched: bool = False
+        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, *, untouched: bool = False
     ) -> Callable[..., Any]:
-        return emit(
+        saved: list[Saved] = []
+        run = emit(
             gm, inputs, "inductor", recompute=self.settings.recompute, untouched=untouched,
-            inner=counter(self.saved),
+            inner=counter(saved),
         )  # fmt: skip
+        self.graphs.append(dataclasses.replace(plan, saved=tuple(saved)))
+        return run
 
 
 def _attend_as_fused(gm: fx.GraphModule) -> None:

@@ -1,0 +1,206 @@
+"""The plan of one graph, as plain data: every node, its precision, and the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir import hidden_products
+from ..rules.policy import Config
+from .saved_bytes import Saved
+from .tensor_cores import TensorCoreReport, tensor_core_report
+
+_ADDED = {role.value for role in ir.ADDED}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a graph as text: `name` is the node's, `text` as in a dump."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class PlanNode:
+    """One line of the plan.
+
+    Attributes:
+        name: as in the dump; `Policy(nodes=...)` takes it.
+        op: operator, `"aten::linear"`.
+        module: dotted path of the module it comes from, or "".
+        source: `"model.py:12"`, or "".
+        captured, planned: result types in the FP32 program and as planned, `"f32[8, 4]"`.
+        precision: "LOW", "FULL" or "KEEP".
+        rule, reason: who decided, and why.
+        costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
+            see planner/objective.py), or None where it had nothing to decide.
+        products: number of matrix products inside an opaque call; they stay FP32.
+        frames: the user's lines that led here, outermost first: `"train.py:30 in forward"`.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    captured: str
+    planned: str
+    precision: str
+    rule: str
+    reason: str
+    costs: dict[str, dict[str, int]] | None = None
+    products: int = 0
+    frames: tuple[str, ...] = ()
+
+    @property
+    def is_added(self) -> bool:
+        """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
+        return self.rule in _ADDED
+
+
+@dataclass(frozen=True)
+class BackwardNode:
+    """One operator of the backward, in the program that AOTAutograd's partitioner makes.
+
+    Attributes:
+        name, op: in that program: `"mm_1"`, `"aten::mm"`.
+        result: type of its result, `"f16[8, 4]"`.
+        forward: the name of the plan's node whose gradient it computes, or that it computes again;
+            "" if torch does not tell.
+        recomputed: whether it computes a value of the forward again.
+    """
+
+    name: str
+    op: str
+    result: str
+    forward: str
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What the passes decided for one captured graph, or why it was left in FP32.
+
+    Attributes:
+        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph left in FP32.
+        nodes: one for each node, in program order, casts and scaling included.
+        casts: number of casts in the final graph.
+        scaled: whether gradients are scaled inside the graph.
+        seconds: wall time of capture and of each pass.
+        changed: names of the passes that changed the graph, in their order.
+        tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
+        dump_dir: the directory of the dump, or None.
+        left: why the graph was left in FP32, in one sentence; None for a graph that was rewritten.
+            A graph that was left has no nodes.
+        ends_with: why the program broke off here, and another graph follows; None where it returns.
+        before, after: the graph as captured and as rewritten, with its inputs and its output.
+        backward: the backward of the graph, in program order; only in plans that `explain` makes.
+        saved: what the forward keeps for the backward; only in plans that `explain` makes.
+    """
+
+    level: str
+    dtype: str
+    device: str
+    nodes: tuple[PlanNode, ...] = ()
+    casts: int = 0
+    scaled: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    tensor_cores: TensorCoreReport = TensorCoreReport()
+    dump_dir: Path | None = None
+    left: str | None = None
+    ends_with: str | None = None
+    before: tuple[Line, ...] = ()
+    after: tuple[Line, ...] = ()
+    backward: tuple[BackwardNode, ...] = ()
+    saved: tuple[Saved, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `left` and `ends_with` are omitted if they are None."""
+        data = dataclasses.asdict(self)
+        for name in ("left", "ends_with"):
+            if data[name] is None:
+                del data[name]
+        data["tensor_cores"] |= {
+            "share_before": self.tensor_cores.share_before,
+            "share": self.tensor_cores.share,
+        }
+        data["saved"] = [one.to_dict() for one in self.saved]
+        data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
+        return data
+
+    def counts(self) -> dict[str, int]:
+        """How many operators are LOW, FULL and KEEP, without casts and scaling."""
+        return dict(Counter(n.precision for n in self.nodes if not n.is_added))
+
+    def __str__(self) -> str:
+        if self.left is not None:
+            return f"{self.level} {self.dtype} on {self.device}: left in FP32: {self.left}"
+        head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
+            f"{count} {name}" for name, count in sorted(self.counts().items())
+        )
+        if hidden := sum(node.products for node in self.nodes):
+            head += f"; matrix products in opaque calls, all FP32: {hidden}"
+        width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
+        lines = [
+            f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
+            + (f"  ({n.module})" if n.module else "")
+            for n in self.nodes
+        ]
+        return "\n".join([head, *lines, str(self.tensor_cores)])
+
+
+def plan_of_left(reason: str, device: torch.device) -> GraphPlan:
+    """The plan of a graph that is compiled unchanged, in FP32."""
+    return GraphPlan(level="O0", dtype="float32", device=str(device), left=reason)
+
+
+def lines_of(graph: fx.Graph) -> tuple[Line, ...]:
+    """The graph as text, line by line."""
+    return tuple(Line(node.name, ir.line(node)) for node in graph.nodes)
+
+
+def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> GraphPlan:
+    """Read the decisions from a graph after its passes (before checkpoints are folded back).
+
+    Args:
+        graph: the rewritten graph.
+        config: what it was rewritten with.
+        before: the graph as captured (`lines_of`).
+    """
+    nodes = tuple(
+        PlanNode(
+            name=node.name,
+            op=ir.op_name(node),
+            module=ir.module_path(node),
+            source=ir.source(node),
+            captured=ir.type_text(node.meta.get("mp_captured")),
+            planned=ir.type_text(node.meta.get("val")),
+            precision=ir.mark(node).precision.value,
+            rule=ir.mark(node).rule,
+            reason=ir.mark(node).reason,
+            costs=ir.costs(node),
+            products=hidden_products.products_in(node),
+            frames=ir.frames(node),
+        )
+        for node in graph.nodes
+        if ir.is_marked(node)
+    )
+    return GraphPlan(
+        level=config.level.value,
+        dtype=str(config.low).removeprefix("torch."),
+        device=str(config.device),
+        nodes=nodes,
+        casts=sum(node.rule == ir.Role.CAST.value and node.op == "aten::to" for node in nodes),
+        scaled=any(node.rule == ir.Role.SCALE.value for node in nodes),
+        tensor_cores=tensor_core_report(graph),
+        before=before,
+        after=lines_of(graph),
+    )
