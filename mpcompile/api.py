@@ -199,7 +199,7 @@ def loss_scale_of(model: Any) -> LossScale:
 
 
 def compiled_plans(model: Any) -> list[GraphPlan]:
-    """The plan of each graph compiled so far for this model or function, in order. `GraphPlan.left` of a
+    """The plan of each graph compiled so far for this model or function, in order. `left` of a
     graph that was left in FP32 says why.
 
     Raises:
