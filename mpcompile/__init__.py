@@ -5,6 +5,7 @@ model = mpcompile(model)        # the only line; the training loop stays plain P
 
 from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
+from .debug import diagnose
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
 from .preview.explain import plan_for
@@ -22,6 +23,7 @@ __all__ = [
     "Precision",
     "__version__",
     "compiled_plans",
+    "diagnose",
     "loss_scale_of",
     "mpcompile",
     "plan_for",

@@ -32,8 +32,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _Record:
     """What is known about one compiled model or function."""
 
-    def __init__(self, loss_scale: LossScale) -> None:
+    def __init__(self, loss_scale: LossScale, request: dict[str, Any]) -> None:
         self.loss_scale = loss_scale
+        self.request = request  # the options as the user gave them
         self.plans: list[GraphPlan] = []  # one for each graph compiled so far
 
 
@@ -103,7 +104,7 @@ def _compiled(
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
-    record = _Record(scale)
+    record = _Record(scale, request)
     compile_kwargs = {
         "backend": mpcompile_backend,
         "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
@@ -206,6 +207,12 @@ def compiled_plans(model: Any) -> list[GraphPlan]:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
     return list(_record_of(model).plans)
+
+
+def recorded(model: Any) -> _Record | None:
+    """What is known about a model, or None if `mpcompile()` has not compiled it."""
+    found: _Record | None = _records.get(model)
+    return found
 
 
 def _record_of(model: Any) -> _Record:

@@ -119,7 +119,7 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], GraphPlan]:
     """Rewrite a graph, emit it, and wrap it so that a call gets its extra inputs."""
-    device = _device_of(example_inputs)
+    device = device_of(example_inputs)
     target = target_of(device, settings.dtype)
     scale = _scale_for(example_inputs, target.low, settings)
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
@@ -185,9 +185,15 @@ def config_for(
 
 
 def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, settings: Settings
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    settings: Settings,
+    keep: pipeline.Kept | None = None,
 ) -> tuple[fx.GraphModule, GraphPlan]:
     """Capture Dynamo's graph and run every pass over it. Returns the graph to emit, and its plan.
+
+    `keep` takes copies of the graph before and after the passes.
 
     Raises:
         CannotRewrite: the graph can't be captured, or a pass found it unsafe to rewrite.
@@ -204,6 +210,7 @@ def rewrite(
             captured_in=spent,
             dump=settings.dump,
             disabled=settings.disable_passes,
+            keep=keep,
         )
 
 
@@ -315,7 +322,7 @@ def _place_of(example_inputs: Sequence[Any]) -> torch.device:
     return (parameters or tensors)[0].device if tensors else torch.device("cpu")
 
 
-def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+def device_of(example_inputs: Sequence[Any]) -> torch.device:
     device = _place_of(example_inputs)
     if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import fx
@@ -97,6 +97,24 @@ MUST_RUN: Mapping[str, str] = {
 }
 
 
+@dataclass
+class Kept:
+    """Copies of a graph that can be run node by node: as captured, and as rewritten, before
+    checkpoints are folded back.
+    """
+
+    captured: fx.GraphModule | None = None
+    rewritten: fx.GraphModule | None = None
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    return fx.GraphModule(gm, graph)
+
+
 def verify(gm: fx.GraphModule, stage: str) -> None:
     """Raise `SpecError`, naming the pass `stage`, if the graph breaks a promise that holds now."""
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
@@ -109,6 +127,7 @@ def run(
     captured_in: float,
     dump: Path | None,
     disabled: Collection[str] = (),
+    keep: Kept | None = None,
 ) -> GraphPlan:
     """Run every pass over a captured graph, in place.
 
@@ -118,6 +137,7 @@ def run(
         captured_in: seconds capture took, for the record.
         dump: directory for the dump of this graph, or None.
         disabled: names, from `MAY_BE_DISABLED`, of passes that don't run.
+        keep: takes copies of the graph, or None.
 
     Returns:
         The plan: what was decided for each node and why.
@@ -132,12 +152,16 @@ def run(
     if record:
         record.stage("captured", gm, captured_in)
     before = lines_of(gm.graph)
+    if keep:
+        keep.captured = _copied(gm)
     decided: GraphPlan | None = None
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:
             continue
         if decided is None and pass_ in FOLDING:
             decided = plan_of(gm.graph, config, before)
+            if keep:
+                keep.rewritten = _copied(gm)
         start = time.perf_counter()
         if pass_(gm, config):
             changed.append(name)

@@ -43,6 +43,7 @@ LAYERS = (
     {"planner"},
     {"passes"},
     {"inspect", "state"},
+    {"observe"},
     {"capture", "emit", "pipeline"},
     {"calls", "settings"},
     {"backend", "optim"},

@@ -1,5 +1,7 @@
-"""Help for a model that doesn't train: finds the decision that breaks it."""
+"""Help for a model that doesn't train: what its numbers do, and which decision breaks it."""
 
 from .bisect import Culprit, Outcome, bisect
+from .diagnose import diagnose
+from .report import Report
 
-__all__ = ["Culprit", "Outcome", "bisect"]
+__all__ = ["Culprit", "Outcome", "Report", "bisect", "diagnose"]

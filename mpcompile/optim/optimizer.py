@@ -281,6 +281,11 @@ class MPOptimizer(Optimizer):
         return self._results.read("norm", math.nan)
 
     @property
+    def inner(self) -> Optimizer:
+        """The optimizer that this one wraps."""
+        return self._inner
+
+    @property
     def skipped_steps(self) -> int:
         """How many steps were skipped; reading it waits for the device."""
         return sum(scale.skipped_steps for scale in self._scales())

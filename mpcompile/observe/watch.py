@@ -1,0 +1,310 @@
+"""Runs a graph node by node, under autograd, and records its values and gradients.
+
+    record = Record()
+    results = Watch(gm, record).run(*inputs)     # as gm(*inputs), at the speed of eager torch
+    loss_of(results).backward()                  # the rest of the record is filled here
+
+The graph is one that passes rewrite, before checkpoints are folded back: captured (the FP32
+program) or rewritten. Autocast must be off, as the graph states every dtype itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .. import ir
+from ..ir.dtypes import HALF
+from ..ir.units import GradFn, grad_fns
+from .numbers import Numbers, Shares, floats_of, histogram
+from .record import BackwardStep, Record
+
+__all__ = ["Comparing", "Keeping", "Watch", "source_of_value"]
+
+
+class Watch(fx.Interpreter):
+    """Records magnitudes and what is not finite."""
+
+    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
+        super().__init__(gm)
+        self.record = record
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the graph on these inputs; the caller's grad mode is as before."""
+        with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
+            return super().run(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and record what it made."""
+        operands = [self.env[operand] for operand in n.all_input_nodes]
+        known = grad_fns(operands)
+        result = self.computed(n)
+        if n.op == "output" or ir.is_getitem(n):
+            return result
+        with torch.no_grad():
+            self.saw(n, result)
+        if n.op != "placeholder" or grad_fns(result):  # no hook stays behind on a parameter
+            self._hook(n, result, known)
+        return result
+
+    def computed(self, n: fx.Node) -> Any:
+        """The result of a node. Random numbers are drawn in FP32 whatever the dtype of the graph,
+        so that all runs from one seed draw the same.
+        """
+        if ir.is_op(n) and ir.rule(n).random and ir.rule(n).product is None and not ir.written(n):
+            return self._random(n)
+        if n.op == "call_function" and n.target is torch.ops.higher_order.autograd_function_apply:
+            return self._function(n)
+        return super().run_node(n)
+
+    def dtype_of(self, n: fx.Node) -> torch.dtype:
+        """The dtype in which this run stores the result of a node of one result."""
+        return ir.dtype(n)
+
+    def _random(self, n: fx.Node) -> Any:
+        args, kwargs = pytree.tree_map(_in_fp32, self.fetch_args_kwargs_from_env(n))
+        result = n.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            return result.to(self.dtype_of(n))
+        return result
+
+    # -- what is recorded -------------------------------------------------------------------------
+
+    def saw(self, n: fx.Node, result: Any) -> None:
+        """Record a value."""
+        if floats_of(result):
+            self.record.values[n.name] = Numbers.of(result)
+
+    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        """Record the gradient of the result of this number."""
+        self.record.gradients[n.name] += Numbers.of(gradient)
+
+    def _hook(self, n: fx.Node, result: Any, known: set[GradFn]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for number, tensor in enumerate(ir.tensors_of(result)):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(functools.partial(self._gradient, n, number))
+        for step in _between(grad_fns(result), known):
+            step.register_hook(functools.partial(self._stepped, n.name, step.name()))
+
+    @torch.no_grad()
+    def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        self.saw_gradient(n, number, gradient.detach())
+
+    @torch.no_grad()
+    def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
+        step = BackwardStep(node, name, Numbers.of(received), Numbers.of(passed_on))
+        self.record.steps.append(step)
+
+    def _function(self, n: fx.Node) -> Any:
+        """A user's autograd.Function: each operator of its backward is recorded as a step."""
+        (forward, backward, *operands), kwargs = self.fetch_args_kwargs_from_env(n)
+        body = copy.deepcopy(backward)
+        for inner in body.graph.nodes:
+            if inner.op == "call_function":
+                inner.target = self._recorded(n.name, inner)
+        body.recompile()
+        return self.call_function(n.target, (forward, body, *operands), kwargs)
+
+    def _recorded(self, node: str, inner: fx.Node) -> Callable[..., Any]:
+        target, frames = inner.target, ir.frames(inner)
+
+        @functools.wraps(target)  # type: ignore[arg-type]
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = target(*args, **kwargs)  # type: ignore[operator]
+            with torch.no_grad():
+                step = BackwardStep(
+                    node, inner.name, Numbers.of((args, kwargs)), Numbers.of(result), frames
+                )
+                self.record.steps.append(step)
+            return result
+
+        return run
+
+
+class Keeping(Watch):
+    """The exact program: the captured graph in FP64, whose values and gradients are kept.
+
+    What torch can't compute in FP64 is computed in FP32.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The results, in the dtypes of the FP32 program. Writes reach the inputs."""
+        wide = [_in_fp64(x) for x in args]
+        before = [x._version if isinstance(x, torch.Tensor) else 0 for x in wide]
+        results = super().run(*wide, **kwargs)
+        with torch.no_grad():
+            for x, y, version in zip(args, wide, before, strict=True):
+                if y is not x and y._version != version:
+                    x.copy_(y)
+        dtypes = _captured_results(self.module)
+        return [_narrowed(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
+
+    def dtype_of(self, n: fx.Node) -> torch.dtype:
+        """FP64 where the program has floating point."""
+        return torch.float64
+
+    def computed(self, n: fx.Node) -> Any:
+        """The result of a node in FP64."""
+        if n.op == "get_attr":
+            return _in_fp64(super().computed(n))
+        return super().computed(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the operator with every floating-point dtype replaced by FP64."""
+        wide_args, wide_kwargs = pytree.tree_map(_wide_dtype, (args, kwargs))
+        mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return super().call_function(target, wide_args, wide_kwargs)
+        except (RuntimeError, NotImplementedError):
+            if mutable:
+                raise
+            torch.set_default_dtype(torch.float32)
+            narrow_args, narrow_kwargs = pytree.tree_map(_in_fp32, (args, kwargs))
+            result = super().call_function(target, narrow_args, narrow_kwargs)
+            return pytree.tree_map(_in_fp64, result)
+        finally:
+            torch.set_default_dtype(default)
+
+    def saw(self, n: fx.Node, result: Any) -> None:
+        """Record and keep a value."""
+        super().saw(n, result)
+        kept = floats_of(result)
+        if any(n in ir.written(user) for user in n.users if ir.is_op(user)):
+            kept = [x.clone() for x in kept]  # a later node writes there
+        self.record.exact[n.name] = kept
+
+    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        """Record and keep a gradient."""
+        super().saw_gradient(n, number, gradient)
+        kept = self.record.exact_gradients
+        kept[n.name, number] = kept.get((n.name, number), 0) + gradient
+        if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
+            self.record.histogram += histogram(gradient)
+
+
+class Comparing(Watch):
+    """A run that is compared with the exact one.
+
+    Args:
+        gm: the captured graph, or the rewritten one.
+        record: filled by the run.
+        exact: the record of the exact run, with its backward done.
+        scale: the loss scale of the rewritten graph; None for the captured one.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, record: Record, exact: Record, scale: float | None = None
+    ) -> None:
+        super().__init__(gm, record)
+        self.exact = exact
+        self.scale = scale
+        self.units = gradient_units(gm.graph) if scale is not None else {}
+
+    def saw(self, n: fx.Node, result: Any) -> None:
+        """Record a value, and how far it is off."""
+        super().saw(n, result)
+        found, wanted = floats_of(result), self.exact.exact.get(source_of_value(n).name)
+        if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
+            return
+        self.record.errors[n.name] = _error(found, wanted)
+        if found[0].dtype in HALF:
+            self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
+
+    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        """Record a gradient, and how far it is off."""
+        super().saw_gradient(n, number, gradient)
+        wanted = self.exact.exact_gradients.get((source_of_value(n).name, number))
+        if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
+            return
+        scale = self.scale if self.scale is not None and self.units.get(n) else 1.0
+        error = _error([gradient.double() / scale], [wanted])
+        errors, name = self.record.gradient_errors, n.name
+        errors[name] = max(errors.get(name, 0.0), error)
+        if gradient.dtype in HALF:
+            self.record.gradient_shares[name] = Shares.of([wanted], gradient.dtype, scale)
+            nonzero = wanted != 0
+            if total := int(nonzero.sum()):
+                self.record.lost[name] = int(((gradient == 0) & nonzero).sum()) / total
+
+
+def source_of_value(n: fx.Node) -> fx.Node:
+    """The node of the program whose value this is: behind the casts and scaling of ours."""
+    while ir.role(n) in ir.ADDED and n.all_input_nodes:
+        n = n.all_input_nodes[0]
+    return n
+
+
+def gradient_units(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Whether the gradient of each value is multiplied by the loss scale (see ir/units.py)."""
+    units: dict[fx.Node, bool] = {}
+    for n in graph.nodes:
+        if n.target is torch.ops.mpcompile.unscale_grad.default:
+            units[n] = True
+        elif n.target is torch.ops.mpcompile.scale_grad.default:
+            units[n] = False
+        elif n.op == "placeholder":
+            units[n] = ir.copy_of(n) is not None
+        else:
+            units[n] = any(units[operand] for operand in n.all_input_nodes)
+    return units
+
+
+def _error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """The norm of the difference over the norm of the exact values, over what is finite in both."""
+    off = norm = 0.0
+    for x, y in zip(found, exact, strict=True):
+        x, y = x.double(), y.double()
+        both = x.isfinite() & y.isfinite()
+        off += float(torch.where(both, x - y, 0).square().sum())
+        norm += float(torch.where(both, y, 0).square().sum())
+    return (off / norm) ** 0.5 if norm else float(off > 0)
+
+
+def _between(made: set[GradFn], known: set[GradFn]) -> Iterator[GradFn]:
+    """Autograd's nodes from results back to operands, without the leaves of its graph."""
+    seen, queue = set(known), list(made)
+    while queue:
+        step = queue.pop()
+        if step is None or step in seen or step.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(step)
+        yield step
+        queue += [parent for parent, _ in step.next_functions]
+
+
+def _captured_results(gm: Any) -> Iterator[torch.dtype | None]:
+    (results,) = gm.graph.output_node().args
+    for result in results:
+        value = ir.tensor(result) if isinstance(result, fx.Node) else None
+        yield None if value is None else value.dtype
+
+
+def _narrowed(result: Any, dtype: torch.dtype | None) -> Any:
+    return result.to(dtype) if isinstance(result, torch.Tensor) and dtype else result
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if _is_float(value) else value
+
+
+def _in_fp64(value: Any) -> Any:
+    return value.double() if _is_float(value) else value
+
+
+def _wide_dtype(value: Any) -> Any:
+    floating = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if floating else value
