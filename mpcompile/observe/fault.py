@@ -1,5 +1,5 @@
-"""A fault: what went wrong, at which node, and which nodes to keep in FP32. And what it is read from:
-the records of one graph's runs.
+"""A fault: what went wrong, at which node, and which nodes to keep in FP32; and the records of one
+graph's runs, from which faults are read.
 """
 
 from __future__ import annotations
