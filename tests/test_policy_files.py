@@ -97,6 +97,7 @@ def test_the_order_of_modules_is_part_of_a_policy() -> None:
     assert one == same
     assert len({one, same, other}) == 2
     assert one != "Policy"
+    assert Policy(nodes={"m": "fp16"}) != Policy(nodes={"m": "bf16"})
 
 
 def test_the_top_of_a_file_says_which_mpcompile_wrote_it(tmp_path: Path) -> None:
@@ -223,19 +224,19 @@ def test_pins_go_over_what_was_said() -> None:
 
 
 class Net(nn.Module):
-    """The result of each layer is `size` times as large as what follows it sees."""
+    """The results of `a` and `c` are `size` times as large as what follows sees."""
 
     def __init__(self, size: float = 1.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.size = size
         with torch.no_grad():
             self.a.weight.mul_(size)
-            self.b.weight.mul_(size)
+            self.c.weight.mul_(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x) / self.size) / self.size
+        return self.c(self.b(self.a(x) / self.size)) / self.size
 
 
 X = torch.ones(8, 8)
@@ -246,7 +247,7 @@ def precisions(nodes: Any) -> dict[str, str]:
     return {node.module: node.precision for node in nodes if node.op == "aten::linear"}
 
 
-PINNED = {"a": "FULL", "b": "LOW"}
+PINNED = {"a": "FULL", "b": "LOW", "c": "LOW"}
 
 
 @pytest.fixture
@@ -316,18 +317,18 @@ def test_commands_take_a_file(
     assert "(a)" in capsys.readouterr().out
     assert cli.main([*command, "--policy", pins.name]) == 0
     out = capsys.readouterr().out
-    assert "(b)" in out
+    assert "(c)" in out
     assert "(a)" not in out
     assert cli.main([*command, "--policy", "gone.toml"]) == 2
     assert "can't read the policy file gone.toml" in capsys.readouterr().err
 
 
 def test_bisect_keeps_the_pins_of_a_file(pins: Path) -> None:
-    """Dropped in a trial, they would let `a` overflow, whatever else that trial pins."""
+    """Dropped in a trial, they would let `a` overflow, and `b` would be blamed for it."""
     options = {"dtype": torch.float16, "policy": pins}
     found = bisect(Net(BEYOND_FP16), (X,), options=options)
     assert found is not None
-    assert [node.module for node in found.nodes] == ["b"]
+    assert [node.module for node in found.nodes] == ["c"]
 
 
 def test_the_file_in_the_guide(tmp_path: Path) -> None:
