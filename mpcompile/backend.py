@@ -58,7 +58,8 @@ def mpcompile_backend(
 ) -> Callable[..., Any]:
     """The backend that `torch.compile(model, backend="mpcompile", options={...})` finds.
 
-    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor.
+    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor. A
+    `"policy"` that is a path is read for every graph: `Policy.load` reads a file once.
     """
     hooks.register()
     request = dict(options or {})
