@@ -150,6 +150,8 @@ class Policy:
     keep: frozenset[str] = frozenset()
     modules: Mapping[str, Precision] = field(default_factory=dict)
     nodes: Mapping[str, Precision] = field(default_factory=dict)
+    # node -> why it is there, where somebody else than the user put it there; not compared
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     # ("modules" or "nodes", key) -> the low dtype that the user named
     low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
 
@@ -192,6 +194,7 @@ class Policy:
             if str(word).lower() in _DTYPES
         }
         object.__setattr__(self, "low_dtypes", dtypes)
+        object.__setattr__(self, "reasons", {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
@@ -209,16 +212,19 @@ class Policy:
         Args:
             path: ends in `.toml` or `.json`; a file that is there is replaced.
             comments: key of `modules` or `nodes` -> why it is there: a comment behind that line in
-                TOML; left out of JSON, which has none.
+                TOML; left out of JSON, which has none. The reasons of pins are comments anyway.
 
         Raises:
             MPCompileError: another ending, a comment on what is no entry, a file that can't be
                 written.
         """
-        policy_file.write(path, self._written(), comments or {})
+        policy_file.write(path, self._written(), {**self.reasons, **(comments or {})})
 
-    def with_pins(self, nodes: Iterable[str], precision: Precision | str = "fp32") -> Policy:
-        """This policy, with these nodes in `precision`, whatever it said of them before.
+    def with_pins(
+        self, nodes: Iterable[str] | Mapping[str, str], precision: Precision | str = "fp32"
+    ) -> Policy:
+        """This policy, with these nodes in `precision`, whatever it said of them before. A dict
+        gives the reason of each, which plans show.
 
         Raises:
             MPCompileError: an unknown precision, or one name instead of a collection.
@@ -226,7 +232,11 @@ class Policy:
         if isinstance(nodes, str):
             raise MPCompileError(f"with_pins({nodes!r}): give a collection, [{nodes!r}]")
         written = self._written()
-        return Policy(**{**written, "nodes": written["nodes"] | dict.fromkeys(nodes, precision)})
+        pinned = Policy(**{**written, "nodes": written["nodes"] | dict.fromkeys(nodes, precision)})
+        reasons = {name: why for name, why in self.reasons.items() if name not in set(nodes)}
+        given = nodes if isinstance(nodes, Mapping) else {}
+        object.__setattr__(pinned, "reasons", {**reasons, **given})
+        return pinned
 
     def _written(self) -> dict[str, Any]:
         """Arguments that make this policy, in the words that a user writes; the sets sorted."""
