@@ -6,6 +6,7 @@ them, and records the graph for the dump.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from torch import fx
 
+from . import logs
 from .inspect.dump import Dump
 from .inspect.graph_plan import GraphPlan, lines_of, plan_of
+from .inspect.trace import trace_graph
 from .ir import spec
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
@@ -167,6 +170,11 @@ def run(
             changed.append(name)
         seconds[name] = time.perf_counter() - start
         verify(gm, name)
+        if name in changed:
+            logs.event(
+                "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
+                name=name, seconds=seconds[name], nodes=len(gm.graph.nodes),
+            )  # fmt: skip
         if record:
             record.stage(name, gm, seconds[name])
     plan = replace(
@@ -177,5 +185,6 @@ def run(
     )
     if record:
         record.plan(plan)
+    trace_graph(plan)
     gm.recompile()
     return plan
