@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..rules.table import TABLE
+
 if TYPE_CHECKING:
     from .graph_plan import PlanNode
 
-# By the word of `Mark.rule`. {pin}: the policy that changes this node; {ops}: that for all nodes
+# By the word of `Mark.rule`, or "named": a dtype that the program names. {pin}: the policy that changes this node; {ops}: that for all nodes
 # of its operator; {why}: the reason of the decision.
 _SENTENCES = {
     "table": "{pin} changes this node, {ops} all of its operator",
+    "named": "its dtype stands in your program: change it there ({why})",
     "plan": "the planner chose by cost: {pin} decides instead, {ops} for all nodes of its operator",
     "region": "{pin} overrules the autocast region that your program put around it; or take the "
     "operator out of that region",
@@ -46,7 +49,9 @@ def how_to_change(node: PlanNode) -> str:
             f"a pass put it in the place of nodes of your program: disable_passes="
             f"[{_rewriter(node)!r}] brings them back, and a policy can then name them"
         )
-    sentence = _SENTENCES.get(node.rule, "nothing that this version of mpcompile knows ({why})")
+    if node.op == "getitem" and node.reads and node.rule not in ("policy", "captured", "update"):
+        return f"it is a part of the result of {node.reads[0]}: what changes that changes it, too"
+    sentence = _SENTENCES.get(_word(node), "nothing that this version of mpcompile knows ({why})")
     word, operators = ("fp32", "full") if node.precision == "LOW" else ("low", "low")
     op = node.op.removeprefix("aten::")
     return sentence.format(
@@ -54,6 +59,12 @@ def how_to_change(node: PlanNode) -> str:
         ops=f'Policy({operators}=["{op}"])',
         why=node.reason,
     )
+
+
+def _word(node: PlanNode) -> str:
+    """The key of the node's sentence."""
+    names = not node.reads or (node.op in TABLE and TABLE[node.op].converts)
+    return "named" if names and node.rule == "table" and node.precision == "KEEP" else node.rule
 
 
 def _rewriter(node: PlanNode) -> str:

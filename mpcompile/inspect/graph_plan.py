@@ -147,7 +147,7 @@ class GraphPlan:
         return data
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> GraphPlan:
+    def from_dict(cls, data: Any) -> GraphPlan:
         """The plan that `to_dict()` turned into `data`: a dump's `plan.json`, say.
 
         Raises:

@@ -153,7 +153,7 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Plan:
+    def from_dict(cls, data: Any) -> Plan:
         """The plan that `to_dict()` turned into `data`, here or on another machine.
 
         Keys that this version doesn't know are ignored.

@@ -23,6 +23,7 @@ def parts(plan: Plan) -> Iterator[Part]:
     for number, graph in enumerate(plan.graphs):
         if graph.left is None:
             yield from _graph(graph, f", graph {number}" if len(plan.graphs) > 1 else "")
+            yield ""
     yield from totals(plan)
 
 

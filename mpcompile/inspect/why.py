@@ -29,7 +29,8 @@ def answer(graphs: Graphs, name: str, modules: Iterable[str] = ()) -> Answer:
 
     Args:
         graphs: number of a graph, or None if there is one alone -> its plan.
-        name: of a node, of an operator of the backward, of a module or the end of one.
+        name: of a node, of an operator of the backward, of a module; or the end of modules' paths,
+            if no module has just that path.
         modules: the paths of all modules, those without an operator included.
 
     Raises:
@@ -37,9 +38,9 @@ def answer(graphs: Graphs, name: str, modules: Iterable[str] = ()) -> Answer:
     """
     paths = dict.fromkeys([*modules, *_modules(graphs)])
     parts = [part for number, graph in graphs.items() for part in _named(graph, number, name)]
-    for path in paths:
-        if path == name or (name and path.endswith(f".{name}")):
-            parts += _module(graphs, path)
+    ends = [path for path in paths if path.endswith(f".{name}")] if name else []
+    for path in [name] if name in paths else ends:
+        parts += _module(graphs, path)
     if not parts:
         known = [line.name for graph in graphs.values() for line in graph.after]
         known += [node.name for graph in graphs.values() for node in graph.nodes]
