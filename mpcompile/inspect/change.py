@@ -51,7 +51,7 @@ def how_to_change(node: PlanNode) -> str:
         )
     if node.op == "getitem" and node.reads and node.rule not in ("policy", "captured", "update"):
         return f"it is a part of the result of {node.reads[0]}: what changes that changes it, too"
-    sentence = _SENTENCES.get(_word(node), "nothing that this version of mpcompile knows ({why})")
+    sentence = _SENTENCES.get(_word(node), "this version of mpcompile can't tell ({why})")
     word, operators = ("fp32", "full") if node.precision == "LOW" else ("low", "low")
     op = node.op.removeprefix("aten::")
     return sentence.format(
