@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from plans import cast, graph, large, node, plan
-from test_plan_for import X, Calls, in_two_graphs, net
+from test_plan_for import Calls, X, in_two_graphs, net
 
 from mpcompile import MPCompileError, Policy, plan_for
 from mpcompile.inspect import Plan, PlanNode
 from mpcompile.inspect.diff import PlanDiff
 from mpcompile.inspect.saved_bytes import Saved
+
+REWRITTEN = "rewritten, gradients not scaled"
 
 
 def names(diff: PlanDiff) -> list[tuple[str | None, str | None]]:
@@ -46,8 +48,9 @@ def test_equal_plans() -> None:
         ({"model": "Other"}, {"model": ("Net", "Other")}),
         ({"versions": {"torch": "2.14"}}, {"torch": ("-", "2.14")}),
         ({"repairs": ("a", "b")}, {"repairs": ("", "a; b")}),
-        ({"graphs": (graph(left="no"),)}, {"graph 0": ("rewritten, gradients not scaled", "left in FP32: no")}),
-        ({"graphs": ()}, {"graph 0": ("rewritten, gradients not scaled", "-")}),
+        ({"graphs": (graph(left="no"),)}, {"graph 0": (REWRITTEN, "left in FP32: no")}),
+        ({"graphs": (graph(scaled=True),)}, {"graph 0": (REWRITTEN, "rewritten, gradients scaled")}),
+        ({"graphs": ()}, {"graph 0": (REWRITTEN, "-")}),
     ],
 )  # fmt: skip
 def test_what_holds_for_the_whole(facts: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -126,7 +129,7 @@ def test_graphs_are_matched_by_number() -> None:
     full = plan_for(model, X, device="t4", policy=Policy(nodes={"linear_1": "fp32"}))
     diff = plan_for(model, X, device="t4").diff(full)
     assert {one.graph for one in diff.nodes} == {1}
-    assert [name for name, _ in names(diff)][0] == "linear_1"
+    assert names(diff)[0][0] == "linear_1"
 
 
 def test_two_levels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -104,6 +103,7 @@ def changed(path: str, value: Any = None) -> dict[str, Any]:
     return dict(whole)
 
 
+SAVED = Saved("mm", "fc", (2,), torch.float16, 4, False).to_dict()
 NO_PLAN = [
     (changed("graphs"), "the data of a Plan: Plan has no 'graphs'"),
     (changed("graphs.0.nodes.0.op"), r"Plan.graphs\[0\].nodes\[0\] has no 'op'"),
@@ -114,7 +114,7 @@ NO_PLAN = [
     (changed("graphs.0.nodes.0.frames", [1]), r"frames\[0\] is 1, not of type str"),
     (changed("versions", []), r"Plan.versions is \[\], not of type dict"),
     (changed("gpu", 7), "Plan.gpu is 7, not of type dict"),
-    (changed("graphs.0.saved", [dataclasses.asdict(Saved("a", "", (), torch.int8, 1, False)) | {"dtype": "f64"}]), "dtype is 'f64', not of type dtype"),
+    (changed("graphs.0.saved", [{**SAVED, "dtype": "f64"}]), "dtype is 'f64', not of type dtype"),
     ([], r"Plan is \[\], not of type dict"),
     (None, "Plan is None, not of type dict"),
 ]  # fmt: skip

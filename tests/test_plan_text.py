@@ -9,7 +9,7 @@ import time
 import rich
 from plans import cast, graph, large, node, plan
 from rich.console import Console
-from test_plan_for import X, Calls, in_two_graphs
+from test_plan_for import Calls, X, in_two_graphs
 
 from mpcompile import plan_for
 from mpcompile.inspect.graph_plan import BackwardNode

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from plans import cast, graph, large, node, plan
-from test_plan_for import X, Calls, in_two_graphs
+from test_plan_for import Calls, X, in_two_graphs
 from torch import nn
 
 from mpcompile import MPCompileError, compiled_plans, mpcompile, plan_for

@@ -135,7 +135,7 @@ def _whole(plan: Plan) -> dict[str, str]:
 
 
 def _outline(graph: GraphPlan | None) -> str:
-    """What a graph is as a whole; its level and dtype, since a graph may have others."""
+    """What becomes of a graph as a whole."""
     if graph is None:
         return "-"
     if graph.left is not None:

@@ -62,7 +62,7 @@ def write(data: Any, path: str | Path) -> None:
 
 
 def written_by(data: Any) -> str:
-    """`" (it was written by mpcompile 0.2.0, and this is 0.1.0)"`, or "" if the two are the same."""
+    """`" (it was written by mpcompile 0.2.0, and this is 0.1.0)"`, or "" if it is this version."""
     versions = data.get("versions") if isinstance(data, dict) else None
     version = versions.get("mpcompile") if isinstance(versions, dict) else None
     if version in (None, __version__):
