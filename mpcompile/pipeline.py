@@ -123,6 +123,20 @@ def verify(gm: fx.GraphModule, stage: str) -> None:
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
 
 
+def _run_one(pass_: Pass, gm: fx.GraphModule, config: Config) -> tuple[bool, float]:
+    """Run a pass and verify its promises. Returns whether it changed the graph, and its seconds."""
+    start = time.perf_counter()
+    changed = pass_(gm, config)
+    seconds = time.perf_counter() - start
+    verify(gm, pass_.__name__)
+    if changed:
+        logs.event(
+            "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
+            name=pass_.__name__, seconds=seconds, nodes=len(gm.graph.nodes),
+        )  # fmt: skip
+    return changed, seconds
+
+
 def run(
     gm: fx.GraphModule,
     config: Config,
@@ -165,16 +179,8 @@ def run(
             decided = plan_of(gm.graph, config, before)
             if keep:
                 keep.rewritten = _copied(gm)
-        start = time.perf_counter()
-        if pass_(gm, config):
-            changed.append(name)
-        seconds[name] = time.perf_counter() - start
-        verify(gm, name)
-        if name in changed:
-            logs.event(
-                "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
-                name=name, seconds=seconds[name], nodes=len(gm.graph.nodes),
-            )  # fmt: skip
+        has_changed, seconds[name] = _run_one(pass_, gm, config)
+        changed += [name] if has_changed else []
         if record:
             record.stage(name, gm, seconds[name])
     plan = replace(
