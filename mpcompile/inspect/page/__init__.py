@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from ...errors import MPCompileError
 from .data import data_of
@@ -62,8 +61,8 @@ def render(plan: Plan) -> str:
         tiles=tiles_of(plan),
         charts=charts_of(plan),
         notes=notes_of(plan),
-        style=Markup(style),
-        script=Markup(script),
+        style=style,
+        script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
     )
