@@ -25,6 +25,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "gpt": page_plans.gpt_plan,
     "resnet": page_plans.resnet_plan,
     "evil": page_plans.evil_plan,
+    "long": page_plans.long_plan,
 }
 
 
@@ -123,6 +124,7 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     (node,) = (node for node in reader.plan.nodes if node.name == "conv2d_1")
     reader.click("[data-kind='LOW']")
     reader.click(".row[data-key='0/conv2d_1']")
+    assert "not in the program" not in reader.panel
     for text in (node.reason, node.op, node.module, node.source, node.captured, node.planned,
                  *node.frames, "conv2d_1_backward", "TENSOR CORES", "as captured"):  # fmt: skip
         assert text in reader.panel, text
@@ -277,6 +279,27 @@ def test_several_graphs(read: Callable[[str], Reader]) -> None:
     assert f"the graph ends here: {page_plans.EVIL}" in text
     reader.click("#graph option[value='1']")
     assert "linear" not in reader.driver.find_element(By.ID, "rows").text
+
+
+def test_thousands_of_nodes(read: Callable[[str], Reader]) -> None:
+    """The first 3000 rows stand there at once, the others behind a button."""
+    reader = read("long")
+    keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.plan.graphs)
+            for n in graph.nodes if not n.is_added]  # fmt: skip
+    assert len(keys) > 3000
+    shown = [key for key in reader.rows() if key]
+    assert len(shown) < 3000
+    assert shown == keys[: len(shown)]
+    reader.click("#rows .gap:last-child")
+    assert reader.rows() == keys
+
+
+def test_the_address_names_a_node(read: Callable[[str], Reader]) -> None:
+    reader = read("resnet")
+    for fragment, start in (("0%2Flinear", "LOW\nlinear\n"), ("%", "Why is"), ("0%2Fno", "Why is")):
+        reader.driver.execute_script("location.hash = arguments[0]", fragment)
+        reader.driver.refresh()
+        assert reader.panel.startswith(start)
 
 
 # -- safety ----------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ function facts(node) {
     module: node.module
       ? el("button", { type: "button", class: "link", onclick: () => chooseModule(node.module) }, node.module) : null,
     source: node.source ? el("code", {}, node.source) : null,
-    before: node.added ? "not in the program" : el("code", {}, node.captured),
+    before: node.captured ? el("code", {}, node.captured) : "not in the program",
     after: el("code", {}, node.planned),
     products: node.products ? `${node.products} inside; they stay FP32` : null,
   };
