@@ -123,6 +123,7 @@ def test_tiles_and_charts() -> None:
         casts=1,
     )
     assert [tile.value for tile in tiles_of(plan)] == ["1", "1", "25.0% → 75.0%", "40 B"]
+    assert tiles_of(plan)[2].note == "as captured → as compiled; products: 3, 4 FLOP"
     nodes, flops, kept = charts_of(plan)
     amounts = [[(p.precision, p.amount) for p in bar] for bar in flops.bars.values()]
     assert amounts == [[("LOW", 0.25), ("FULL", 0.75)], [("LOW", 0.75), ("FULL", 0.25)]]
@@ -136,6 +137,14 @@ def test_tiles_and_charts() -> None:
     shares = [(33.333, 66.667), (25, 75), (75, 25), (75, 25)]
     assert widths == [f"{share:.3f}" for pair in shares for share in pair]
     assert xs == [f"{x:.3f}" for first, _ in shares for x in (0, first)]
+
+
+def test_large_numbers_have_a_prefix() -> None:
+    saved = (Saved("mm", "", (5,), torch.float16, 2_500_000, False),)
+    report = TensorCoreReport((product("a", 7_110_000_000_000, True, True),))
+    tiles = tiles_of(plan_with(tensor_cores=report, saved=saved))
+    assert tiles[2].note.endswith("products: 1, 7.11 TFLOP")
+    assert tiles[3].value == "2.50 MB"
 
 
 def test_a_plan_of_nothing_has_a_page() -> None:

@@ -20,6 +20,7 @@ if not (CHROMIUM and CHROMEDRIVER):
 
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "gpt": page_plans.gpt_plan,
@@ -135,6 +136,11 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     costly = next(node for node in reader.plan.nodes if node.costs and node.costs["full"])
     reader.click(f".row[data-key='0/{costly.name}']")
     assert "COST TERMS" in reader.panel
+    terms = reader.driver.find_element(By.CSS_SELECTOR, "#panel tr.total").text.split(maxsplit=3)
+    assert terms[:3] == ["together", "0", "B"]
+    number, unit = terms[3].split()
+    full = sum(costly.costs["full"].values()) if costly.costs else 0
+    assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] == pytest.approx(full, rel=0.01)
 
 
 def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:
@@ -143,7 +149,7 @@ def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:
     reader.all("#panel li .link")[0].click()
     assert reader.panel.startswith("cast\nconv2d_19_f32\n")
     reader.driver.back()
-    assert reader.panel.startswith("FULL\nbatch_norm_19\n")
+    WebDriverWait(reader.driver, 10).until(lambda _: "FULL\nbatch_norm_19\n" in reader.panel)
 
 
 # -- finding nodes ---------------------------------------------------------------------------------
@@ -192,6 +198,17 @@ def test_modules_fold(read: Callable[[str], Reader]) -> None:
     assert paths() == [p for p in everything if "." not in p]
     reader.click("#open-all")
     assert paths() == everything
+
+
+def test_a_module_shows_its_nodes(read: Callable[[str], Reader]) -> None:
+    reader = read("gpt")
+    reader.click("#tree [data-path='blocks.1']")
+    inside = [n for n in reader.plan.nodes if f"{n.module}.".startswith("blocks.1.")]
+    assert reader.rows() == [f"0/{n.name}" for n in inside]
+    reader.click("#tab-backward")
+    assert reader.rows() == [f"0/{n.name}" for n in reversed(inside) if not n.is_added]
+    reader.click("#module-filter button")
+    assert len(reader.rows()) == len(reader.plan.graphs[0].backward)
 
 
 def test_a_mixed_module_shows_its_mixture(read: Callable[[str], Reader]) -> None:

@@ -73,7 +73,8 @@ function chosenKey() {
 
 /** Choose a node by its key, or none by ""; with the keyboard, go to its panel. */
 function choose(key, byKeyboard = false) {
-  location.hash = encodeURIComponent(key); // `hashchange` shows it
+  location.hash = encodeURIComponent(key);
+  showChosen(); // at once: `hashchange` comes later, and also when the reader goes back
   if (byKeyboard) panel.focus();
 }
 
