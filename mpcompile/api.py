@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -114,6 +115,7 @@ def _compiled(
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
+        compile_kwargs["options"]["_names"] = names_in(model)
         # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
         # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
         model._compiled_call_impl = ModuleCall(

@@ -26,6 +26,7 @@ from . import (
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
 from .capture.capture import capture
+from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
@@ -66,7 +67,9 @@ def mpcompile_backend(
     hooks.register()
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
+    names: Names = request.pop("_names", nobody)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    settings = replace(settings, names=names)
     uncalled.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
@@ -207,7 +210,7 @@ def rewrite(
     config = _adjusted.get()(config)
     start = time.perf_counter()
     with _unseen():
-        captured = capture(gm, example_inputs, planned_for=config.device.type)
+        captured = capture(gm, example_inputs, planned_for=config.device.type, names=settings.names)
     spent = time.perf_counter() - start
     with _unseen(), torch._C._DisableAutocast():
         return captured, pipeline.run(

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import pipeline, rules
+from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
@@ -166,6 +167,7 @@ class Settings:
         dtype: torch.float16, torch.bfloat16, or None: the device decides.
         loss_scale: the model's own scale, or None: the backend finds or makes one.
         scale_any_dtype: the user passed a LossScale, so BF16 is scaled too. Not an option.
+        names: the names of parameters in the model that is compiled. Not an option.
 
     The other fields are explained by the help of their options.
     """
@@ -232,6 +234,7 @@ class Settings:
         None, _inductor_options, "Inductor's, as in `torch.compile`; they go over `mode`."
     )
     scale_any_dtype: bool = False
+    names: Names = nobody
 
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:
