@@ -7,7 +7,7 @@ from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
-from .preview.explain import plan_for
+from .preview.explain import explain, plan_for
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
 from .state.loss_scale import LossScale
@@ -22,6 +22,7 @@ __all__ = [
     "Precision",
     "__version__",
     "compiled_plans",
+    "explain",
     "loss_scale_of",
     "mpcompile",
     "plan_for",

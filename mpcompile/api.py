@@ -30,10 +30,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Record:
-    """What is known about one compiled model or function."""
+    """What is known about one compiled model or function: `request` are its options as given."""
 
-    def __init__(self, loss_scale: LossScale) -> None:
-        self.loss_scale = loss_scale
+    def __init__(self, loss_scale: LossScale, request: Mapping[str, Any]) -> None:
+        self.loss_scale, self.request = loss_scale, request
         self.plans: list[GraphPlan] = []  # one for each graph compiled so far
 
 
@@ -103,10 +103,10 @@ def _compiled(
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
-    record = _Record(scale)
+    record = _Record(scale, {**request, "loss_scale": scale})
     compile_kwargs = {
         "backend": mpcompile_backend,
-        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
+        "options": {**record.request, "_listener": record.plans.append},
         **torch_compile_kwargs,
     }
     if isinstance(model, nn.Module):
@@ -206,6 +206,11 @@ def compiled_plans(model: Any) -> list[GraphPlan]:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
     return list(_record_of(model).plans)
+
+
+def request_of(model: Any) -> Mapping[str, Any]:
+    """The options that a model was compiled with, the loss scale among them; else nothing."""
+    return _records[model].request if model in _records else {}
 
 
 def _record_of(model: Any) -> _Record:
