@@ -30,7 +30,7 @@ from .stand_ins import StandIns
 __all__ = ["Planner"]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)  # torch.compile prints a backend, and hashes it
 class Planner:
     """A torch.compile backend that plans each graph, partitions it, and runs it on stand-ins.
 
