@@ -30,7 +30,8 @@ class Partitioned:
     """Takes the place of code generation in `emit`, and notes what it is given.
 
     Args:
-        names: the nodes of the plan; a node of the backward that comes from another has none.
+        gm: the graph that is emitted.
+        names: the nodes of its plan; a node of the backward that comes from another has none.
 
     Attributes:
         saved: what the forward keeps for the backward.
@@ -38,10 +39,11 @@ class Partitioned:
             pieces, around recurrent layers; the backward of the layers themselves is not in it.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, gm: fx.GraphModule, names: Collection[str]) -> None:
         self.saved: list[Saved] = []
         self.backward: tuple[BackwardNode, ...] = ()
         self._names = frozenset(names)
+        self._callers = _callers(gm, self._names)
         self._recorded: dict[int, str] = {}  # autograd's number -> the node that it recorded
         self._count: Callable[..., Any] = counter(self.saved)
 
@@ -60,22 +62,48 @@ class Partitioned:
         return self._count(gm, example_inputs, **kwargs)
 
     def _described(self, node: fx.Node) -> BackwardNode:
-        recomputed = node.meta.get("partitioner_tag") == "is_forward"
-        number = node.meta.get("seq_nr", -1)
+        tag = node.meta.get("partitioner_tag")
         if node.meta.get("is_gradient_acc"):
-            number = -1  # the sum of the gradients of several readers carries a stale number
+            forward = ""  # the sum of the gradients of several readers carries a stale number
+        elif tag == "is_backward":
+            forward = self._recorded.get(node.meta.get("seq_nr", -1), "")
+        else:  # of the forward, or of the body of a backward that the user wrote
+            forward = self._source(node)
         return BackwardNode(
             name=node.name,
             op=ir.op_name(node),
             result=ir.type_text(node.meta.get("val")),
-            forward=self._source(node) if recomputed else self._recorded.get(number, ""),
-            recomputed=recomputed,
+            forward=forward,
+            recomputed=tag == "is_forward",
         )
 
     def _source(self, node: fx.Node) -> str:
-        """The node of the plan that a node of the forward was traced from, or ""."""
-        names = (source.name for source in node.meta.get("from_node", ()))
-        return next((name for name in names if name in self._names), "")
+        """The node of the plan that a node was traced from, or "": the one of that name, or the
+        call whose body it is from.
+        """
+        for source in node.meta.get("from_node", ()):
+            name = self._callers.get(source.graph_id, source.name)
+            if name in self._names:
+                return str(name)
+        return ""
+
+
+def _callers(gm: fx.GraphModule, names: Collection[str]) -> dict[int, str]:
+    """The graphs of bodies -> the node of the plan that calls the body. (A checkpoint is no node of
+    the plan: the nodes in its body are.)
+    """
+    found: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes:
+            body = ir.attribute(gm, operand) if operand.op == "get_attr" else None
+            if not isinstance(body, fx.GraphModule):
+                continue
+            if node.name in names:
+                inner = [m for m in body.modules() if isinstance(m, fx.GraphModule)]
+                found |= {id(module.graph): node.name for module in inner}
+            else:
+                found |= _callers(body, names)
+    return found
 
 
 def _computes(node: fx.Node) -> bool:

@@ -15,15 +15,18 @@ import inspect
 import itertools
 import random
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import pgo
+from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .._version import __version__
@@ -110,7 +113,7 @@ def plan_call(
     """`explain`, for models whose arguments may have the names of options."""
     sheet = None if device is None else gpu(device)
     settings = _settings(model, options)
-    if mp_optimizer not in (None, True, False):
+    if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
     if not isinstance(model, nn.Module):
         raise MPCompileError(
@@ -189,9 +192,16 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
     def forward(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        planning = planner_now()
+        assert planning is not None
+        return planning(gm, example_inputs)
+
+    # Dynamo keeps each backend that it was given for as long as the process runs.
+    planner_now = weakref.ref(planner)
     module, name = twin, type(twin).__name__
     forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
-    run = torch.compile(forward, backend=planner, dynamic=False, **_APART)
+    run = torch.compile(forward, backend=backend, dynamic=False, **_APART)
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
     if widens_inputs(twin):
@@ -214,15 +224,20 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
 
 @contextlib.contextmanager
 def _nothing_happened() -> Iterator[None]:
-    """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
+    """Restore the random states, and what Dynamo keeps for the rest of the process: the sizes from
+    which it infers which are dynamic, its counters, and the backends that it was given.
+    """
     state, numbers = random.getstate(), np.random.get_state()
-    sizes = pgo.get_code_state()
-    before = copy.deepcopy(sizes)
+    sizes, backends = pgo.get_code_state(), set(cached_backends)
+    before, counts = copy.deepcopy(sizes), copy.deepcopy(counters)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
         np.random.set_state(numbers)
-        sizes.clear()
-        sizes.update(before)
+        for kept, was in ((sizes, before), (counters, counts)):
+            kept.clear()
+            kept.update(was)
+        for new in cached_backends.keys() - backends:
+            del cached_backends[new]

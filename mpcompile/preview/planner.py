@@ -135,7 +135,7 @@ class Planner:
         *,
         untouched: bool = False,
     ) -> Callable[..., Any]:
-        found = Partitioned({node.name for node in plan.nodes})
+        found = Partitioned(gm, {node.name for node in plan.nodes})
         run = emit(
             gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
             recompute=self.settings.recompute, untouched=untouched, inner=found.inner,
