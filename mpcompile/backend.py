@@ -97,9 +97,7 @@ def _compile_or_fall_back(
         return _leave(gm, example_inputs, settings, reason)
 
 
-def why_left(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> str | None:
+def why_left(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> str | None:
     """Why a graph stays in FP32 whatever is in it, or None."""
     if settings.level is Level.O0:
         return 'level="O0" was asked for'

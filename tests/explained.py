@@ -1,4 +1,4 @@
-"""Models whose plans are compared: one for each kind of graph that the compiler treats specially."""
+"""Models whose plans are compared: one for each kind of graph that is treated specially."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ def check(model: nn.Module, x: torch.Tensor, optimizer: Any, **options: Any) -> 
 @pytest.mark.parametrize("kind", MODELS)
 def test_any_optimizer(kind: type[nn.Module], level: str, dtype: torch.dtype) -> None:
     model = kind()
-    check(
-        model, MODELS[kind](), torch.optim.SGD(model.parameters(), 0.1), level=level, dtype=dtype
-    )
+    check(model, MODELS[kind](), torch.optim.SGD(model.parameters(), 0.1), level=level, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF)

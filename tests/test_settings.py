@@ -118,7 +118,7 @@ from mpcompile import MPCompileError, cli
 from mpcompile.settings import Settings
 assert Settings.parse({}).greeting == "hello"
 assert Settings.parse({"greeting": "goodbye"}).greeting == "goodbye"
-for call, inputs in ((mp.mpcompile, ()), (mp.plan_for, (torch.ones(2, 2),))):
+for call, inputs in ((mp.mpcompile, ()), (mp.explain, (torch.ones(2, 2),))):
     try:
         call(torch.nn.Linear(2, 2), *inputs, greeting="hullo")
     except MPCompileError as error:
@@ -126,7 +126,7 @@ for call, inputs in ((mp.mpcompile, ()), (mp.plan_for, (torch.ones(2, 2),))):
     else:
         raise AssertionError("not checked")
 assert "greeting: what is said first." in mp.mpcompile.__doc__
-assert "greeting, fuse_head" in mp.plan_for.__doc__
+assert "greeting, fuse_head" in mp.explain.__doc__
 cli.main(["plan", "--help"])
 """
 
@@ -139,11 +139,10 @@ def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
     shutil.copytree(root / "passes", tmp_path / "passes", ignore=ignore)
     help_ = '"what is said first."'
     field = f'    greeting: str = _choice("hello", ("hello", "goodbye"), {help_}, plans=True)'
-    keyword = '    greeting: str = "hello",'
     for name, before, line in (
         ("settings.py", "    fuse_head: bool = _switch(", field),
-        ("api.py", "    fuse_head: bool = False,", keyword),
-        ("preview/explain.py", "    fuse_head: bool = False,", keyword),
+        ("api.py", "    fuse_head: bool = False,", '    greeting: str = "hello",'),
+        ("preview/explain.py", "    fuse_head: bool | None = None,", "    greeting: Any = None,"),
     ):
         path = tmp_path / "mpcompile" / name
         text = path.read_text()

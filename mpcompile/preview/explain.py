@@ -9,24 +9,17 @@ with stand-ins. With `device="t4"` the passes run with the facts of that GPU's d
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import itertools
-import random
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
-from torch._dynamo import pgo
-from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .._version import __version__
@@ -42,6 +35,7 @@ from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
 from .failures import described, place
+from .leave_no_trace import LeaveNoTrace
 from .planner import Planner
 from .stand_ins import StandIns
 
@@ -127,7 +121,7 @@ def plan_call(
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
     given = stand_ins.of_inputs(args, kwargs)
-    with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
+    with torch.inference_mode(False), torch.enable_grad(), LeaveNoTrace(), stand_ins:
         _run(twin, planner, *given)
     if not planner.graphs:
         raise MPCompileError(
@@ -220,24 +214,3 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
                 "plan is made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
-
-
-@contextlib.contextmanager
-def _nothing_happened() -> Iterator[None]:
-    """Restore the random states, and what Dynamo keeps for the rest of the process: the sizes from
-    which it infers which are dynamic, its counters, and the backends that it was given.
-    """
-    state, numbers = random.getstate(), np.random.get_state()
-    sizes, backends = pgo.get_code_state(), set(cached_backends)
-    before, counts = copy.deepcopy(sizes), copy.deepcopy(counters)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numbers)
-        for kept, was in ((sizes, before), (counters, counts)):
-            kept.clear()
-            kept.update(was)
-        for new in cached_backends.keys() - backends:
-            del cached_backends[new]
