@@ -38,8 +38,12 @@ class LeaveNoTrace:
         self._torch.__exit__(*error)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        for kept, was in ((pgo.get_code_state(), self._sizes), (counters, self._counts)):
-            kept.clear()
-            kept.update(was)
+        _restore(pgo.get_code_state(), self._sizes)
+        _restore(counters, self._counts)
         for new in cached_backends.keys() - self._backends:
             del cached_backends[new]
+
+
+def _restore(kept: dict[Any, Any], was: dict[Any, Any]) -> None:
+    kept.clear()
+    kept.update(was)
