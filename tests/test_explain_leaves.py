@@ -52,7 +52,11 @@ def state(model: nn.Module) -> dict[str, Any]:
             "numpy": np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
             "known": (len(guard._live), parameters.changes(), len(uncalled._waiting)),
             "dynamo": (dict(counters), set(cached_backends)),
-            "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            "modes": (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                gc.isenabled(),
+            ),
             "low": advice.say_nothing_runs_low.cache_info(),
         }
     )
