@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .. import ir
 from ..backend import config_for, device_of, place_of, reason_of, rewrite, scale_for, why_left
@@ -33,6 +32,8 @@ __all__ = ["Planner"]
 @dataclass(eq=False, repr=False)  # torch.compile prints a backend, and hashes it
 class Planner:
     """A torch.compile backend that plans each graph, partitions it, and runs it on stand-ins.
+
+    Dynamo calls a backend without fake mode, so kernels are tried on real samples.
 
     Attributes:
         settings: the options.
@@ -79,10 +80,9 @@ class Planner:
         return self._emit(gm, example_inputs, left, untouched=True)
 
     def _config(self, example_inputs: Sequence[Any]) -> Config:
-        target = self.absent or _of_this_machine(device_of(example_inputs), self.settings)
+        target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
         originals = [self.stand_ins.original(x) for x in example_inputs]
-        with unset_fake_temporarily():  # a scale may read its values off the device
-            scale = scale_for(originals, target.low, self.settings)
+        scale = scale_for(originals, target.low, self.settings)
         return config_for(
             target,
             self.settings,
@@ -142,17 +142,6 @@ class Planner:
         )  # fmt: skip
         self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
         return run
-
-
-def _of_this_machine(device: torch.device, settings: Settings) -> Target:
-    """The device's target. Its kernels are tried on real samples, not on stand-ins."""
-    target = target_of(device, settings.dtype)
-
-    def has_kernel(node: fx.Node) -> bool:
-        with unset_fake_temporarily():
-            return target.has_kernel(node)
-
-    return replace(target, has_kernel=has_kernel)
 
 
 def _scaling(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
