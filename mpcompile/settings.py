@@ -1,12 +1,12 @@
 """The options of `mpcompile()` and of `torch.compile(backend="mpcompile", options=...)`.
 
 Each option is declared once, as a field of `Settings`: its default, its check, its help text. The
-accepted keywords, the docstrings of `mpcompile()` and `plan_for()`, and the flags of the command
+accepted keywords, the docstrings of `mpcompile()` and `explain()`, and the flags of the command
 line are derived from that. The two functions repeat names and defaults in their signatures, for
 editors and type checkers; a test compares these with the declarations.
 
-To add an option: declare it here, with `plans=True` if `plan_for()` is to take it; add its keyword
-to the signature of `mpcompile()` (and of `plan_for()`), at the same position; read
+To add an option: declare it here, with `plans=True` if `explain()` is to take it; add its keyword
+to the signature of `mpcompile()` (and of `explain()`), at the same position; read
 `settings.<name>` where it matters.
 """
 
@@ -50,7 +50,7 @@ class Option:
         parse: (name, what the user wrote) -> the parsed value; raises `MPCompileError`.
         help: what it means, for docstrings and for the command line.
         words: the strings that the command line accepts; empty for flags, paths and objects.
-        plans: whether `plan_for()` takes it as well.
+        plans: whether `explain()` takes it as well.
     """
 
     name: str
@@ -280,7 +280,7 @@ OPTIONS: Mapping[str, Option] = {
 
 def documented(function: F) -> F:
     """Replace `{options}` in the docstring by the options' help, and `{plans}` by the names of the
-    options that `plan_for()` takes.
+    options that `explain()` takes.
     """
     if function.__doc__:  # `python -OO` drops docstrings
         wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
