@@ -22,10 +22,11 @@ _ADDED = {role.value for role in ir.ADDED}
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a graph as text: `name` is the node's, `text` as in a dump."""
+    """One line of a graph: the node's `name`, its `text` as in a dump, and the nodes it `reads`."""
 
     name: str
     text: str
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,10 @@ def plan_of_left(reason: str, device: torch.device) -> GraphPlan:
 
 def lines_of(graph: fx.Graph) -> tuple[Line, ...]:
     """The graph as text, line by line."""
-    return tuple(Line(node.name, ir.line(node)) for node in graph.nodes)
+    return tuple(
+        Line(node.name, ir.line(node), tuple(operand.name for operand in node.all_input_nodes))
+        for node in graph.nodes
+    )
 
 
 def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> GraphPlan:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .. import ir
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPU
 from .graph_plan import GraphPlan, PlanNode
+from .page import write
 from .saved_bytes import Saved
 from .tensor_cores import TensorCoreReport
 
@@ -121,6 +123,14 @@ class Plan:
             "repairs": list(self.repairs),
             "unknown": list(UNKNOWN) if self.gpu is not None else [],
         }
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML file to read in a browser; it needs no network.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        write(self, path)
 
     def __str__(self) -> str:
         data = self.to_dict()
