@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from ...errors import MPCompileError
 
@@ -44,8 +43,8 @@ def rendered(
     style, script = _joined(styles), _joined(scripts)
     return environment.get_template(template.name).render(
         **values,
-        style=Markup(style),
-        script=Markup(script),
+        style=style,
+        script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
     )

@@ -53,7 +53,7 @@ def tiles_of(plan: Plan) -> list[Tile]:
     """The numbers of the plan."""
     report, graphs = plan.tensor_cores, len(plan.graphs)
     flops = sum(op.flops for op in report.ops)
-    share = f"{report.share_before:.1%} → {report.share:.1%}" if report.ops else "–"
+    share = f"{report.share_before:.1%} → {report.share:.1%}" if report.ops else "none"
     copied = sum(one.bytes for one in plan.saved if one.copied)
     return [
         Tile("Graphs", str(graphs), f"left in FP32: {len(plan.left)}; breaks: {len(plan.breaks)}"),
@@ -65,7 +65,7 @@ def tiles_of(plan: Plan) -> list[Tile]:
         ),
         Tile(
             "Saved for the backward",
-            _size(plan.saved_bytes) if plan.saved else "–",
+            _size(plan.saved_bytes) if plan.saved else "none",
             f"{_size(copied)} of it copies of weights and inputs" if copied else "",
         ),
     ]
