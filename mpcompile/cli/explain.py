@@ -112,7 +112,7 @@ def _share(text: str) -> float:
 
 
 def _planned(options: argparse.Namespace) -> Plan:
-    device = None if options.device == "auto" else options.device
+    device: Any = None if options.device == "auto" else options.device
     if device is not None:
         gpu(device)  # check before the factory runs
     model, args, kwargs, _ = made(options)

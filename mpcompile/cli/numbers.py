@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,7 +47,7 @@ def _add_diagnose(commands: Commands) -> None:
         "lines in your program, and what to keep in FP32. The exit status is 1 if --fail-on-fault "
         f"is given and something is wrong. {DEFAULTS}.",
     )
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "level": {"choices": LEVELS},
         "loss_scale": {"type": _loss_scale, "metavar": "SCALE"},
     }

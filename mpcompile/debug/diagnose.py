@@ -149,7 +149,7 @@ def _step(
 
 
 def _zeros(graph: Graph, record: Record) -> int:
-    """How many elements of the activation gradients are zero: those that the histogram leaves out."""
+    """How many elements of the activation gradients are zero; the histogram leaves them out."""
     assert graph.captured is not None
     names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
     return sum(record.gradients[name].zeros for name in names if name in record.gradients)

@@ -20,7 +20,7 @@ from ..observe.numbers import EXPONENTS
 _FP16 = torch.finfo(torch.float16)
 _SMALLEST_NORMAL = int(math.log2(_FP16.smallest_normal))  # -14
 # Half of the smallest FP16 number, 2**-24, rounds to zero; what is larger rounds to that number.
-_ROUNDS_TO_ZERO = int(math.log2(_FP16.smallest_subnormal)) - 1  # -25
+_ROUNDS_TO_ZERO = int(math.log2(_FP16.smallest_normal * _FP16.eps)) - 1  # -25
 _OVERFLOWS = math.ceil(math.log2(_FP16.max))  # 16
 
 
@@ -123,8 +123,8 @@ def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
     return Chart(
         tuple(panels),
         100 * zeros / total,
-        low=math.floor(min([*lefts, _ROUNDS_TO_ZERO])) - 2,
-        high=math.ceil(max([*lefts, _OVERFLOWS])) + 3,
+        low=math.floor(min([*lefts, _ROUNDS_TO_ZERO])) - 5,
+        high=math.ceil(max([*lefts, _OVERFLOWS])) + 5,
         decades=tuple(10.0**place for place in range(2, bottom - 1, -1)),
     )
 
@@ -145,7 +145,12 @@ def range_of(place: float) -> str:
 
 # -- as a picture ----------------------------------------------------------------------------------
 
-_COLOURS = {"become zero": "#a3243b", "subnormal": "#b04a00", "normal": "#0b62a8", "overflow": "#a3243b"}
+_COLOURS = {
+    "become zero": "#a3243b",
+    "subnormal": "#b04a00",
+    "normal": "#0b62a8",
+    "overflow": "#a3243b",
+}
 _ZEROS = "#55606b"
 
 
@@ -167,11 +172,12 @@ def draw(chart: Chart, path: str | Path, *, title: str) -> None:
     for axes, panel in zip(
         figure.subplots(len(chart.panels), squeeze=False)[:, 0], chart.panels, strict=True
     ):
-        axes.set_title(panel.title, fontsize=10)
+        axes.set_title(panel.title, fontsize=10, pad=28)
+        ticks = range(math.ceil(chart.low / 5) * 5, chart.high + 1, 5)
+        axes.set_xticks([chart.low - 1.75, *ticks], ["zero", *map(str, ticks)])
         axes.set(yscale="log", ylim=(chart.decades[-1], 100), ylabel="percent of all elements")
         axes.set(xlim=(chart.low - 3, chart.high), xlabel="log2 of the magnitude")
-        axes.bar(chart.low - 1.5, chart.zeros, width=1.5, color=_ZEROS)
-        axes.text(chart.low - 1.5, chart.decades[-1] * 1.3, "0", ha="center", color="white")
+        axes.bar(chart.low - 1.75, chart.zeros, width=1.5, color=_ZEROS)
         for one in RANGES:
             bars = [bar for bar in panel.bars if bar.range == one.name]
             axes.bar(
@@ -179,10 +185,10 @@ def draw(chart: Chart, path: str | Path, *, title: str) -> None:
                 width=0.9, align="edge", color=_COLOURS[one.name],
             )  # fmt: skip
             start, stop = max(one.start, chart.low), min(one.stop, chart.high)
-            axes.axvline(stop, color=_ZEROS, linestyle="--", linewidth=1)
+            axes.axvline(start, color=_ZEROS, linestyle="--", linewidth=1)
             axes.text(
-                (start + stop) / 2, 0.97, f"{one.name}\n{panel.percent(one.name):.3g}%",
-                transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8,
+                (start + stop) / 2, 1.01, f"{one.name}\n{panel.percent(one.name):.3g}%",
+                transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8,
             )  # fmt: skip
     try:
         figure.savefig(path, format="png", dpi=120)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ..inspect.grid import Grid, Part
-from ..inspect.plan_text import short, style, types
+from ..inspect.plan_text import short, style
 
 if TYPE_CHECKING:
     from ..observe.numbers import Shares
@@ -23,7 +23,7 @@ def parts(report: Report) -> Iterator[Part]:
     """The text of a report, part by part; none depends on the width of a terminal."""
     yield Text(f"{report.model}, {report.level} {report.dtype} on {report.device}", style="bold")
     yield _losses(report)
-    yield scale_text(report)
+    yield f"loss scale: {number(report.scale)}; {scale_note(report)}"
     yield ""
     yield from _faults(report)
     for note in report.notes:
@@ -32,15 +32,18 @@ def parts(report: Report) -> Iterator[Part]:
         yield from table(report)
 
 
-def scale_text(report: Report) -> str:
-    """The loss scale, and the largest one that would fit."""
-    if report.scale is None:
-        return f"loss scale: none, {report.dtype} needs none here"
-    fits = report.suggested_scale
-    text = f"loss scale: {report.scale:g}"
-    if fits is None:
-        return f"{text}; no gradient is stored in {report.dtype}, so every scale fits"
-    return f"{text}; the largest power of two that fits: {fits:g}"
+def scale_note(report: Report) -> str:
+    """The largest scale that would fit, in words."""
+    if report.suggested_scale is not None:
+        return f"the largest power of two that fits: {report.suggested_scale:g}"
+    if report.dtype == "float16":
+        return "no gradient above zero is stored in float16, so every scale fits"
+    return f"{report.dtype} has the range of FP32"
+
+
+def number(scale: float | None) -> str:
+    """A loss scale."""
+    return "none" if scale is None else f"{scale:g}"
 
 
 def percent(share: float) -> str:
@@ -75,10 +78,11 @@ def _errors(report: Report) -> Iterator[Part]:
     worst = _worst(report, lambda n: n.error or 0.0)
     if worst:
         yield "largest errors of values, relative to their norm in FP64:"
-        grid = Grid(("here", "in FP32", "node", "op", "before -> after", "module", "source"), indent=4)
+        grid = Grid(("here", "in FP32", "node", "op", "result", "module", "source"), indent=4)
         for n in worst:
-            errors = relative(n.error), relative(n.error_fp32)
-            grid.add(*errors, *_names(n), style=style(n.node))
+            node, errors = n.node, (relative(n.error), relative(n.error_fp32))
+            names = node.name, short(node.op), node.planned, node.module, node.source
+            grid.add(*errors, *names, style=style(node))
         yield grid
         yield ""
 
@@ -87,21 +91,21 @@ def _shares(report: Report) -> Iterator[Part]:
     rows = {"all values": report.value_shares, "all gradients": report.gradient_shares}
     if not any(shares.count for shares in rows.values()):
         return
-    scaled = "" if report.scale is None else f" at the loss scale {report.scale:g}"
-    yield f"what {report.dtype} makes of the numbers that it stores{scaled}, without zeros:"
-    grid = Grid((*FATES, "elements", "node", "op", "before -> after", "module", "source"), indent=4)
+    scaled = "" if report.scale is None else f", gradients times the loss scale {report.scale:g}"
+    yield f"what {report.dtype} makes of the numbers that are stored in it and not zero{scaled}:"
+    grid = Grid((*FATES, "elements", "node", "module", "source"), indent=4)
     for name, shares in rows.items():
-        grid.add(*_cells(shares), name, "", "", "", "", style="bold")
+        grid.add(*_cells(shares), name, "", "", style="bold")
     kinds: tuple[tuple[str, Callable[[NodeNumbers], Shares | None]], ...] = (
         ("", lambda n: n.shares),
         ("gradient of ", lambda n: n.gradient_shares),
     )
     for prefix, shares_of in kinds:
         for n in _worst(report, lambda n, of=shares_of: _lost(of(n))):  # type: ignore[misc]
-            name, *names = _names(n)
-            found = shares_of(n)
+            found, node = shares_of(n), n.node
             assert found is not None
-            grid.add(*_cells(found), prefix + name, *names, style=style(n.node))
+            names = prefix + node.name, node.module, node.source
+            grid.add(*_cells(found), *names, style=style(node))
     yield grid
     yield ""
 
@@ -125,7 +129,7 @@ def _updates(report: Report) -> Iterator[Part]:
             f"updates by {report.optimizer} that would not move a weight stored in {report.dtype} "
             "(FP32 master weights do move):"
         )
-        grid = Grid(("of those", "median |update| / |weight|", "parameter"), indent=4)
+        grid = Grid(("elements", "median |update| / |weight|", "parameter"), indent=4)
         for update in stalled:
             grid.add(f"{percent(update.stalls):>7}", relative(update.ratio), update.parameter)
         yield grid
@@ -135,8 +139,3 @@ def _worst(report: Report, badness: Callable[[NodeNumbers], float]) -> list[Node
     """The worst nodes, without those that are well."""
     found = sorted((n for n in report.nodes if badness(n)), key=lambda n: -badness(n))
     return found[:WORST]
-
-
-def _names(n: NodeNumbers) -> tuple[str, ...]:
-    node = n.node
-    return node.name, short(node.op), types(node), node.module, node.source

@@ -92,8 +92,10 @@ class Shares:
             flushed = rounded == 0
             kinds = [flushed, (size < tiny) & ~flushed, rounded.isinf()]
             counts += torch.stack([kind.sum() for kind in (*kinds, size > 0)]).cpu()
-        *found, total = counts.tolist()
-        return cls(*(count / total for count in found), count=int(total)) if total else cls()
+        flushed, subnormal, overflowed, total = counts.tolist()
+        if not total:
+            return cls()
+        return cls(flushed / total, subnormal / total, overflowed / total, count=int(total))
 
 
 def histogram(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ def _checked(target: str, made: Any) -> Made:
     if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise MPCompileError(f"{target}() returned {what}; {CONTRACT}")
-    model, args, kwargs, loss_fn = (*made, *({}, None)[len(made) - 2 :])
+    rest: tuple[Any, ...] = ({}, None)
+    model, args, kwargs, loss_fn = (*made, *rest[len(made) - 2 :])
     for name, value, right in (
         ("the model", model, isinstance(model, nn.Module)),
         ("args", args, isinstance(args, (tuple, list))),
