@@ -157,8 +157,8 @@ def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
         )
     elif least is not None and share < least:
         yield (
-            f"--fail-under-tensor-core-share: {share:.6g} of the FLOPs are eligible for Tensor "
-            f"Cores, which is {least - share:.6g} less than {least:g}"
+            f"--fail-under-tensor-core-share: the Tensor Core share of the FLOPs is {share:.6g}, "
+            f"which is {least - share:.6g} less than {least:g}"
         )
     if options.fail_on_fp32_fallback and plan.left:
         count = f"{len(plan.left)} of {len(plan.graphs)} graphs stay in FP32"

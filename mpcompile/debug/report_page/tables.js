@@ -3,12 +3,12 @@
 /** What a number shows as; a dash for one that isn't known. */
 const FORMATS = {
   text: (value) => value,
-  error: (value) => (value === null ? "–" : value === 0 ? "0" : value.toExponential(1)),
+  error: (value) => (value === null ? "-" : value === 0 ? "0" : value.toExponential(1)),
   share: (value) => {
-    if (value === null || value === undefined) return "–";
+    if (value === null || value === undefined) return "-";
     return value > 0 && value < 1e-4 ? "<0.01%" : `${(100 * value).toFixed(value ? 2 : 0)}%`;
   },
-  size: (value) => (value === null ? "–" : value === 0 ? "0" : value.toPrecision(3)),
+  size: (value) => (value === null ? "-" : value === 0 ? "0" : value.toPrecision(3)),
   count: (value) => String(value),
 };
 
