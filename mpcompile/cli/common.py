@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
@@ -103,8 +103,7 @@ def show_tables(console: Console, found: Any) -> None:
 
 def complain(text: str) -> None:
     """Print a message to stderr, on one line."""
-    console = Console(stderr=True)
-    console.print(f"[red]mpcompile:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("mpcompile:", "red"), " ", text), soft_wrap=True)
 
 
 def failed(conditions: Iterable[str]) -> int:
