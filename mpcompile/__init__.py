@@ -5,7 +5,7 @@ model = mpcompile(model)        # the only line; the training loop stays plain P
 
 from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
-from .debug import diagnose
+from .debug import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
 from .preview.explain import plan_for
@@ -22,6 +22,7 @@ __all__ = [
     "Policy",
     "Precision",
     "__version__",
+    "calibrate",
     "compiled_plans",
     "diagnose",
     "loss_scale_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def mpcompile(
     *,
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     loss_scale: LossScale | str | float | None = "dynamic",
     pad: str = "auto",
     emit: str = "inductor",
@@ -88,6 +89,7 @@ def mpcompile(
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
+    request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)

@@ -34,6 +34,8 @@ from .emit.joint import JointPass, joint_passes
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
 from .inspect.graph_plan import GraphPlan, plan_of_left
+from .inspect.log_graph import log_graph
+from .inspect.trace import trace_graph
 from .ir.fakes import fake_of_fixed_size
 from .ir.inputs import GraphInputs
 from .ir.updates import is_update
@@ -58,14 +60,17 @@ def mpcompile_backend(
 ) -> Callable[..., Any]:
     """The backend that `torch.compile(model, backend="mpcompile", options={...})` finds.
 
-    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor.
+    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor. A
+    `"policy"` that is a path is read for every graph: `Policy.load` reads a file once.
     """
     hooks.register()
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     uncalled.reached(example_inputs)
+    start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
+    log_graph(plan, time.perf_counter() - start)
     if listener is not None:
         listener(plan)
     return compiled
@@ -103,8 +108,9 @@ def _leave(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
 ) -> tuple[Callable[..., Any], GraphPlan]:
     """Compile a graph unchanged, in FP32."""
-    compiled = _emit(gm, example_inputs, settings, untouched=True)
-    return compiled, plan_of_left(reason, _place_of(example_inputs))
+    plan = plan_of_left(reason, _place_of(example_inputs))
+    trace_graph(plan)
+    return _emit(gm, example_inputs, settings, untouched=True), plan
 
 
 def reason_of(error: Exception) -> str:

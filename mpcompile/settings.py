@@ -89,14 +89,19 @@ def _switch(help: str, **more: Any) -> Any:
 
 
 def _policy(name: str, value: Any) -> Policy:
-    policy = value or Policy()
+    file = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    policy = value if file is None else Policy.load(file)
+    if policy is None:
+        return Policy()
     if not isinstance(policy, Policy):
-        raise MPCompileError(f"{name}={policy!r}: give an mpcompile.Policy(...)")
+        raise MPCompileError(
+            f"{name}={policy!r}: give an mpcompile.Policy(...), or the path of a file with one"
+        )
     for key in policy.low | policy.full | policy.keep:
         if not op_exists(key):
             known = [name.removeprefix("aten::") for name in rules.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
-            raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+            raise MPCompileError(f"{file or 'Policy'}: no operator {key!r}{hint}")
     return policy
 
 
@@ -177,8 +182,11 @@ class Settings:
         words=tuple(level.value for level in Level), plans=True,
     )  # fmt: skip
     policy: Policy = _option(
-        None, _policy, "your overrides, by operator, module or node.", plans=True
-    )
+        None, _policy,
+        "your overrides, by operator, module or node: a `Policy`, or the path of a `.toml` or "
+        "`.json` file that holds one.",
+        plans=True,
+    )  # fmt: skip
     loss_scale: LossScale | None = _option(
         "dynamic", _loss_scale,
         '"dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that don\'t '

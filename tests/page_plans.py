@@ -59,6 +59,12 @@ def evil_plan() -> Plan:
     )
 
 
+def long_plan() -> Plan:
+    """More than 3000 operators, in the graphs of a model that breaks often."""
+    plan = resnet_plan()
+    return dataclasses.replace(plan, graphs=plan.graphs * 40)
+
+
 def with_backward(graph: GraphPlan) -> GraphPlan:
     """One backward operator for each operator of the forward, in reverse."""
     if graph.backward:

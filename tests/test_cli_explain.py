@@ -93,11 +93,11 @@ def test_only_given_options_are_handed_over(planned: dict[str, Any]) -> None:
     assert (planned["device"], planned["model"], planned["args"]) == ("h100", "Net", ())
     assert list(planned["kwargs"]) == ["x"]
     flags = ["--dtype", "float16", "--level", "O3", "--pad", "never", "--fuse-head",
-             "--disable-passes", "plan_pads"]  # fmt: skip
+             "--disable-passes", "plan_pads", "--policy", "p.toml"]  # fmt: skip
     assert cli.main(["explain", "some_nets:good", *flags, "--mp-optimizer"]) == 0
     assert planned["options"] == {
         "dtype": "float16", "level": "O3", "pad": "never", "fuse_head": True,
-        "disable_passes": ["plan_pads"],
+        "disable_passes": ["plan_pads"], "policy": "p.toml",
     }  # fmt: skip
     assert planned["mp_optimizer"] is True
 

@@ -33,7 +33,7 @@ PASSES = ROOT / "passes"
 # own; those of one layer do not know each other. The package root, at the very top, only gathers
 # what users import.
 LAYERS = (
-    {"_version", "errors"},
+    {"_version", "errors", "logs"},
     {"devices"},
     {"operators"},
     {"profile"},

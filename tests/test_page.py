@@ -123,15 +123,28 @@ def test_tiles_and_charts() -> None:
         casts=1,
     )
     assert [tile.value for tile in tiles_of(plan)] == ["1", "1", "25.0% → 75.0%", "40 B"]
+    assert tiles_of(plan)[2].note == "as captured → as compiled; products: 3, 4 FLOP"
     nodes, flops, kept = charts_of(plan)
     amounts = [[(p.precision, p.amount) for p in bar] for bar in flops.bars.values()]
     assert amounts == [[("LOW", 0.25), ("FULL", 0.75)], [("LOW", 0.75), ("FULL", 0.25)]]
     assert [(p.label, p.amount) for p in nodes.bars[""]] == [("LOW, FP16", 1), ("FULL, FP32", 2)]
     assert [(p.label, p.amount) for p in kept.bars[""]] == [("f32", 30), ("f16", 10)]
     page = Page(render(plan))
-    widths = [value for tag, name, value in page.attributes if (tag, name) == ("rect", "width")]
-    thirds = ["33.333", "66.667"]
-    assert widths == [*thirds, "25.000", "75.000", "75.000", "25.000", "75.000", "25.000"]
+    xs, widths = (
+        [value for tag, key, value in page.attributes if (tag, key) == ("rect", name)]
+        for name in ("x", "width")
+    )
+    shares = [(33.333, 66.667), (25, 75), (75, 25), (75, 25)]
+    assert widths == [f"{share:.3f}" for pair in shares for share in pair]
+    assert xs == [f"{x:.3f}" for first, _ in shares for x in (0, first)]
+
+
+def test_large_numbers_have_a_prefix() -> None:
+    saved = (Saved("mm", "", (5,), torch.float16, 2_500_000, False),)
+    report = TensorCoreReport((product("a", 7_110_000_000_000, True, True),))
+    tiles = tiles_of(plan_with(tensor_cores=report, saved=saved))
+    assert tiles[2].note.endswith("products: 1, 7.11 TFLOP")
+    assert tiles[3].value == "2.50 MB"
 
 
 def test_a_plan_of_nothing_has_a_page() -> None:
@@ -164,6 +177,13 @@ def test_a_backward_node_has_the_precision_of_its_result() -> None:
     backward = tuple(BackwardNode("mm", "aten::mm", result, "exp") for result in results)
     (graph,) = data_of(plan_with(backward=backward))["graphs"]
     assert [n["precision"] for n in graph["backward"]] == list(results.values())
+
+
+def test_what_a_pass_made_was_not_captured() -> None:
+    """A cast, and an operator that a pass wrote in place of another one."""
+    plan = plan_with(node("exp"), node("exp_f16", rule="cast"), node("mul", captured="NoneType"))
+    (graph,) = data_of(plan)["graphs"]
+    assert [n["captured"] for n in graph["nodes"]] == ["f32[2]", None, None]
 
 
 @pytest.mark.parametrize(

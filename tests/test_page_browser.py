@@ -20,11 +20,13 @@ if not (CHROMIUM and CHROMEDRIVER):
 
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "gpt": page_plans.gpt_plan,
     "resnet": page_plans.resnet_plan,
     "evil": page_plans.evil_plan,
+    "long": page_plans.long_plan,
 }
 
 
@@ -123,6 +125,7 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     (node,) = (node for node in reader.plan.nodes if node.name == "conv2d_1")
     reader.click("[data-kind='LOW']")
     reader.click(".row[data-key='0/conv2d_1']")
+    assert "not in the program" not in reader.panel
     for text in (node.reason, node.op, node.module, node.source, node.captured, node.planned,
                  *node.frames, "conv2d_1_backward", "TENSOR CORES", "as captured"):  # fmt: skip
         assert text in reader.panel, text
@@ -133,6 +136,11 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     costly = next(node for node in reader.plan.nodes if node.costs and node.costs["full"])
     reader.click(f".row[data-key='0/{costly.name}']")
     assert "COST TERMS" in reader.panel
+    terms = reader.driver.find_element(By.CSS_SELECTOR, "#panel tr.total").text.split(maxsplit=3)
+    assert terms[:3] == ["together", "0", "B"]
+    number, unit = terms[3].split()
+    full = sum(costly.costs["full"].values()) if costly.costs else 0
+    assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] == pytest.approx(full, rel=0.01)
 
 
 def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:
@@ -141,7 +149,7 @@ def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:
     reader.all("#panel li .link")[0].click()
     assert reader.panel.startswith("cast\nconv2d_19_f32\n")
     reader.driver.back()
-    assert reader.panel.startswith("FULL\nbatch_norm_19\n")
+    WebDriverWait(reader.driver, 10).until(lambda _: "FULL\nbatch_norm_19\n" in reader.panel)
 
 
 # -- finding nodes ---------------------------------------------------------------------------------
@@ -190,6 +198,17 @@ def test_modules_fold(read: Callable[[str], Reader]) -> None:
     assert paths() == [p for p in everything if "." not in p]
     reader.click("#open-all")
     assert paths() == everything
+
+
+def test_a_module_shows_its_nodes(read: Callable[[str], Reader]) -> None:
+    reader = read("gpt")
+    reader.click("#tree [data-path='blocks.1']")
+    inside = [n for n in reader.plan.nodes if f"{n.module}.".startswith("blocks.1.")]
+    assert reader.rows() == [f"0/{n.name}" for n in inside]
+    reader.click("#tab-backward")
+    assert reader.rows() == [f"0/{n.name}" for n in reversed(inside) if not n.is_added]
+    reader.click("#module-filter button")
+    assert len(reader.rows()) == len(reader.plan.graphs[0].backward)
 
 
 def test_a_mixed_module_shows_its_mixture(read: Callable[[str], Reader]) -> None:
@@ -277,6 +296,27 @@ def test_several_graphs(read: Callable[[str], Reader]) -> None:
     assert f"the graph ends here: {page_plans.EVIL}" in text
     reader.click("#graph option[value='1']")
     assert "linear" not in reader.driver.find_element(By.ID, "rows").text
+
+
+def test_thousands_of_nodes(read: Callable[[str], Reader]) -> None:
+    """The first 3000 rows stand there at once, the others behind a button."""
+    reader = read("long")
+    keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.plan.graphs)
+            for n in graph.nodes if not n.is_added]  # fmt: skip
+    assert len(keys) > 3000
+    shown = [key for key in reader.rows() if key]
+    assert len(shown) < 3000
+    assert shown == keys[: len(shown)]
+    reader.click("#rows .gap:last-child")
+    assert reader.rows() == keys
+
+
+def test_the_address_names_a_node(read: Callable[[str], Reader]) -> None:
+    reader = read("resnet")
+    for fragment, start in (("0%2Flinear", "LOW\nlinear\n"), ("%", "Why is"), ("0%2Fno", "Why is")):
+        reader.driver.execute_script("location.hash = arguments[0]", fragment)
+        reader.driver.refresh()
+        assert reader.panel.startswith(start)
 
 
 # -- safety ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_plan_for import X, Calls
+from test_plan_for import Calls, X
 from torch import nn
 
 from mpcompile import Policy, compiled_plans, mpcompile, plan_for

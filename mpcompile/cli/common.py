@@ -21,6 +21,10 @@ from ..settings import OPTIONS
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 LEVELS = ("O1", "O2", "O3")  # at O0 there is nothing to plan, and nothing to diagnose
+_POLICY = {
+    "metavar": "FILE",
+    "help": "your overrides, by operator, module or node: a .toml or .json file",
+}
 DEFAULTS = (
     "Options that are left out are those of mpcompile(model), or those with which the factory has "
     "compiled its model"
@@ -38,7 +42,7 @@ def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
     elif option.words:
         how["choices"] = option.words
     else:
-        how |= {"type": Path, "metavar": "DIR"}
+        how |= _POLICY if name == "policy" else {"type": Path, "metavar": "DIR"}
     parser.add_argument(f"--{name.replace('_', '-')}", **{**how, **own})
 
 

@@ -28,8 +28,7 @@ from .common import (
     show_tables,
 )
 
-# The options that can be written on a command line; a policy can't.
-_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans and one.name != "policy")
+_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans)
 _GPUS = f"one of {', '.join(GPUS)}"
 
 

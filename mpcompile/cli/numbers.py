@@ -27,8 +27,10 @@ from .common import (
     show_tables,
 )
 
-_DIAGNOSE_OPTIONS = ("dtype", "level", "loss_scale", "fuse_head", "recompute", "disable_passes")
-_BISECT_OPTIONS = ("dtype", "level", "pad", "emit", "fuse_head", "recompute")
+_DIAGNOSE_OPTIONS = (
+    "dtype", "level", "policy", "loss_scale", "fuse_head", "recompute", "disable_passes",
+)  # fmt: skip
+_BISECT_OPTIONS = ("dtype", "level", "policy", "pad", "emit", "fuse_head", "recompute")
 
 
 def add(commands: Commands) -> None:

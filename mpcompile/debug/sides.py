@@ -31,6 +31,7 @@ from ..rules.policy import Config, Level
 from ..settings import Settings
 
 Loss = Callable[[Any], torch.Tensor]
+Step = Callable[[Callable[..., Any]], torch.Tensor]
 
 
 class Side(enum.Enum):
@@ -103,12 +104,14 @@ class Sides:
         self.forward = _apart(twin, self._backend)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
-    def run(self, side: Side, exact: Run | None = None) -> Run:
+    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
             side: which program.
             exact: the run in FP64 to compare with; None on its own side, or if it failed.
+            step: calls the function that it is given, the model, and returns the loss; default: the
+                call of the constructor.
         """
         self._side, self._run, self._exact = side, Run(), exact or Run()
         buffers = {name: b.clone() for name, b in self.twin.named_buffers()}
@@ -117,7 +120,7 @@ class Sides:
         try:
             with torch.random.fork_rng(), torch.enable_grad():
                 torch.manual_seed(0)
-                loss = self.loss(self.forward(*args, **kwargs))
+                loss = step(self.forward) if step else self.loss(self.forward(*args, **kwargs))
                 _check_loss(loss)
                 loss.backward()
         finally:

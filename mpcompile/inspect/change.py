@@ -14,8 +14,9 @@ from ..rules.table import TABLE
 if TYPE_CHECKING:
     from .graph_plan import PlanNode
 
-# By the word of `Mark.rule`, or "named": a dtype that the program names. {pin}: the policy that changes this node; {ops}: that for all nodes
-# of its operator; {why}: the reason of the decision.
+# By the word of `Mark.rule`, or "named": the program names the dtype.
+# {pin}: the policy that changes this node; {ops}: the one for all nodes of its operator; {why}: the
+# reason of the decision.
 _SENTENCES = {
     "table": "{pin} changes this node, {ops} all of its operator",
     "named": "its dtype stands in your program: change it there ({why})",

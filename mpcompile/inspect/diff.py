@@ -2,8 +2,8 @@
 
 Nodes are matched graph by graph: by name, where operator and module agree; what is left by its
 place among nodes of the same operator and module, since a pass that adds or removes a node shifts
-the names behind it; the rest by name and operator alone (a module was renamed). A cast or pad is
-told by what it reads, too.
+the names behind it; the rest by name and operator alone (a module was renamed). Casts and pads are
+matched by what they read: their names hold dtypes.
 
 Compared are precision, rule and planned type. Times, reasons and source lines are not.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def _whole(plan: Plan) -> dict[str, str]:
 
 
 def _outline(graph: GraphPlan | None) -> str:
-    """What a graph is as a whole; its level and dtype, since a graph may have others."""
+    """What becomes of a graph as a whole."""
     if graph is None:
         return "-"
     if graph.left is not None:
@@ -190,37 +191,56 @@ def _decision(node: PlanNode) -> tuple[str, ...]:
 def _matched(a: Sequence[PlanNode], b: Sequence[PlanNode]) -> dict[int, int]:
     """Place in `a` -> place in `b` of the same node."""
     partner: dict[int, int] = {}
-    _match_by(lambda node: (node.name, *_kind(node)), a, b, partner)
+    _by_name(a, b, partner, _kind)
     taken = set(partner.values())
-    left = [i for i in range(len(a)) if i not in partner]
-    right = [j for j in range(len(b)) if j not in taken]
+    left = [i for i, node in enumerate(a) if i not in partner and not node.is_added]
+    right = [j for j, node in enumerate(b) if j not in taken and not node.is_added]
     # autojunk would skip what is frequent: operators are.
     matcher = difflib.SequenceMatcher(
         None, [_kind(a[i]) for i in left], [_kind(b[j]) for j in right], autojunk=False
     )
     for at, to, size in matcher.get_matching_blocks():
         partner.update(zip(left[at : at + size], right[to : to + size], strict=True))
-    _match_by(lambda node: (node.name, node.op), a, b, partner)
+    _by_name(a, b, partner, lambda node: node.op)
+    _added(a, b, partner)
     return partner
 
 
-def _match_by(
-    key: Callable[[PlanNode], Hashable],
+def _kind(node: PlanNode) -> tuple[str, str]:
+    return node.module, node.op
+
+
+def _by_name(
     a: Sequence[PlanNode],
     b: Sequence[PlanNode],
     partner: dict[int, int],
+    kind: Callable[[PlanNode], Hashable],
 ) -> None:
-    """Match the nodes without a partner whose keys are equal; keys must hold the name."""
+    """Match the program's nodes that have the same name and are of the same kind."""
     taken = set(partner.values())
-    places = {key(node): j for j, node in enumerate(b) if j not in taken}
+    places = {
+        (node.name, kind(node)): j
+        for j, node in enumerate(b)
+        if j not in taken and not node.is_added
+    }
     for i, node in enumerate(a):
-        if i not in partner and key(node) in places:
-            partner[i] = places[key(node)]
+        if i not in partner and not node.is_added and (node.name, kind(node)) in places:
+            partner[i] = places[node.name, kind(node)]
 
 
-def _kind(node: PlanNode) -> tuple[str, ...]:
-    """What a node is, whatever its name."""
-    return (node.module, node.op, *(node.reads if node.is_added else ()))
+def _added(a: Sequence[PlanNode], b: Sequence[PlanNode], partner: dict[int, int]) -> None:
+    """Match the casts and pads of the same values; there may be chains of them."""
+    same = {a[i].name: b[j].name for i, j in partner.items()}
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for j, node in enumerate(b):
+        if node.is_added:
+            places[node.rule, node.op, node.reads].append(j)
+    for i, node in enumerate(a):
+        reads = tuple(same.get(name, name) for name in node.reads)
+        found = places.get((node.rule, node.op, reads))
+        if node.is_added and found:
+            partner[i] = found.pop(0)
+            same[node.name] = b[partner[i]].name
 
 
 # -- text ------------------------------------------------------------------------------------------

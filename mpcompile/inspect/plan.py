@@ -11,11 +11,10 @@ from rich.console import Group
 
 from ..devices.gpus import GPU
 from ..errors import MPCompileError
-from . import plan_text, stored
+from . import page, plan_text, stored
 from .diff import PlanDiff, difference
 from .graph_plan import GraphPlan, PlanNode
 from .grid import as_rich, as_text
-from .page import write
 from .saved_bytes import Saved
 from .tensor_cores import TensorCoreReport
 from .why import Answer, answer
@@ -153,14 +152,6 @@ class Plan:
             "unknown": list(self.unknown),
         }
 
-    def to_html(self, path: str | Path) -> None:
-        """Write the plan as one HTML file to read in a browser; it needs no network.
-
-        Raises:
-            MPCompileError: the file can't be written.
-        """
-        write(self, path)
-
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """The plan that `to_dict()` turned into `data`, here or on another machine.
@@ -197,6 +188,14 @@ class Plan:
             return cls.from_dict(data)
         except MPCompileError as error:
             raise MPCompileError(f"{path}: {error}") from None
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML file to read in a browser; it needs no network.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        page.write(self, path)
 
     def __str__(self) -> str:
         return as_text(plan_text.parts(self))

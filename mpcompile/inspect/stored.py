@@ -62,7 +62,7 @@ def write(data: Any, path: str | Path) -> None:
 
 
 def written_by(data: Any) -> str:
-    """`" (it was written by mpcompile 0.2.0, and this is 0.1.0)"`, or "" if the two are the same."""
+    """`" (it was written by mpcompile 0.2.0, and this is 0.1.0)"`, or "" if it is this version."""
     versions = data.get("versions") if isinstance(data, dict) else None
     version = versions.get("mpcompile") if isinstance(versions, dict) else None
     if version in (None, __version__):
@@ -87,7 +87,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 
 def _dataclass(kind: type, data: Any, place: str) -> Any:
     if not isinstance(data, dict):
-        raise _Unreadable(f"{place} is {_short(data)}, not a dict")
+        raise _Unreadable(f"{place} is {_short(data)}, not of type dict")
     values = {}
     for name, hint, needed in _fields(kind):
         if name in data:
@@ -100,7 +100,8 @@ def _dataclass(kind: type, data: Any, place: str) -> Any:
 def _value(hint: Any, data: Any, place: str) -> Any:
     if isinstance(hint, type) and not typing.get_args(hint):
         return _plain(hint, data, place)
-    of, inner = typing.get_origin(hint), typing.get_args(hint)
+    of: Any = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if of is types.UnionType:
         return _either(inner, data, place)
     if of is dict and isinstance(data, dict):
@@ -110,7 +111,7 @@ def _value(hint: Any, data: Any, place: str) -> Any:
         if len(hints) == len(data):
             pairs = enumerate(zip(hints, data, strict=True))
             return tuple(_value(each, value, f"{place}[{i}]") for i, (each, value) in pairs)
-    raise _Unreadable(f"{place} is {_short(data)}, not a {hint}")
+    raise _Unreadable(f"{place} is {_short(data)}, not of type {of.__name__}")
 
 
 def _either(hints: tuple[Any, ...], data: Any, place: str) -> Any:
@@ -130,7 +131,7 @@ def _plain(hint: type, data: Any, place: str) -> Any:
     elif hint is float and type(data) is int:
         return float(data)
     if type(data) is not hint:
-        raise _Unreadable(f"{place} is {_short(data)}, not a {hint.__name__}")
+        raise _Unreadable(f"{place} is {_short(data)}, not of type {hint.__name__}")
     return data
 
 

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import os
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ def plan_for(
     device: str = "h100",
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     pad: str = "auto",
     dump: str | Path | None = None,
     fuse_head: bool = False,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..change import how_to_change
-from ..graph_plan import BackwardNode, GraphPlan, Line
+from ..graph_plan import BackwardNode, GraphPlan, Line, PlanNode
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -37,6 +37,7 @@ def _graph(graph: GraphPlan) -> dict[str, Any]:
         "nodes": [
             {
                 **dataclasses.asdict(node),
+                "captured": node.captured if _is_captured(node) else None,
                 "added": node.is_added,
                 "change": how_to_change(node),
                 "product": products.get(node.name),
@@ -50,6 +51,11 @@ def _graph(graph: GraphPlan) -> dict[str, Any]:
             {**dataclasses.asdict(node), "precision": _precision(node)} for node in graph.backward
         ],
     }
+
+
+def _is_captured(node: PlanNode) -> bool:
+    """Whether the FP32 program has the node: what a pass made has a result of type None there."""
+    return not node.is_added and node.captured != type(None).__name__
 
 
 def aligned(

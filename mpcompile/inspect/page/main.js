@@ -64,13 +64,17 @@ function chooseModule(path) {
   showTree();
 }
 
+/** The key of the node that the address names, or "". */
 function chosenKey() {
-  return decodeURIComponent(location.hash.slice(1));
+  const name = location.hash.slice(1);
+  const node = [...NODES.values()].find((one) => encodeURIComponent(one.key) === name);
+  return node ? node.key : "";
 }
 
 /** Choose a node by its key, or none by ""; with the keyboard, go to its panel. */
 function choose(key, byKeyboard = false) {
-  location.hash = encodeURIComponent(key); // `hashchange` shows it
+  location.hash = encodeURIComponent(key);
+  showChosen(); // at once: `hashchange` comes later, and also when the reader goes back
   if (byKeyboard) panel.focus();
 }
 

@@ -11,7 +11,9 @@ const RULES = {
   policy: "your policy",
   region: "an autocast region of the program",
   captured: "it stays as the program has it",
+  update: "it updates parameters in place",
   plan: "the planner, by cost",
+  rewrite: "a pass that wrote it in place of another operator",
   cast: "a cast that was added",
   pad: "padding that was added",
   scale: "loss scaling that was added",
@@ -55,9 +57,9 @@ function badge(kind, rule) {
   return el("span", { class: `badge ${kind}` }, kind === "ADDED" ? rule : kind);
 }
 
-function size(bytes) {
-  for (const [unit, one] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
-    if (Math.abs(bytes) >= one) return `${(bytes / one).toFixed(2)} ${unit}`;
+function scaled(count, unit) {
+  for (const [prefix, scale] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (count >= scale) return `${(count / scale).toFixed(2)} ${prefix}${unit}`;
   }
-  return `${bytes} B`;
+  return `${count} ${unit}`;
 }

@@ -50,7 +50,7 @@ function facts(node) {
     module: node.module
       ? el("button", { type: "button", class: "link", onclick: () => chooseModule(node.module) }, node.module) : null,
     source: node.source ? el("code", {}, node.source) : null,
-    before: node.added ? "not in the program" : el("code", {}, node.captured),
+    before: node.captured ? el("code", {}, node.captured) : "not in the program",
     after: el("code", {}, node.planned),
     products: node.products ? `${node.products} inside; they stay FP32` : null,
   };
@@ -65,7 +65,7 @@ function costs(node) {
   if (!terms.length) return el("p", {}, "None: either precision costs the same here, so its neighbours decide.");
   const total = (side) => Object.values(side).reduce((sum, cost) => sum + cost, 0);
   const row = (name, one, other, kind) => el("tr", { class: kind }, el("td", {}, name),
-    el("td", {}, size(one)), el("td", {}, size(other)));
+    el("td", {}, scaled(one, "B")), el("td", {}, scaled(other, "B")));
   return el("table", {},
     el("thead", {}, el("tr", {}, ["bytes of memory traffic", `in ${PLAN.low}`, "in FP32"]
       .map((head) => el("th", { scope: "col" }, head)))),
@@ -80,7 +80,7 @@ function product(node) {
   const yes = (eligible) => (eligible ? "yes" : "no");
   return el("div", {}, el("p", {}, op.reason),
     el("table", {},
-      el("thead", {}, el("tr", {}, [`${op.kind}, ${(op.flops / 1e9).toPrecision(3)} GFLOP`, "as captured", "as compiled"]
+      el("thead", {}, el("tr", {}, [`${op.kind}, ${scaled(op.flops, "FLOP")}`, "as captured", "as compiled"]
         .map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {},
         Object.keys(op.before).map((dim) => el("tr", {}, el("td", {}, dim),

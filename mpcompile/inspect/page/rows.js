@@ -28,7 +28,7 @@ function lineMatches(text) {
     && wordsMatch(text.toLowerCase());
 }
 
-/** Each function returns the rows of a graph in one view: `[made by, whether it is shown]`. */
+/** For each view, what makes the rows of a graph: one function for each row that is shown. */
 const VIEWS = {
   decisions(graph) {
     const shown = graph.nodes.filter((node) => nodeMatches(node)
@@ -82,7 +82,7 @@ function decisionRow(node) {
 }
 
 function types(node) {
-  return node.added || node.captured === node.planned ? node.planned : `${node.captured} → ${node.planned}`;
+  return node.captured === node.planned || !node.captured ? node.planned : `${node.captured} → ${node.planned}`;
 }
 
 function linesRow(graph, i, j, node) {

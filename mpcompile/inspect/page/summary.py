@@ -61,7 +61,7 @@ def tiles_of(plan: Plan) -> list[Tile]:
         Tile(
             "FLOPs eligible for Tensor Cores",
             share,
-            f"as captured → as compiled, of {flops / 1e9:,.3g} GFLOP in {len(report.ops)} products",
+            f"as captured → as compiled; products: {len(report.ops)}, {_scaled(flops, 'FLOP')}",
         ),
         Tile(
             "Saved for the backward",
@@ -125,7 +125,11 @@ def notes_of(plan: Plan) -> list[Note]:
 
 
 def _size(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+    return _scaled(count, "B")
+
+
+def _scaled(count: int, unit: str) -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {prefix}{unit}"
+    return f"{count} {unit}"
