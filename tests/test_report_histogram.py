@@ -76,6 +76,9 @@ def test_everything_is_on_the_chart(counts: dict[int, int]) -> None:
             assert bar.left + 1 < chart.high
             assert 0 < chart.height(bar.percent) <= 1
     assert chart.low < -25 < 16 < chart.high
+    assert all(chart.low + 3 <= tick <= chart.high and tick % 5 == 0 for tick in chart.ticks)
+    assert chart.ticks[0] - 5 < chart.low + 3
+    assert chart.ticks[-1] + 5 > chart.high
     assert 0 < chart.height(chart.zeros) <= 1
     assert chart.height(100) == 1
     assert chart.height(chart.decades[-1]) == 0

@@ -90,6 +90,11 @@ class Chart:
     high: int
     decades: tuple[float, ...]
 
+    @property
+    def ticks(self) -> range:
+        """The exponents that are written below the axis, clear of the bar of zeros."""
+        return range(-5 * (-(self.low + 3) // 5), self.high + 1, 5)
+
     def height(self, percent: float) -> float:
         """Where a percentage is on the vertical axis: 0 at the bottom, 1 at 100 percent."""
         bottom = math.log10(self.decades[-1])
@@ -124,7 +129,7 @@ def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
         tuple(panels),
         100 * zeros / total,
         low=math.floor(min([*lefts, _ROUNDS_TO_ZERO])) - 5,
-        high=math.ceil(max([*lefts, _OVERFLOWS])) + 5,
+        high=math.ceil(max([*lefts, _OVERFLOWS])) + 7,
         decades=tuple(10.0**place for place in range(2, bottom - 1, -1)),
     )
 
@@ -173,8 +178,7 @@ def draw(chart: Chart, path: str | Path, *, title: str) -> None:
         figure.subplots(len(chart.panels), squeeze=False)[:, 0], chart.panels, strict=True
     ):
         axes.set_title(panel.title, fontsize=10, pad=28)
-        ticks = range(math.ceil(chart.low / 5) * 5, chart.high + 1, 5)
-        axes.set_xticks([chart.low - 1.75, *ticks], ["zero", *map(str, ticks)])
+        axes.set_xticks([chart.low - 1.75, *chart.ticks], ["zero", *map(str, chart.ticks)])
         axes.set(yscale="log", ylim=(chart.decades[-1], 100), ylabel="percent of all elements")
         axes.set(xlim=(chart.low - 3, chart.high), xlabel="log2 of the magnitude")
         axes.bar(chart.low - 1.75, chart.zeros, width=1.5, color=_ZEROS)
@@ -185,7 +189,7 @@ def draw(chart: Chart, path: str | Path, *, title: str) -> None:
                 width=0.9, align="edge", color=_COLOURS[one.name],
             )  # fmt: skip
             start, stop = max(one.start, chart.low), min(one.stop, chart.high)
-            axes.axvline(start, color=_ZEROS, linestyle="--", linewidth=1)
+            axes.axvline(one.start, color=_ZEROS, linestyle="--", linewidth=1)
             axes.text(
                 (start + stop) / 2, 1.01, f"{one.name}\n{panel.percent(one.name):.3g}%",
                 transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8,

@@ -76,11 +76,7 @@ def drawing_of(chart: Chart, panel: Panel) -> Drawing:
     labels = [
         *(Label(_LEFT - 6, y(decade) + 4, f"{decade:g}%", "end") for decade in chart.decades[::2]),
         Label(x(chart.low - 1.75), HEIGHT - _BOTTOM + 16, "zero"),
-        *(
-            Label(x(place), HEIGHT - _BOTTOM + 16, str(place))
-            for place in range(chart.low + 1, chart.high)
-            if place % 5 == 0
-        ),
+        *(Label(x(place), HEIGHT - _BOTTOM + 16, str(place)) for place in chart.ticks),
     ]
     for one in RANGES:
         middle = (x(max(one.start, chart.low)) + x(min(one.stop, chart.high))) / 2
