@@ -171,6 +171,7 @@ def test_bars_stand_where_the_chart_says() -> None:
     assert lost == pytest.approx(x0 - 25 * per_exponent, abs=0.1)
     assert normal == pytest.approx(x0 - 14 * per_exponent, abs=0.1)
     assert overflow == pytest.approx(x0 + 16 * per_exponent, abs=0.1)
+    assert drawing.right == pytest.approx(x0 + chart.high * per_exponent, abs=0.1)
     assert [bar.kind for bar in drawing.bars] == ["lost", "subnormal", "normal", "zeros"]
     texts = [label.text for label in drawing.labels]
     for text in ("zero", "-25", "0", "100%", "become zero", "subnormal", "normal", "overflow"):
