@@ -8,7 +8,7 @@ from .api import compiled_plans, loss_scale_of, mpcompile
 from .debug import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
-from .preview.explain import plan_for
+from .preview.explain import explain, plan_for
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
 from .state.loss_scale import LossScale
@@ -25,6 +25,7 @@ __all__ = [
     "calibrate",
     "compiled_plans",
     "diagnose",
+    "explain",
     "loss_scale_of",
     "mpcompile",
     "plan_for",

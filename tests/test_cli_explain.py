@@ -90,7 +90,7 @@ def test_only_given_options_are_handed_over(planned: dict[str, Any]) -> None:
     assert cli.main(["explain", "some_nets:named"]) == 0
     assert planned["options"] == {}
     assert "mp_optimizer" not in planned
-    assert (planned["device"], planned["model"], planned["args"]) == ("h100", "Net", ())
+    assert (planned["device"], planned["model"], planned["args"]) == (None, "Net", ())
     assert list(planned["kwargs"]) == ["x"]
     flags = ["--dtype", "float16", "--level", "O3", "--pad", "never", "--fuse-head",
              "--disable-passes", "plan_pads", "--policy", "p.toml"]  # fmt: skip
@@ -102,9 +102,22 @@ def test_only_given_options_are_handed_over(planned: dict[str, Any]) -> None:
     assert planned["mp_optimizer"] is True
 
 
-def test_this_machine(planned: dict[str, Any]) -> None:
-    assert cli.main(["explain", "some_nets:good", "--device", "auto"]) == 0
-    assert planned["device"] is None
+def test_the_device(planned: dict[str, Any]) -> None:
+    for word, handed_over in (("auto", None), ("a100", "a100")):
+        assert cli.main(["explain", "some_nets:good", "--device", word]) == 0
+        assert planned["device"] == handed_over
+
+
+@pytest.mark.usefixtures("nets")
+def test_this_machine(capsys: Captured) -> None:
+    """What the factory's model was compiled with holds, until the command line says otherwise."""
+    assert cli.main(["explain", "some_nets:compiled", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["level"], data["dtype"], data["device"], data["gpu"]) == (
+        "O2", "float16", "cpu", None,
+    )  # fmt: skip
+    assert cli.main(["explain", "some_nets:compiled", "--json", "--level", "O1"]) == 0
+    assert json.loads(capsys.readouterr().out)["level"] == "O1"
 
 
 # -- conditions ------------------------------------------------------------------------------------

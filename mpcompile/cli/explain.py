@@ -63,7 +63,7 @@ def _add_explain(commands: Commands) -> None:
         f"holds. {DEFAULTS}.",
     )
     explain.add_argument(
-        "--device", default="h100", help=f"{_GPUS}, which need not be there; auto: this machine's"
+        "--device", default="auto", help=f"{_GPUS}, which need not be there; auto: the model's own"
     )
     _add_options(explain, default=argparse.SUPPRESS)
     explain.add_argument(
@@ -111,7 +111,7 @@ def _share(text: str) -> float:
 
 
 def _planned(options: argparse.Namespace) -> Plan:
-    device: Any = None if options.device == "auto" else options.device
+    device = None if options.device == "auto" else options.device
     if device is not None:
         gpu(device)  # check before the factory runs
     model, args, kwargs, _ = made(options)

@@ -10,7 +10,7 @@ import copy
 import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..backend import config_for, device_of, reason_of, rewrite
 from ..calls.module_call import running
+from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
@@ -98,7 +99,8 @@ class Sides:
         mp_optimizer: bool,
     ) -> None:
         self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
-        self.settings, self.copied = settings, mp_optimizer and settings.level is Level.O2
+        self.settings = replace(settings, names=names_in(twin))
+        self.copied = mp_optimizer and settings.level is Level.O2
         self.graphs: list[Graph] = []
         self.scale = 1.0
         self.forward = _apart(twin, self._backend)
