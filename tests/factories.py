@@ -24,6 +24,13 @@ class Net(nn.Module):
     def forward(self, x):
         return self.down(torch.relu(self.up(x)) + 1000)
 
+class Broken(Net):
+    def forward(self, x):
+        y = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(y)
+
+def broken(): return Broken(), (torch.ones(8, 8),)
 def good(): return Net(), (torch.ones(8, 8),)
 def named(): return Net(), (), {"x": torch.ones(8, 8)}
 def huge(): return Net(30.0), (torch.ones(8, 8),)

@@ -195,6 +195,12 @@ def test_a_share_of_a_real_model(least: str, status: int) -> None:
 
 
 @pytest.mark.usefixtures("nets")
+def test_a_break_in_a_real_model(capsys: Captured) -> None:
+    assert cli.main(["explain", "some_nets:broken", "--device", "t4", BREAK]) == 1
+    assert f"mpcompile: {BREAK}: 1 graph breaks: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nets")
 def test_a_model_that_loses_its_share(capsys: Captured) -> None:
     """In P100s there are no Tensor Cores."""
     assert cli.main(["explain", "some_nets:good", "--device", "p100", *SHARE]) == 1
