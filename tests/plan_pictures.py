@@ -1,4 +1,5 @@
-"""Takes the pictures in docs/figures/ of the page of a plan: `python tests/plan_pictures.py`.
+"""Takes the pictures in docs/figures/ of the pages of a plan and of a report, by
+`python tests/plan_pictures.py`.
 
 Needs selenium, Chromium and chromedriver.
 """
@@ -13,7 +14,8 @@ import torch
 from browser import browser, opened
 
 from benchmarks.models import resnet18
-from mpcompile import plan_for
+from mpcompile import diagnose, plan_for
+from mpcompile.debug.report import Report
 from mpcompile.demo.model import GPT, GPTConfig
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
@@ -29,6 +31,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser("--window-size=1400,1000") as driver:
         for name, plan in plans.items():
             plan.to_html(Path(folder, f"{name}.html"))
+        overflowing().to_html(Path(folder, "report.html"))
+        opened(driver, Path(folder, "report.html"))
+        click(driver, ".fault .link")
+        driver.execute_script("window.scrollTo(0, 0)")
+        driver.save_screenshot(FIGURES / "report_page.png")
         opened(driver, Path(folder, "gpt.html"))
         click(driver, "[data-kind='FULL']", ".row[data-key='0/embedding']")
         driver.execute_script("window.scrollTo(0, 0)")
@@ -39,6 +46,15 @@ def main() -> None:
         click(driver, "#tab-graph", "[data-path='stages.7']", ".row[data-key='0/batch_norm_19']")
         driver.execute_script("document.querySelector('main').scrollIntoView()")
         driver.save_screenshot(FIGURES / "plan_page_graph.png")
+
+
+def overflowing() -> Report:
+    """The demo's GPT, with a linear layer whose results FP16 can't hold."""
+    torch.manual_seed(0)
+    gpt, tokens = GPT(GPTConfig()), torch.randint(0, 65, (4, 128))
+    with torch.no_grad():
+        gpt.blocks[2].up.weight.mul_(3e5)
+    return diagnose(gpt, tokens, tokens.roll(-1, 1), dtype=torch.float16)
 
 
 def click(driver: Any, *selectors: str) -> None:

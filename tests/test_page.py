@@ -43,7 +43,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
-        self.script = ("id", "plan") in attrs
+        self.script = ("type", "application/json") in attrs
 
     def handle_data(self, data: str) -> None:
         if self.script:

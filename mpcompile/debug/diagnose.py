@@ -126,9 +126,10 @@ def _step(
         faults += [dataclasses.replace(fault, graph=place) for fault in found]
     if not faults and not math.isfinite(low.loss):
         notes.append("the loss is not finite, though the model's results are: look at loss_fn")
-    histogram = torch.zeros(len(EXPONENTS), dtype=torch.int64)
-    for _, record in exact.calls if exact else ():
+    histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
+    for graph, record in exact.calls if exact else ():
         histogram += record.histogram
+        zeros += _zeros(graph, record)
     plan = next((g.plan for g in sides.graphs if g.plan.left is None), sides.graphs[0].plan)
     scaled = any(g.inputs is not None and g.inputs.scaled for g in sides.graphs)
     return Report(
@@ -139,11 +140,19 @@ def _step(
         suggested_scale=fits,
         nodes=tuple(_numbers(sides, low, full)),
         histogram=tuple(histogram.tolist()),
+        zeros=zeros,
         updates=tuple(_updates(sides.twin, low, optimizer, low_dtype)),
         optimizer=type(optimizer).__name__,
         graphs=tuple(graph.plan for graph in sides.graphs),
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _zeros(graph: Graph, record: Record) -> int:
+    """How many elements of the activation gradients are zero; the histogram leaves them out."""
+    assert graph.captured is not None
+    names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
+    return sum(record.gradients[name].zeros for name in names if name in record.gradients)
 
 
 def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any) -> None:

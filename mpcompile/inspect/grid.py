@@ -56,7 +56,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cells).rstrip()
 
 
-Part = str | Grid
+Part = str | Text | Grid
 
 
 def as_text(parts: Iterable[Part]) -> str:
