@@ -204,7 +204,15 @@ def test_a_break_in_a_real_model(capsys: Captured) -> None:
 def test_a_model_that_loses_its_share(capsys: Captured) -> None:
     """In P100s there are no Tensor Cores."""
     assert cli.main(["explain", "some_nets:good", "--device", "p100", *SHARE]) == 1
-    assert "share of the FLOPs is 0, which is 0.95 less" in squeezed(capsys.readouterr().err)
+    assert "P100-SXM2-16GB has no Tensor Cores for float16" in squeezed(capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("nets")
+def test_a_low_product_without_units_is_no_share(capsys: Captured) -> None:
+    """A dtype that is asked for by name runs low on a P100, too."""
+    arguments = ["--device", "p100", "--dtype", "float16", "--level", "O2", *SHARE]
+    assert cli.main(["explain", "some_nets:good", *arguments]) == 1
+    assert "has no Tensor Cores" in squeezed(capsys.readouterr().err)
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..inspect.plan import Plan
 from ..preview.explain import plan_call
@@ -153,6 +155,10 @@ def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
         yield (
             "--fail-under-tensor-core-share: the share of a graph that stays in FP32 is not "
             f"counted: {plan.left[0]}"
+        )
+    elif least and plan.gpu and not AbsentGPU(plan.gpu).has_units(getattr(torch, plan.dtype)):
+        yield (
+            f"--fail-under-tensor-core-share: {plan.gpu.name} has no Tensor Cores for {plan.dtype}"
         )
     elif least is not None and share < least:
         yield (
