@@ -25,7 +25,15 @@ from ..ir.units import GradFn, grad_fns
 from .numbers import Numbers, Shares, floats_of, histogram
 from .record import BackwardStep, Record
 
-__all__ = ["Comparing", "Keeping", "Watch", "source_of_value"]
+__all__ = [
+    "Comparing",
+    "Exact",
+    "Keeping",
+    "Watch",
+    "gradient_units",
+    "relative_error",
+    "source_of_value",
+]
 
 
 class Watch(fx.Interpreter):
@@ -91,6 +99,8 @@ class Watch(fx.Interpreter):
         for number, tensor in enumerate(ir.tensors_of(result)):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(functools.partial(self._gradient, n, number))
+        if n.op == "placeholder":
+            return  # what made it is not of this graph
         for step in _between(grad_fns(result), known):
             step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
@@ -130,7 +140,27 @@ class Watch(fx.Interpreter):
 
 
 class Keeping(Watch):
-    """The exact program: the captured graph in FP64, whose values and gradients are kept.
+    """A run whose values and gradients are kept, for others to be compared with."""
+
+    def saw(self, n: fx.Node, result: Any) -> None:
+        """Record and keep a value."""
+        super().saw(n, result)
+        kept = floats_of(result)
+        if any(n in ir.written(user) for user in n.users if ir.is_op(user)):
+            kept = [x.clone() for x in kept]  # a later node writes there
+        self.record.exact[n.name] = kept
+
+    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        """Record and keep a gradient."""
+        super().saw_gradient(n, number, gradient)
+        kept = self.record.exact_gradients
+        kept[n.name, number] = kept.get((n.name, number), 0) + gradient
+        if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
+            self.record.histogram += histogram(gradient)
+
+
+class Exact(Keeping):
+    """The exact program: the captured graph in FP64.
 
     What torch can't compute in FP64 is computed in FP32.
     """
@@ -175,22 +205,6 @@ class Keeping(Watch):
         finally:
             torch.set_default_dtype(default)
 
-    def saw(self, n: fx.Node, result: Any) -> None:
-        """Record and keep a value."""
-        super().saw(n, result)
-        kept = floats_of(result)
-        if any(n in ir.written(user) for user in n.users if ir.is_op(user)):
-            kept = [x.clone() for x in kept]  # a later node writes there
-        self.record.exact[n.name] = kept
-
-    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        """Record and keep a gradient."""
-        super().saw_gradient(n, number, gradient)
-        kept = self.record.exact_gradients
-        kept[n.name, number] = kept.get((n.name, number), 0) + gradient
-        if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
-            self.record.histogram += histogram(gradient)
-
 
 class Comparing(Watch):
     """A run that is compared with the exact one.
@@ -216,7 +230,7 @@ class Comparing(Watch):
         found, wanted = floats_of(result), self.exact.exact.get(source_of_value(n).name)
         if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
             return
-        self.record.errors[n.name] = _error(found, wanted)
+        self.record.errors[n.name] = relative_error(found, wanted)
         if found[0].dtype in HALF:
             self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
 
@@ -226,8 +240,10 @@ class Comparing(Watch):
         wanted = self.exact.exact_gradients.get((source_of_value(n).name, number))
         if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
             return
+        if not _is_whole(n):
+            return
         scale = self.scale if self.scale is not None and self.units.get(n) else 1.0
-        error = _error([gradient.double() / scale], [wanted])
+        error = relative_error([gradient.double() / scale], [wanted])
         errors, name = self.record.gradient_errors, n.name
         errors[name] = max(errors.get(name, 0.0), error)
         if gradient.dtype in HALF:
@@ -242,6 +258,17 @@ def source_of_value(n: fx.Node) -> fx.Node:
     while ir.role(n) in ir.ADDED and n.all_input_nodes:
         n = n.all_input_nodes[0]
     return n
+
+
+def _is_whole(n: fx.Node) -> bool:
+    """Whether the gradient of this node is that of the program's value: no other cast of the value,
+    and no reader of the value itself, gets a part of it.
+    """
+    while ir.role(n) in ir.ADDED and n.all_input_nodes:
+        n = n.all_input_nodes[0]
+        if len(n.users) > 1:
+            return False
+    return True
 
 
 def gradient_units(graph: fx.Graph) -> dict[fx.Node, bool]:
@@ -259,7 +286,7 @@ def gradient_units(graph: fx.Graph) -> dict[fx.Node, bool]:
     return units
 
 
-def _error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+def relative_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """The norm of the difference over the norm of the exact values, over what is finite in both."""
     off = norm = 0.0
     for x, y in zip(found, exact, strict=True):

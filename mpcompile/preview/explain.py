@@ -8,21 +8,15 @@ continues with stand-ins.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
-import itertools
-import random
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
-from torch._dynamo import pgo
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -30,6 +24,7 @@ from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
 from ..backend import config_for, reason_of, rewrite
+from ..calls.apart import compiled_apart, nothing_happened
 from ..calls.half_inputs import widened, widens_inputs
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
@@ -118,7 +113,7 @@ def plan_call(
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
-    with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
+    with nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
         _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
     if not planner.graphs:
         raise MPCompileError(
@@ -155,24 +150,10 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
-_calls = itertools.count()
-
-# Plans should not use up Dynamo's limit of compiles for a function (torch 2.11 has no such option).
-_APART: dict[str, Any] = {"isolate_recompiles": True}
-if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
-    _APART = {}
-
-
 def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model, so that Dynamo passes each graph to the planner."""
-
-    # As in calls/module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    module, name = twin, type(twin).__name__
-    forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
-    run = torch.compile(forward, backend=planner, dynamic=False, **_APART)
+    name = type(twin).__name__
+    run = compiled_apart(twin, planner, "plan")
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
     if widens_inputs(twin):
@@ -191,22 +172,6 @@ def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict
                 "plan is made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
-
-
-@contextlib.contextmanager
-def _nothing_happened() -> Iterator[None]:
-    """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
-    state, numbers = random.getstate(), np.random.get_state()
-    sizes = pgo.get_code_state()
-    before = copy.deepcopy(sizes)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numbers)
-        sizes.clear()
-        sizes.update(before)
 
 
 class _Planner:
