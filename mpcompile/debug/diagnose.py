@@ -170,12 +170,13 @@ def _is_off(low: Run, full: Run, exact: Run) -> bool:
     """Whether the gradient of a parameter is far off, and not in FP32 as well, where its terms
     cancel.
     """
-    for name, wanted in exact.gradients.items():
-        ours, theirs = low.gradients.get(name), full.gradients.get(name)
+    for name in exact.gradients:
+        found = [run.gradients.get(name) for run in (low, full, exact)]
+        ours, theirs, wanted = (None if g is None else g.to_dense() for g in found)
         if wanted is None or ours is None or theirs is None or not wanted.count_nonzero():
             continue
-        error = relative_error([ours.to_dense()], [wanted.to_dense()])
-        rounding = relative_error([theirs.to_dense()], [wanted.to_dense()])
+        error = relative_error([ours], [wanted])
+        rounding = relative_error([theirs], [wanted])
         if (error >= INACCURATE and error > 10 * rounding) or Numbers.of(ours).bad:
             return True
     return False

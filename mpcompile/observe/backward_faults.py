@@ -13,7 +13,7 @@ from torch import fx
 
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
-from .case import NEAR, Case, dtype_of, low_name, text
+from .case import NEAR, Case, dtype_of, low_name, readers, text
 from .fault import Fault, Kind
 from .record import BackwardStep
 from .watch import source_of_value
@@ -56,7 +56,7 @@ def _overflowed(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
     reason = f"the gradient that it passes to {value.name}, {size}doesn't fit {name}"
     if case.runs.scale != 1:
         reason += f" at a loss scale of {case.runs.scale:g}"
-    pins = [value.name, *_too_steep(case)]
+    pins = [*_around(case, value, n), *_too_steep(case)]
     return case.fault(Kind.BACKWARD, made, reason, amax, pins, _inner_step(case, made))
 
 
@@ -66,7 +66,7 @@ def _overflowed_inside(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
     sizes = {name: case.runs.gradient_amax(name) for name in read}
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
-    large = [name for name, size in sizes.items() if size == amax and name in case.lines]
+    large = [name for name, size in sizes.items() if size == amax]
     return case.fault(Kind.BACKWARD, n, reason, amax, [n.name, *large, *_too_steep(case)], step)
 
 
@@ -81,6 +81,16 @@ def _origin(
         if arrives == float("inf") or not is_so(arrives):
             break
     return made
+
+
+def _around(case: Case, value: fx.Node, stored: fx.Node) -> list[str]:
+    """What must be in FP32 so that the gradient of a value never is in a low dtype: the operator
+    that makes the value, if it makes it in one, and those that read it in one.
+    """
+    behind = [
+        x for x in readers(stored) if case.is_program(x) and case.lines[x.name].precision == "LOW"
+    ]
+    return [x.name for x in ([value] if dtype_of(value) in HALF else []) + behind]
 
 
 def _inner_step(case: Case, n: fx.Node) -> BackwardStep | None:
@@ -157,5 +167,5 @@ def _lost(case: Case, n: fx.Node) -> Fault:
         f"{gone} that it passes to {value.name}, up to {text(amax)} without the loss scale, become "
         f"zero in {low}{at}"
     )
-    pins = [x.name for x in (value, *value.users) if x.name in case.lines]
+    pins = _around(case, value, n)
     return case.fault(Kind.UNDERFLOW, made, reason, amax, pins, _inner_step(case, made))

@@ -79,7 +79,9 @@ class Case:
         pins: Iterable[str] = (),
         step: BackwardStep | None = None,
     ) -> Fault:
-        """A fault at a node; inside of a user's backward, if the step says at which line."""
+        """A fault at a node; inside of a user's backward, if the step says at which line. Of the
+        pins, those count that are operators of the program.
+        """
         frames = step.frames if step is not None and step.frames else None
         line = self.lines.get(n.name)
         line = line or PlanNode(
@@ -89,7 +91,8 @@ class Case:
         if frames:
             source = frames[-1].partition(" in ")[0]
             line = dataclasses.replace(line, source=source, frames=frames)
-        return Fault(kind, line, reason, amax, tuple(dict.fromkeys(pins)))
+        own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
+        return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
 
 
 def readers(n: fx.Node) -> Iterator[fx.Node]:

@@ -157,7 +157,7 @@ def inaccurate(case: Case) -> Iterator[Fault]:
             f"its result is off by {error:.0%}, what it reads by {read:.2%}, and in FP32 it is "
             f"off by {full:.2%}: it makes much of little differences"
         )
-        pins = [name for name in (*rounded, n.name) if name in case.lines]
+        pins = [*rounded, n.name]
         yield case.fault(Kind.INACCURATE, n, reason, case.runs.amax(n.name), pins)
 
 

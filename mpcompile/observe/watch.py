@@ -142,19 +142,23 @@ class Watch(fx.Interpreter):
 class Keeping(Watch):
     """A run whose values and gradients are kept, for others to be compared with."""
 
+    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
+        super().__init__(gm, record)
+        self._written = {ir.storage(to) for n in gm.graph.nodes for to in ir.written(n)}
+
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record and keep a value."""
         super().saw(n, result)
         kept = floats_of(result)
-        if any(n in ir.written(user) for user in n.users if ir.is_op(user)):
-            kept = [x.clone() for x in kept]  # a later node writes there
+        if ir.storage(n) in self._written:  # through this name or another
+            kept = [x.clone() for x in kept]
         self.record.exact[n.name] = kept
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
         """Record and keep a gradient."""
         super().saw_gradient(n, number, gradient)
-        kept = self.record.exact_gradients
-        kept[n.name, number] = kept.get((n.name, number), 0) + gradient
+        kept, key = self.record.exact_gradients, (n.name, number)
+        kept[key] = kept[key] + gradient if key in kept else gradient
         if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
             self.record.histogram += histogram(gradient)
 
@@ -329,7 +333,10 @@ def _in_fp32(value: Any) -> Any:
 
 
 def _in_fp64(value: Any) -> Any:
-    return value.double() if _is_float(value) else value
+    wide = value.double() if _is_float(value) else value
+    if wide is not value and wide.requires_grad:
+        wide.register_hook(torch.Tensor.to_dense)  # back in FP32, a sparse gradient can't be cast
+    return wide
 
 
 def _wide_dtype(value: Any) -> Any:
