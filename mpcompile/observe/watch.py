@@ -332,11 +332,23 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if _is_float(value) else value
 
 
+class _Widen(torch.autograd.Function):
+    """To FP64, also for a value whose gradient is sparse, which torch doesn't cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return x.double()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].to_dense().to(ctx.dtype)
+
+
 def _in_fp64(value: Any) -> Any:
-    wide = value.double() if _is_float(value) else value
-    if wide is not value and wide.requires_grad:
-        wide.register_hook(torch.Tensor.to_dense)  # back in FP32, a sparse gradient can't be cast
-    return wide
+    if not _is_float(value) or value.dtype is torch.float64:
+        return value
+    return _Widen.apply(value)  # type: ignore[no-untyped-call]
 
 
 def _wide_dtype(value: Any) -> Any:
