@@ -100,16 +100,23 @@ def _inner_step(case: Case, n: fx.Node) -> BackwardStep | None:
     return next((step for step in steps if step.passed_on.amax >= NEAR * largest), None)
 
 
-def _too_steep(case: Case, end: float | None = None) -> Iterator[str]:
-    """The values in a low dtype whose gradients don't fit it without any loss scale, or are larger
-    than `end`.
+def _steep(case: Case, limit: float | None = None) -> list[fx.Node]:
+    """The nodes in a low dtype whose exact gradient is above a limit, without the loss scale;
+    default: half of what fits.
     """
+    found = []
     for n in case.graph.nodes:
-        if not case.is_program(n) or dtype_of(n) not in HALF:
-            continue
-        limit = NEAR * torch.finfo(dtype_of(n)).max if end is None else end
-        if limit < case.runs.gradient_amax(n.name) < float("inf"):
-            yield n.name
+        if dtype_of(n) in HALF:
+            end = NEAR * torch.finfo(dtype_of(n)).max if limit is None else limit
+            if end < case.runs.gradient_amax(source_of_value(n).name) < float("inf"):
+                found.append(n)
+    return found
+
+
+def _too_steep(case: Case, limit: float | None = None) -> Iterator[str]:
+    """What must be in FP32 so that no gradient above the limit is in a low dtype."""
+    for n in _steep(case, limit):
+        yield from _around(case, source_of_value(n), n)
 
 
 def underflow(case: Case) -> Iterator[Fault]:
@@ -147,19 +154,19 @@ def _lost(case: Case, n: fx.Node) -> Fault:
     info = torch.finfo(getattr(torch, low))
     at = f" at a loss scale of {scale:g}" if scale != 1 else ""
     gone = f"{lost:.0%} of the gradient"
-    steep = list(_too_steep(case, info.max / scale / 4))
+    steep = _steep(case, info.max / scale / 4)
     if steep and amax * INIT_SCALE > info.smallest_normal:
         # Without the steep gradients, the scale would be high enough for this one.
-        wanted = info.smallest_normal / amax
-        pins = list(_too_steep(case, info.max / wanted))
-        first = case.nodes[max(steep, key=case.runs.gradient_amax)]
-        size = case.runs.gradient_amax(first.name)
-        made = _origin(case, first, first, lambda g: g > info.max / wanted)
+        limit = info.max * amax / info.smallest_normal
+        first = max(steep, key=lambda x: case.runs.gradient_amax(source_of_value(x).name))
+        source = source_of_value(first)
+        size = case.runs.gradient_amax(source.name)
+        made = _origin(case, source, first, lambda g: g > limit)
         reason = (
-            f"the gradient that it passes to {first.name}, up to {text(size)}, fits {low} only"
+            f"the gradient that it passes to {source.name}, up to {text(size)}, fits {low} only"
             f"{at}, where {gone} of {value.name}, up to {text(amax)}, become zero"
         )
-        inner = _inner_step(case, made)
+        pins, inner = _too_steep(case, limit), _inner_step(case, made)
         return case.fault(Kind.UNDERFLOW, made, reason, size, pins, inner)
     faint = max(amax, info.smallest_normal * info.eps / scale)
     made = _origin(case, value, n, lambda size: size <= faint)
@@ -167,5 +174,5 @@ def _lost(case: Case, n: fx.Node) -> Fault:
         f"{gone} that it passes to {value.name}, up to {text(amax)} without the loss scale, become "
         f"zero in {low}{at}"
     )
-    pins = _around(case, value, n)
-    return case.fault(Kind.UNDERFLOW, made, reason, amax, pins, _inner_step(case, made))
+    inner = _inner_step(case, made)
+    return case.fault(Kind.UNDERFLOW, made, reason, amax, _around(case, value, n), inner)

@@ -152,12 +152,11 @@ def inaccurate(case: Case) -> Iterator[Fault]:
         full = case.runs.full.errors.get(n.name, 0.0) if case.runs.full else 0.0
         if 10 * max(read, full) > error:
             continue
-        rounded = [source_of_value(x).name for x in n.all_input_nodes if _was_rounded(x)]
         reason = (
             f"its result is off by {error:.0%}, what it reads by {read:.2%}, and in FP32 it is "
             f"off by {full:.2%}: it makes much of little differences"
         )
-        pins = [*rounded, n.name]
+        pins = [*(x.name for x in _rounded(n)), n.name]
         yield case.fault(Kind.INACCURATE, n, reason, case.runs.amax(n.name), pins)
 
 
@@ -173,9 +172,15 @@ def _rounded_away(case: Case, n: fx.Node, error: float) -> Fault:
     return case.fault(Kind.INACCURATE, line, reason, amax, [reader.name for reader in behind])
 
 
-def _was_rounded(operand: fx.Node) -> bool:
-    """Whether the value went through a low dtype on its way."""
-    n = operand
-    while ir.role(n) in ir.ADDED and n.all_input_nodes and dtype_of(n) not in HALF:
-        n = n.all_input_nodes[0]
-    return dtype_of(n) in HALF
+def _rounded(n: fx.Node) -> Iterator[fx.Node]:
+    """The operators whose results went through a low dtype last, on the way to a node."""
+    seen, queue = {n}, [n]
+    while queue:
+        for operand in queue.pop().all_input_nodes:
+            if operand in seen:
+                continue
+            seen.add(operand)
+            if dtype_of(operand) in HALF:
+                yield source_of_value(operand)
+            else:
+                queue.append(operand)

@@ -146,6 +146,10 @@ class Keeping(Watch):
         super().__init__(gm, record)
         self._written = {ir.storage(to) for n in gm.graph.nodes for to in ir.written(n)}
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As above; the gradients of parameters are recorded, too."""
+        return super().run(*map(_passed, args), **kwargs)
+
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record and keep a value."""
         super().saw(n, result)
@@ -227,6 +231,10 @@ class Comparing(Watch):
         self.exact = exact
         self.scale = scale
         self.units = gradient_units(gm.graph) if scale is not None else {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As above; the gradients of parameters are recorded, too."""
+        return super().run(*map(_passed, args), **kwargs)
 
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record a value, and how far it is off."""
@@ -330,6 +338,26 @@ def _is_float(value: Any) -> bool:
 
 def _in_fp32(value: Any) -> Any:
     return value.float() if _is_float(value) else value
+
+
+class _Pass(torch.autograd.Function):
+    """Identity, sharing memory (with `detach`, as autograd forbids writes to a view that a Function
+    returns). A hook on its result sees the gradient of a leaf, and doesn't stay on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _passed(value: Any) -> Any:
+    if not _is_float(value) or not value.requires_grad or not value.is_leaf:
+        return value
+    return _Pass.apply(value)  # type: ignore[no-untyped-call]
 
 
 class _Widen(torch.autograd.Function):
