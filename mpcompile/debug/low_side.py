@@ -105,5 +105,5 @@ def _scale(settings: Settings, live: float | None, fits: float | None) -> float:
         return 1.0
     if given is not None and not rule.dynamic:
         return given.value
-    start = INIT_SCALE if live is None else live
+    start = live or (INIT_SCALE if given is None or given.fitting else given.value)
     return max(rule.min_scale, min(start, start if fits is None else fits))

@@ -248,9 +248,13 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else repr(loss)
+        )
         raise MPCompileError(
-            f"loss_fn returned {what!r}: it must make one number with a gradient of the model's "
+            f"loss_fn returned {what}: it must make one number with a gradient of the model's "
             "result, as `lambda out: F.cross_entropy(out, y)` does"
         )
 

@@ -131,7 +131,10 @@ def _is_lost(case: Case, n: fx.Node) -> bool:
     low, full = case.runs.low, case.runs.full
     own = full.gradient_errors.get(source_of_value(n).name, 0.0) if full is not None else 0.0
     error = low.gradient_errors.get(n.name, 0.0)
-    return low.lost.get(n.name, 0.0) >= LOST and error >= LOST and error > 10 * own
+    # Where large terms cancel, roundings alone make an error, larger than FP32's by the ratio of
+    # the units.
+    rounding = own * torch.finfo(dtype_of(n)).eps / torch.finfo(torch.float32).eps
+    return low.lost.get(n.name, 0.0) >= LOST and error >= LOST and error > rounding
 
 
 def _matters(case: Case, n: fx.Node) -> bool:

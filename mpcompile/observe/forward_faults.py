@@ -20,7 +20,7 @@ from .fault import Fault, Kind
 from .watch import source_of_value
 
 # A value that is off by more than this share of its norm is a fault, if it is also off ten times as
-# far as what it was computed from, and as in FP32.
+# far as what it was computed from, and as in FP32. What FP32 itself gets so wrong is noise.
 INACCURATE = 0.1
 
 
@@ -150,7 +150,7 @@ def inaccurate(case: Case) -> Iterator[Fault]:
             continue
         read = max((errors.get(operand.name, 0.0) for operand in n.all_input_nodes), default=0)
         full = case.runs.full.errors.get(n.name, 0.0) if case.runs.full else 0.0
-        if 10 * max(read, full) > error:
+        if 10 * max(read, full) > error or full > INACCURATE:
             continue
         reason = (
             f"its result is off by {error:.0%}, what it reads by {read:.2%}, and in FP32 it is "
