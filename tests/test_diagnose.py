@@ -270,6 +270,9 @@ def test_what_torch_cannot_compute_in_fp64() -> None:
     report = diagnose(NarrowOnly(), torch.ones(4, 8), **FP16)
     assert report.losses.keys() >= {"low", "fp32"}
     assert all(node.error is None or node.error < 0.01 for node in report.nodes)
+    (linear,) = [node for node in report.nodes if node.node.op == "aten::linear"]
+    assert linear.gradient_error is not None
+    assert linear.gradient_error < 0.01
 
 
 # -- calls and refusals ----------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def test_numbers_of_a_tensor() -> None:
 
 def test_numbers_of_several() -> None:
     """Integers, complex numbers and what is empty don't count. Of a sparse one what it stores."""
-    sparse = torch.sparse_coo_tensor([[1, 1]], numbers(2, 3), (4,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.sparse_coo_tensor([[1, 1]], numbers(2, 3), (4,))
     value = [numbers(1, 0), (torch.ones(3, dtype=torch.int64), sparse), torch.empty(0), None, 2.0]
     value.append(torch.ones(1, dtype=torch.complex64))
     assert Numbers.of(value) == Numbers(count=3, zeros=1, amax=5.0, amin=1.0)

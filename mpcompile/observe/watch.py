@@ -105,8 +105,9 @@ class Watch(fx.Interpreter):
             step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
     @torch.no_grad()
-    def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        self.saw_gradient(n, number, gradient.detach())
+    def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # autograd's zero, in torch 2.11
+            self.saw_gradient(n, number, gradient.detach())
 
     @torch.no_grad()
     def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
