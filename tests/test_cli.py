@@ -114,7 +114,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         copies = [Sample("copy", t, (4096,), 1e-6, 1e-6) for t in (torch.float16, torch.float32)]
         return key_of(device).profile([*copies, low, full])
 
-    monkeypatch.setattr(cli, "measure", measure)
+    monkeypatch.setattr(cli.machine, "measure", measure)
     monkeypatch.delenv(store.VARIABLE, raising=False)
     monkeypatch.setattr(store.platformdirs, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(store, "_loaded", {})

@@ -42,6 +42,7 @@ every_document = pytest.mark.parametrize(
 )
 
 
+COMMAND = r"^(?: *- run: )?mpcompile ([a-z]+)\b([^#\n]*)"
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
@@ -121,9 +122,10 @@ def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> N
     """Lines of fenced blocks, with their flags, and names in text."""
     shown: set[tuple[str, str]] = set()
     for document in DOCUMENTS:
-        shown.update(re.findall(r"^mpcompile ([a-z]+)\b([^#\n]*)", fenced(document), re.M))
+        shown.update(re.findall(COMMAND, fenced(document), re.M))
         shown.update((name, "") for name in re.findall(r"`mpcompile ([a-z]+)`", prose(document)))
-    assert {command for command, _ in shown} == {"info", "demo", "profile", "plan"}
+    commands = {"info", "demo", "profile", "plan", "explain", "diagnose"}
+    assert {command for command, _ in shown} == commands
     for command, arguments in sorted(shown):
         with pytest.raises(SystemExit) as done:
             main([command, "--help"])

@@ -94,7 +94,7 @@ def diagnose_call(
     twin, optimizer = copied(model, usable(optimizer, model))
     check_module(twin, settings)
     optimizer = optimizer or default_optimizer(twin)
-    sides = Sides(twin, args, kwargs, loss_fn or _loss, settings, held)
+    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held)
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
         report = _step(sides, optimizer, scale, type(model).__name__)
@@ -110,6 +110,7 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         exact = sides.run(Side.EXACT)
     except (RuntimeError, NotImplementedError) as error:
         notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
+    sides.keep = exact is None
     full = sides.run(Side.FULL, exact)
     if not sides.graphs:
         raise MPCompileError(
@@ -119,9 +120,10 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         )
     low, fits = run_low(sides, full, exact, live)
     faults = _faults(sides, low, full, exact)
-    histogram = torch.zeros(len(EXPONENTS), dtype=torch.int64)
-    for _, record in (exact or full).calls:
+    histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
+    for graph, record in (exact or full).calls:
         histogram += record.histogram
+        zeros += _zeros(graph, record)
     plan = next((g.plan for g in sides.graphs if g.plan.left is None), sides.graphs[0].plan)
     scaled = any(map(_is_scaled, sides.graphs))
     report = Report(
@@ -132,6 +134,7 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         suggested_scale=fits,
         nodes=tuple(_numbers(sides, low, full)),
         histogram=tuple(histogram.tolist()),
+        zeros=zeros,
         updates=tuple(updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
         optimizer=type(optimizer).__name__,
         graphs=tuple(graph.plan for graph in sides.graphs),
@@ -201,6 +204,13 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
         )
 
 
+def _zeros(graph: Graph, record: Record) -> int:
+    """How many elements of the activation gradients are zero; the histogram leaves them out."""
+    assert graph.captured is not None
+    names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
+    return sum(record.gradients[name].zeros for name in names if name in record.gradients)
+
+
 def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any) -> None:
     if not isinstance(model, nn.Module):
         raise MPCompileError(f"diagnose({type(model).__name__}): give an nn.Module")
@@ -214,7 +224,7 @@ def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: An
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
-def _loss(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
     """The loss where the user gave no function: the result's own, or a mean."""
     own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(own, torch.Tensor):

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Group
+
+from .._version import __version__
+from ..inspect import stored
 from ..inspect.graph_plan import GraphPlan, PlanNode
+from ..inspect.grid import as_rich, as_text
 from ..observe.fault import Fault
 from ..observe.numbers import EXPONENTS, Numbers, Shares
+from . import report_page, report_text
+from .histogram import chart_of, draw
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Report:
             that are stored in FP16; None for BF16, or without gradients.
         nodes: the numbers of each node, in the order of the graphs.
         histogram: how many elements of the exact activation gradients have the binary exponent
-            `EXPONENTS[i]`.
+            `EXPONENTS[i]`, that is floor(log2 |x|); those beyond either end are counted there.
+        zeros: how many more of their elements are zero.
         updates: how the parameters moved.
         optimizer: what moved them: "AdamW".
         graphs: the plans of the graphs.
@@ -86,6 +97,7 @@ class Report:
     suggested_scale: float | None
     nodes: tuple[NodeNumbers, ...]
     histogram: tuple[int, ...]
+    zeros: int
     updates: tuple[Update, ...]
     optimizer: str
     graphs: tuple[GraphPlan, ...]
@@ -101,46 +113,86 @@ class Report:
         """The nodes to keep in FP32, for `Policy(nodes=...)`."""
         return tuple(dict.fromkeys(name for fault in self.faults for name in fault.pins))
 
+    @property
+    def value_shares(self) -> Shares:
+        """What the low dtype makes of all values that are stored in it."""
+        return _together(n.shares for n in self.nodes)
+
+    @property
+    def gradient_shares(self) -> Shares:
+        """What the low dtype makes of all gradients that are stored in it, times the loss scale."""
+        return _together(n.gradient_shares for n in self.nodes)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; infinite and missing numbers are None."""
-        faults = [{**dataclasses.asdict(f), "kind": f.kind.value} for f in self.faults]
+        """Plain data for JSON: the attributes, where numbers that are infinite or NaN are None.
+
+        Beside them: "pins"; "value_shares" and "gradient_shares", over all nodes; "exponents", the
+        first of the histogram and the one behind its last; "versions". Of a node there is its name
+        and module: "graphs" has the rest.
+        """
         data = {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-            "faults": faults,
+            "faults": [{**dataclasses.asdict(f), "kind": f.kind.value} for f in self.faults],
+            "pins": self.pins,
             "nodes": [
                 {**dataclasses.asdict(n), "node": n.node.name, "module": n.node.module}
                 for n in self.nodes
             ],
+            "value_shares": dataclasses.asdict(self.value_shares),
+            "gradient_shares": dataclasses.asdict(self.gradient_shares),
             "updates": [dataclasses.asdict(u) for u in self.updates],
             "graphs": [graph.to_dict() for graph in self.graphs],
             "exponents": [EXPONENTS.start, EXPONENTS.stop],
+            "versions": {"mpcompile": __version__, "torch": torch.__version__},
         }
         finite: dict[str, Any] = _finite(data)
         return finite
 
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict()` as JSON.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        stored.write(self.to_dict(), path)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one HTML file to read in a browser; it needs no network.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        report_page.write(self, path)
+
+    def histogram_png(self, path: str | Path) -> None:
+        """Draw the histogram of the activation gradients, as figure 3 of "Mixed Precision Training"
+        (Micikevicius et al., ICLR 2018): as they are and, with a loss scale, times that.
+
+        Raises:
+            MPCompileError: matplotlib is not installed, there are no gradients, or the file can't
+                be written.
+        """
+        draw(chart_of(self.histogram, self.zeros, self.scale), path, title=self.model)
+
     def __str__(self) -> str:
-        losses = ", ".join(f"{name} {loss:.6g}" for name, loss in self.losses.items())
-        head = f"{self.model}, {self.level} {self.dtype} on {self.device}: loss {losses}"
-        if self.scale is not None:
-            head += f"; loss scale {self.scale:g}"
-            if self.suggested_scale is not None:
-                head += f", the largest that fits {self.suggested_scale:g}"
-        found = [str(fault) for fault in self.faults] or ["no fault found"]
-        worst = sorted(
-            (n for n in self.nodes if n.error), key=lambda n: -(n.error or 0.0)
-        )[:5]  # fmt: skip
-        lines = [f"{n.error:.2%}  {n.node.name} ({n.node.module or '-'})" for n in worst]
-        stalled = sorted(self.updates, key=lambda u: -u.stalls)[:3]
-        moves = [f"{u.stalls:.1%}  {u.parameter}" for u in stalled if u.stalls]
-        parts = [head, *found]
-        if lines:
-            parts += ["largest errors of values:", *(f"    {line}" for line in lines)]
-        if moves:
-            parts += [
-                f"updates by {self.optimizer} too small to move a weight of the low dtype:",
-                *(f"    {line}" for line in moves),
-            ]
-        return "\n".join([*parts, *self.notes])
+        return as_text(report_text.parts(self))
+
+    def __rich__(self) -> Group:
+        return as_rich(report_text.parts(self))
+
+
+def _together(shares: Iterable[Shares | None]) -> Shares:
+    """The shares of several nodes as one, by their numbers of elements."""
+    found = [one for one in shares if one is not None]
+    total = sum(one.count for one in found)
+    if not total:
+        return Shares()
+    return Shares(
+        sum(one.flushed * one.count for one in found) / total,
+        sum(one.subnormal * one.count for one in found) / total,
+        sum(one.overflowed * one.count for one in found) / total,
+        count=total,
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..backend import config_for, device_of, reason_of, rewrite
 from ..calls.apart import compiled_apart, nothing_happened
 from ..calls.half_inputs import widened
 from ..calls.module_call import running
+from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
@@ -32,6 +34,7 @@ from ..rules.policy import Config, Level
 from ..settings import Settings
 
 Loss = Callable[[Any], torch.Tensor]
+Step = Callable[[Callable[..., Any]], torch.Tensor]
 
 
 class Side(enum.Enum):
@@ -108,7 +111,8 @@ class Sides:
     Attributes:
         graphs: those traced so far.
         scale: the loss scale of the next run on the low side.
-        step: the number of the training step; each draws other random numbers.
+        seed: of the random numbers; one for each training step.
+        keep: whether the next run in FP32 keeps its values, for others to be compared with.
     """
 
     def __init__(
@@ -121,11 +125,12 @@ class Sides:
         mp_optimizer: bool,
     ) -> None:
         self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
-        self.settings, self.copied = settings, mp_optimizer and settings.level is Level.O2
+        self.settings = replace(settings, names=names_in(twin))
+        self.copied = mp_optimizer and settings.level is Level.O2
         self.graphs: list[Graph] = []
-        self.scale, self.step = 1.0, 0
+        self.scale, self.seed, self.keep = 1.0, 0, False
         has_rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
-        compiled = compiled_apart(twin, self._backend, "diagnose")
+        compiled = compiled_apart(twin, _weakly(self), "diagnose")
         self.forward = running(compiled, has_rnns=has_rnns)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
@@ -133,14 +138,16 @@ class Sides:
         """Go on from the buffers that a run left, with other random numbers."""
         assert run.state is not None
         run.state.restore()
-        self.step += 1
+        self.seed += 1
 
-    def run(self, side: Side, exact: Run | None = None) -> Run:
+    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
             side: which program.
             exact: the run to compare with: in FP64, or in FP32 if that failed; None for itself.
+            step: calls the function that it is given, the model, and returns the loss; default: the
+                call of the constructor.
         """
         self._side, self._run, self._exact = side, Run(), exact or Run()
         args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, widened(*self.call))
@@ -148,8 +155,8 @@ class Sides:
         state = _State(self.twin)
         try:
             with nothing_happened(), torch.random.fork_rng(), torch.enable_grad():
-                torch.manual_seed(self.step)
-                loss = self.loss(self.forward(*args, **kwargs))
+                torch.manual_seed(self.seed)
+                loss = step(self.forward) if step else self.loss(self.forward(*args, **kwargs))
                 _check_loss(loss)
                 loss.backward()
             self._run.state = _State(self.twin)
@@ -211,7 +218,8 @@ class Sides:
         exact = self._exact_record(graph, number)
         if self._side is Side.FULL:
             if exact is None:
-                return Keeping(graph.captured, record).run(*args)
+                plain = Keeping if self.keep else Watch
+                return plain(graph.captured, record).run(*args)
             return Comparing(graph.captured, record, exact).run(*args)
         inputs = self._assembled(graph, graph.inputs, args)
         if exact is None:
@@ -240,6 +248,18 @@ class Sides:
                 master = torch.ops.mpcompile.unscale_grad(master, scale, found)
             working.append(master.to(ir.dtype(placeholders[k])))
         return inputs.assembled(args, working, scaling)
+
+
+def _weakly(sides: Sides) -> Callable[..., Any]:
+    """The backend. Dynamo keeps each one for as long as the process runs."""
+    sides_now = weakref.ref(sides)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        found = sides_now()
+        assert found is not None
+        return found._backend(gm, example_inputs)
+
+    return backend
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

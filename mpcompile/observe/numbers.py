@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -72,11 +72,13 @@ class Shares:
         flushed: rounded to zero.
         subnormal: kept, but with fewer bits than the dtype has.
         overflowed: rounded to infinity.
+        count: how many values are not zero.
     """
 
     flushed: float = 0.0
     subnormal: float = 0.0
     overflowed: float = 0.0
+    count: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, exact: Iterable[torch.Tensor], low: torch.dtype, scale: float = 1.0) -> Shares:
@@ -90,8 +92,10 @@ class Shares:
             flushed = rounded == 0
             kinds = [flushed, (size < tiny) & ~flushed, rounded.isinf()]
             counts += torch.stack([kind.sum() for kind in (*kinds, size > 0)]).cpu()
-        *found, total = counts.tolist()
-        return cls(*(count / total for count in found)) if total else cls()
+        flushed, subnormal, overflowed, total = counts.tolist()
+        if not total:
+            return cls()
+        return cls(flushed / total, subnormal / total, overflowed / total, count=int(total))
 
 
 def histogram(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,41 @@
 """`"pkg.module:factory"` -> a model and the arguments of its call, for the command line.
 
-The factory is called without arguments and returns `(model, args)` or `(model, args, kwargs)`; the
-model is then called as `model(*args, **kwargs)`.
+The factory is called without arguments and returns `(model, args)`, `(model, args, kwargs)` or
+`(model, args, kwargs, loss_fn)`; the model is then called as `model(*args, **kwargs)`, and
+`mpcompile diagnose` makes its loss by `loss_fn(result)`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..errors import MPCompileError, did_you_mean
 from .failures import described
 
-__all__ = ["CONTRACT", "made_by"]
+__all__ = ["CONTRACT", "Made", "made_by"]
 
 CONTRACT = (
     "factory() must return (model, args) or (model, args, kwargs): an nn.Module, the tuple of its "
-    "positional arguments, and the dict of the others"
+    "positional arguments, and the dict of the others. A fourth value, a function that makes the "
+    "loss of the model's result, is read by `mpcompile diagnose` alone"
 )
 
 
-def made_by(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+class Made(NamedTuple):
+    """What a factory returned: a model, the arguments of its call, and who makes the loss."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: Callable[[Any], torch.Tensor] | None
+
+
+def made_by(target: str) -> Made:
     """Import the factory and call it.
 
     Raises:
@@ -57,15 +70,20 @@ def made_by(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return _checked(target, made)
 
 
-def _checked(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+def _checked(target: str, made: Any) -> Made:
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise MPCompileError(f"{target}() returned {what}; {CONTRACT}")
-    model, args, kwargs = (*made, {})[:3]
-    wanted = {"the model": nn.Module, "args": (tuple, list), "kwargs": dict}
-    for (name, kind), value in zip(wanted.items(), (model, args, kwargs), strict=True):
-        if not isinstance(value, kind):  # type: ignore[arg-type]
+    rest: tuple[Any, ...] = ({}, None)
+    model, args, kwargs, loss_fn = (*made, *rest[len(made) - 2 :])
+    for name, value, right in (
+        ("the model", model, isinstance(model, nn.Module)),
+        ("args", args, isinstance(args, (tuple, list))),
+        ("kwargs", kwargs, isinstance(kwargs, dict)),
+        ("loss_fn", loss_fn, loss_fn is None or callable(loss_fn)),
+    ):
+        if not right:
             raise MPCompileError(
                 f"{target}() returned a {type(value).__name__} as {name}; {CONTRACT}"
             )
-    return model, tuple(args), kwargs
+    return Made(model, tuple(args), kwargs, loss_fn)

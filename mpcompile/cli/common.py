@@ -1,0 +1,118 @@
+"""What several commands share: flags of options, devices, factories, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from ..devices.registry import capabilities
+from ..errors import MPCompileError
+from ..preview.factory import CONTRACT, Made, made_by
+from ..settings import OPTIONS
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+LEVELS = ("O1", "O2", "O3")  # at O0 there is nothing to plan, and nothing to diagnose
+_POLICY = {
+    "metavar": "FILE",
+    "help": "your overrides, by operator, module or node: a .toml or .json file",
+}
+DEFAULTS = (
+    "Options that are left out are those of mpcompile(model), or those with which the factory has "
+    "compiled its model"
+)
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
+    """Add the flag of one of `mpcompile()`'s options; `own` replaces parts of its declaration."""
+    option = OPTIONS[name]
+    how: dict[str, Any] = {"help": option.help, "default": option.default}
+    if isinstance(option.default, bool):
+        how["action"] = "store_true"
+    elif isinstance(option.default, tuple):
+        how |= {"nargs": "+", "choices": option.words, "metavar": "NAME"}
+    elif option.words:
+        how["choices"] = option.words
+    else:
+        how |= _POLICY if name == "policy" else {"type": Path, "metavar": "DIR"}
+    parser.add_argument(f"--{name.replace('_', '-')}", **{**how, **own})
+
+
+def given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of these options that the command line names or has a default for."""
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
+
+
+def command(commands: Commands, name: str, *, help: str, about: str) -> argparse.ArgumentParser:
+    """A command that takes a factory.
+
+    Args:
+        commands: where to add it.
+        name: what users type.
+        help: its line in the list of commands.
+        about: what it does, in full sentences.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=f"{about} {CONTRACT}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
+    return parser
+
+
+def made(options: argparse.Namespace) -> Made:
+    """What the factory returns; its module may lie in the current directory."""
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    return made_by(options.factory)
+
+
+def known_device(name: str) -> torch.device | None:
+    """Return the device asked for; None for ``"auto"``."""
+    if name == "auto":
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise MPCompileError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if not (asked := capabilities(device)).is_there():
+        raise MPCompileError(
+            f"device {name!r} is not there: torch sees {asked.count()} {device.type.upper()} "
+            f"devices; use --device cpu, or install a {device.type.upper()} build of torch"
+        )
+    return device
+
+
+def show(console: Console, text: str) -> None:
+    """Print text as it is, without wrapping it."""
+    console.out(text, highlight=False)
+
+
+def show_tables(console: Console, found: Any) -> None:
+    """Print what has `__rich__`: coloured on a terminal, and as `print` would elsewhere."""
+    if console.is_terminal:
+        console.print(found)
+    else:
+        show(console, str(found))
+
+
+def complain(text: str) -> None:
+    """Print a message to stderr, on one line."""
+    Console(stderr=True).print(Text.assemble(("mpcompile:", "red"), " ", text), soft_wrap=True)
+
+
+def failed(conditions: Iterable[str]) -> int:
+    """Print the conditions of `--fail-...` that hold, and return the exit status."""
+    held = list(conditions)
+    for condition in held:
+        complain(condition)
+    return 1 if held else 0

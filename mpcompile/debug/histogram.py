@@ -1,0 +1,203 @@
+"""The histogram of activation gradients by binary exponent, and what FP16 makes of each.
+
+As figure 3 of "Mixed Precision Training" (Micikevicius et al., ICLR 2018): percent of all elements,
+on a logarithmic axis, over floor(log2 |x|), zeros at the left. A `Chart` says what is drawn;
+`draw` makes a PNG of it, and the page of a report an SVG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import MPCompileError
+from ..observe.numbers import EXPONENTS
+
+_FP16 = torch.finfo(torch.float16)
+_SMALLEST_NORMAL = int(math.log2(_FP16.smallest_normal))  # -14
+# Half of the smallest FP16 number, 2**-24, rounds to zero; what is larger rounds to that number.
+_ROUNDS_TO_ZERO = int(math.log2(_FP16.smallest_normal * _FP16.eps)) - 1  # -25
+_OVERFLOWS = math.ceil(math.log2(_FP16.max))  # 16
+
+
+@dataclass(frozen=True)
+class Range:
+    """What FP16 makes of magnitudes from 2**start up to 2**stop."""
+
+    name: str
+    start: float
+    stop: float
+
+
+RANGES = (
+    Range("become zero", -math.inf, _ROUNDS_TO_ZERO),
+    Range("subnormal", _ROUNDS_TO_ZERO, _SMALLEST_NORMAL),
+    Range("normal", _SMALLEST_NORMAL, _OVERFLOWS),
+    Range("overflow", _OVERFLOWS, math.inf),
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The elements from 2**left up to 2**(left + 1).
+
+    Attributes:
+        left: log2 of the smallest magnitude, after multiplication by the loss scale.
+        percent: of all elements, zeros included.
+        range: the name of the range in which its middle lies.
+    """
+
+    left: float
+    percent: float
+    range: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The histogram at one loss scale.
+
+    Attributes:
+        title: what the magnitudes are multiplied by.
+        bars: without empty ones, from small to large.
+    """
+
+    title: str
+    bars: tuple[Bar, ...]
+
+    def percent(self, range: str) -> float:
+        """Of all elements, how many lie in the range of this name."""
+        return sum(bar.percent for bar in self.bars if bar.range == range)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn.
+
+    Attributes:
+        panels: the gradients as they are and, if a loss scale is in use, multiplied by it.
+        zeros: percent of all elements.
+        low, high: log2 of the ends of the axis.
+        decades: the percentages at which the vertical axis has lines: 100, 10, ..., the bottom.
+    """
+
+    panels: tuple[Panel, ...]
+    zeros: float
+    low: int
+    high: int
+    decades: tuple[float, ...]
+
+    @property
+    def ticks(self) -> range:
+        """The exponents that are written below the axis, clear of the bar of zeros."""
+        return range(-5 * (-(self.low + 3) // 5), self.high + 1, 5)
+
+    def height(self, percent: float) -> float:
+        """Where a percentage is on the vertical axis: 0 at the bottom, 1 at 100 percent."""
+        bottom = math.log10(self.decades[-1])
+        return (math.log10(percent) - bottom) / (2 - bottom) if percent else 0.0
+
+
+def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
+    """Make the chart of a histogram.
+
+    Args:
+        counts: elements by binary exponent, one for each of `EXPONENTS`.
+        zeros: how many elements are zero.
+        scale: the loss scale; None for none.
+
+    Raises:
+        MPCompileError: there is nothing to draw.
+    """
+    total = sum(counts) + zeros
+    if not total:
+        raise MPCompileError(
+            "there is no histogram: the report has no gradients of activations in FP64. Its notes "
+            "say why, or nothing inside of the model has a gradient"
+        )
+    panels = [_panel("activation gradients", counts, total, 0.0)]
+    if scale is not None and scale != 1:
+        title = f"activation gradients times the loss scale, {scale:g}"
+        panels.append(_panel(title, counts, total, math.log2(scale)))
+    lefts = [bar.left for panel in panels for bar in panel.bars]
+    smallest = min((100 * n / total for n in (*counts, zeros) if n), default=100.0)
+    bottom = min(-1, math.ceil(math.log10(smallest)) - 1)
+    return Chart(
+        tuple(panels),
+        100 * zeros / total,
+        low=math.floor(min([*lefts, _ROUNDS_TO_ZERO])) - 5,
+        high=math.ceil(max([*lefts, _OVERFLOWS])) + 7,
+        decades=tuple(10.0**place for place in range(2, bottom - 1, -1)),
+    )
+
+
+def _panel(title: str, counts: Sequence[int], total: int, shift: float) -> Panel:
+    bars = (
+        Bar(exponent + shift, 100 * count / total, range_of(exponent + shift + 0.5))
+        for exponent, count in zip(EXPONENTS, counts, strict=True)
+        if count
+    )
+    return Panel(title, tuple(bars))
+
+
+def range_of(place: float) -> str:
+    """The name of the range of a magnitude, given as its log2."""
+    return next(one.name for one in RANGES if one.start <= place < one.stop)
+
+
+# -- as a picture ----------------------------------------------------------------------------------
+
+_COLOURS = {
+    "become zero": "#a3243b",
+    "subnormal": "#b04a00",
+    "normal": "#0b62a8",
+    "overflow": "#a3243b",
+}
+_ZEROS = "#55606b"
+
+
+def draw(chart: Chart, path: str | Path, *, title: str) -> None:
+    """Write the chart as PNG.
+
+    Raises:
+        MPCompileError: matplotlib is not installed, or the file can't be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MPCompileError(
+            'the histogram is drawn by matplotlib: pip install "mpcompile[plots]". The page of '
+            "the report (to_html) has it without"
+        ) from None
+    figure = Figure(figsize=(9, 3.2 * len(chart.panels) + 0.6), layout="constrained")
+    figure.suptitle(title)
+    for axes, panel in zip(
+        figure.subplots(len(chart.panels), squeeze=False)[:, 0], chart.panels, strict=True
+    ):
+        axes.set_title(panel.title, fontsize=10, pad=28)
+        axes.set_xticks([chart.low - 1.75, *chart.ticks], ["zero", *map(str, chart.ticks)])
+        axes.set(yscale="log", ylim=(chart.decades[-1], 100), ylabel="percent of all elements")
+        axes.set(xlim=(chart.low - 3, chart.high), xlabel="log2 of the magnitude")
+        axes.bar(chart.low - 1.75, chart.zeros, width=1.5, color=_ZEROS)
+        for one in RANGES:
+            bars = [bar for bar in panel.bars if bar.range == one.name]
+            axes.bar(
+                [bar.left for bar in bars], [bar.percent for bar in bars],
+                width=0.9, align="edge", color=_COLOURS[one.name],
+            )  # fmt: skip
+            start, stop = max(one.start, chart.low), min(one.stop, chart.high)
+            axes.axvline(one.start, color=_ZEROS, linestyle="--", linewidth=1)
+            axes.text(
+                (start + stop) / 2, 1.01, f"{one.name}\n{panel.percent(one.name):.3g}%",
+                transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8,
+            )  # fmt: skip
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise MPCompileError(
+            f"the histogram can't be written to {str(path)!r}: {error.strerror}; give the path of "
+            "a file in a directory that exists and that you may write to"
+        ) from error

@@ -1,0 +1,181 @@
+"""`mpcompile diagnose`: what it prints and writes, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import NETS, nets, squeezed
+from reports import faulty, report
+from rich.console import Console
+
+from mpcompile import cli
+from mpcompile.cli.common import show_tables
+from mpcompile.debug.report import Report
+
+__all__ = ["nets"]
+
+Captured = pytest.CaptureFixture[str]
+HUGE = ["diagnose", "some_nets:huge", "--dtype", "float16"]
+
+
+@pytest.mark.usefixtures("nets")
+def test_the_report(capsys: Captured) -> None:
+    """1000 * 30 * 8 is more than FP16 holds: in the second layer."""
+    line = NETS[: NETS.index("return self.down(")].count("\n") + 1
+    assert cli.main(HUGE) == 0
+    captured = capsys.readouterr()
+    assert f"overflow: down (some_nets.py:{line}): linear_1 = aten::linear" in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.usefixtures("nets")
+def test_files_and_json(tmp_path: Path, capsys: Captured) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main([*HUGE, "--json", "--html", "r.html", "--png", "r.png"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["pins"] == ["linear_1"]
+    assert "<title>Net: what its numbers do</title>" in (tmp_path / "r.html").read_text()
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("nets")
+def test_the_loss_of_the_factory(capsys: Captured) -> None:
+    """The FP32 losses of the mean, and of the cube of the sum over 64 elements."""
+    losses = {}
+    for factory in ("good", "cubed"):
+        arguments = ["diagnose", f"some_nets:{factory}", "--dtype", "bfloat16", "--json"]
+        torch.manual_seed(0)
+        assert cli.main(arguments) == 0
+        losses[factory] = json.loads(capsys.readouterr().out)["losses"]["fp64"]
+    assert losses["cubed"] == pytest.approx((64 * losses["good"]) ** 3, rel=1e-3)
+
+
+# -- what it hands over ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def diagnosed(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the diagnosis; `diagnosed["report"]` is what it returns."""
+    seen: dict[str, Any] = {"report": report()}
+
+    def diagnose_call(model: Any, args: Any, kwargs: Any, **given: Any) -> Report:
+        seen.update(given)
+        found: Report = seen["report"]
+        return found
+
+    monkeypatch.setattr(cli.numbers, "diagnose_call", diagnose_call)
+    return seen
+
+
+def test_only_given_options_are_handed_over(diagnosed: dict[str, Any]) -> None:
+    assert cli.main(["diagnose", "some_nets:good"]) == 0
+    assert diagnosed["options"] == {}
+    assert (diagnosed["steps"], diagnosed["loss_fn"]) == (1, None)
+    flags = ["--level", "O2", "--loss-scale", "1000", "--recompute", "--steps", "3"]
+    assert cli.main(["diagnose", "some_nets:cubed", *flags]) == 0
+    assert diagnosed["options"] == {"level": "O2", "loss_scale": 1000.0, "recompute": True}
+    assert diagnosed["steps"] == 3
+    assert callable(diagnosed["loss_fn"])
+    assert cli.main(["diagnose", "some_nets:good", "--loss-scale", "none"]) == 0
+    assert diagnosed["options"] == {"loss_scale": "none"}
+
+
+@pytest.mark.usefixtures("nets")
+def test_options_of_a_compiled_model_hold(capsys: Captured) -> None:
+    assert cli.main(["diagnose", "some_nets:compiled"]) == 0
+    assert capsys.readouterr().out.startswith("Net, O2 float16 on cpu\n")
+    assert cli.main(["diagnose", "some_nets:compiled", "--level", "O1"]) == 0
+    assert capsys.readouterr().out.startswith("Net, O1 float16 on cpu\n")
+
+
+# -- the exit status -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (faulty(), "--fail-on-fault: faults: 1: overflow: blocks.2.down (net.py:7): linear_1"),
+        (report(losses={"low": float("nan"), "fp32": 1.0}), "--fail-on-fault: the loss is nan"),
+    ],
+)
+def test_fail_on_fault(
+    found: Report, message: str, diagnosed: dict[str, Any], capsys: Captured
+) -> None:
+    diagnosed["report"] = found
+    assert cli.main(["diagnose", "some_nets:good", "--fail-on-fault"]) == 1
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert captured.out.strip() == str(found).strip()  # shown all the same
+    assert cli.main(["diagnose", "some_nets:good"]) == 0  # nobody asked
+    assert capsys.readouterr().err == ""
+    diagnosed["report"] = report()
+    assert cli.main(["diagnose", "some_nets:good", "--fail-on-fault"]) == 0
+
+
+@pytest.mark.usefixtures("nets")
+def test_an_infinite_loss_fails(capsys: Captured) -> None:
+    arguments = ["diagnose", "some_nets:infinite", "--dtype", "float16", "--fail-on-fault"]
+    assert cli.main(arguments) == 1
+    assert "mpcompile: --fail-on-fault: " in capsys.readouterr().err
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["some_nets:unnamed"], "some_nets:unnamed() returned a int as loss_fn; factory() must"),
+        (["some_nets:lossless"], "loss_fn returned 'a tensor of shape (8, 8)': it must make one"),
+        (["some_nets:good", "--steps", "0"], "steps=0: give a whole number from 1"),
+        (["some_nets:good", "--loss-scale", "dynamo"], "loss_scale='dynamo': use 'dynamic', "),
+        (["some_nets:good", "--loss-scale", "-1"], "-1.0"),
+        (["some_nets:good", "--html", "nowhere/r.html"], "the page of the report can't be written"),
+        (["some_nets:good", "--png", "nowhere/r.png"], "the histogram can't be written to"),
+    ],
+)
+def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys: Captured) -> None:
+    if "--png" in arguments:
+        pytest.importorskip("matplotlib")
+    assert cli.main(["diagnose", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert captured.out == ""
+
+
+def test_a_png_without_matplotlib(
+    diagnosed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    diagnosed["report"] = faulty()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["diagnose", "some_nets:good", "--png", "r.png"]) == 2
+    assert 'pip install "mpcompile[plots]"' in squeezed(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: pkg.module:factory"),
+        (["a:b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
+        (["a:b", "--level", "O0"], "invalid choice: 'O0'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["diagnose", *arguments])
+    assert stop.value.code == 2
+    assert message in squeezed(capsys.readouterr().err)
+
+
+def test_a_terminal_gets_colours() -> None:
+    terminal, pipe = Console(force_terminal=True, width=200), Console(force_terminal=False)
+    for console, coloured in ((terminal, True), (pipe, False)):
+        with console.capture() as shown:
+            show_tables(console, faulty())
+        assert ("\x1b[1;31moverflow" in shown.get()) == coloured

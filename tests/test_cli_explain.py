@@ -1,0 +1,269 @@
+"""`mpcompile explain`: what it prints, its conditions for a CI, and its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import nets, squeezed
+from reports import node
+
+from mpcompile import cli
+from mpcompile.inspect.graph_plan import GraphPlan
+from mpcompile.inspect.plan import Plan
+from mpcompile.inspect.tensor_cores import TensorCoreOp, TensorCoreReport
+
+__all__ = ["nets"]
+
+Captured = pytest.CaptureFixture[str]
+
+
+# -- what it prints --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize("factory", ["good", "named", "cubed"])
+def test_the_plan(factory: str, capsys: Captured) -> None:
+    arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
+    assert cli.main(["explain", f"some_nets:{factory}", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta")
+    assert "f32[8, 8] -> f16[8, 8]" in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.usefixtures("nets")
+def test_json_why_and_diff(tmp_path: Path, capsys: Captured) -> None:
+    explain = ["explain", "some_nets:good", "--device", "t4"]
+    assert cli.main([*explain, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["gpu"]["name"] == "Tesla T4"
+    (tmp_path / "before.json").write_text(text)
+
+    assert cli.main([*explain, "--why", "up"]) == 0
+    assert "linear" in (why := capsys.readouterr().out)
+    assert cli.main([*explain, "--why", "up", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["why"].strip() == why.strip()
+
+    assert cli.main([*explain, "--diff", "before.json"]) == 0
+    assert capsys.readouterr().out == "the plans are equal\n"
+    other = [*explain, "--level", "O2", "--diff", "before.json"]
+    assert cli.main(other) == 0
+    assert "level O1 O2" in squeezed(capsys.readouterr().out)  # the earlier one first
+    assert cli.main([*other, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["level"] == ["O1", "O2"]
+
+
+@pytest.mark.usefixtures("nets")
+def test_html(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["explain", "some_nets:good", "--html", "plan.html"]) == 0
+    assert "<title>Net: mixed-precision plan</title>" in (tmp_path / "plan.html").read_text()
+    assert "linear" in capsys.readouterr().out
+
+
+# -- what it hands over ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the planner; `planned["plan"]` is what it returns, the rest what it was given."""
+    seen: dict[str, Any] = {"plan": plan_with(GraphPlan("O1", "float16", "cuda:0"))}
+
+    def plan_call(model: Any, args: Any, kwargs: Any, **given: Any) -> Plan:
+        seen.update(given, model=type(model).__name__, args=args, kwargs=kwargs)
+        plan: Plan = seen["plan"]
+        return plan
+
+    monkeypatch.setattr(cli.explain, "plan_call", plan_call)
+    return seen
+
+
+def plan_with(*graphs: GraphPlan) -> Plan:
+    return Plan("Net", "O1", "float16", "cuda:0", graphs)
+
+
+def test_only_given_options_are_handed_over(planned: dict[str, Any]) -> None:
+    """Those left out may stand in the factory's `mpcompile(model, ...)`."""
+    assert cli.main(["explain", "some_nets:named"]) == 0
+    assert planned["options"] == {}
+    assert "mp_optimizer" not in planned
+    assert (planned["device"], planned["model"], planned["args"]) == (None, "Net", ())
+    assert list(planned["kwargs"]) == ["x"]
+    flags = ["--dtype", "float16", "--level", "O3", "--pad", "never", "--fuse-head",
+             "--disable-passes", "plan_pads", "--policy", "p.toml"]  # fmt: skip
+    assert cli.main(["explain", "some_nets:good", *flags, "--mp-optimizer"]) == 0
+    assert planned["options"] == {
+        "dtype": "float16", "level": "O3", "pad": "never", "fuse_head": True,
+        "disable_passes": ["plan_pads"], "policy": "p.toml",
+    }  # fmt: skip
+    assert planned["mp_optimizer"] is True
+
+
+def test_the_device(planned: dict[str, Any]) -> None:
+    for word, handed_over in (("auto", None), ("a100", "a100")):
+        assert cli.main(["explain", "some_nets:good", "--device", word]) == 0
+        assert planned["device"] == handed_over
+
+
+@pytest.mark.usefixtures("nets")
+def test_this_machine(capsys: Captured) -> None:
+    """What the factory's model was compiled with holds, until the command line says otherwise."""
+    assert cli.main(["explain", "some_nets:compiled", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["level"], data["dtype"], data["device"], data["gpu"]) == (
+        "O2", "float16", "cpu", None,
+    )  # fmt: skip
+    assert cli.main(["explain", "some_nets:compiled", "--json", "--level", "O1"]) == 0
+    assert json.loads(capsys.readouterr().out)["level"] == "O1"
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+
+def graph(share: float = 1.0, **fields: Any) -> GraphPlan:
+    """A graph with this Tensor Core share of 1000 FLOPs."""
+    ops = tuple(
+        TensorCoreOp("mm", "aten::mm", "", "gemm", {}, {}, flops, yes, yes, "")
+        for flops, yes in ((round(1000 * share), True), (round(1000 * (1 - share)), False))
+    )
+    return GraphPlan(
+        "O1", "float16", "cuda:0", (node("mm"),), tensor_cores=TensorCoreReport(ops), **fields
+    )
+
+
+LEFT = GraphPlan("O0", "float32", "cuda:0", left="mylib::op writes to its input")
+SHARE = ("--fail-under-tensor-core-share", "0.95")
+FALLBACK, BREAK = "--fail-on-fp32-fallback", "--fail-on-graph-break"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "flags", "message"),
+    [
+        ([graph(0.62)], SHARE, f"{SHARE[0]}: the Tensor Core share of the FLOPs is 0.62, which is "
+         "0.33 less than 0.95"),
+        ([graph(0.949)], SHARE, "is 0.949, which is 0.001 less than 0.95"),
+        ([graph(), LEFT], SHARE, f"{SHARE[0]}: the share of a graph that stays in FP32 is not "
+         "counted: mylib::op writes to its input"),
+        ([graph(), LEFT], [FALLBACK], f"{FALLBACK}: 1 of 2 graphs stay in FP32: mylib::op writes "
+         "to its input"),
+        ([graph(ends_with="print was called"), graph()], [BREAK], f"{BREAK}: 1 graph breaks: "
+         "print was called"),
+    ],
+)  # fmt: skip
+def test_a_condition_that_holds(
+    graphs: list[GraphPlan],
+    flags: list[str],
+    message: str,
+    planned: dict[str, Any],
+    capsys: Captured,
+) -> None:
+    planned["plan"] = plan_with(*graphs)
+    assert cli.main(["explain", "some_nets:good", *flags]) == 1
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert captured.err.count("mpcompile:") == 1
+    assert captured.out.strip() == str(planned["plan"]).strip()  # the plan is shown all the same
+    assert cli.main(["explain", "some_nets:good"]) == 0  # nobody asked
+    assert capsys.readouterr().err == ""
+
+
+def test_conditions_that_do_not_hold(planned: dict[str, Any], capsys: Captured) -> None:
+    planned["plan"] = plan_with(graph(0.95))
+    assert cli.main(["explain", "some_nets:good", *SHARE, FALLBACK, BREAK]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_each_condition_is_named(planned: dict[str, Any], capsys: Captured) -> None:
+    planned["plan"] = plan_with(graph(0.5, ends_with="print was called"), LEFT)
+    arguments = ["explain", "some_nets:good", *SHARE, FALLBACK, BREAK, "--json"]
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    for flag in (SHARE[0], FALLBACK, BREAK):
+        assert captured.err.count(f"mpcompile: {flag}: ") == 1
+    assert json.loads(captured.out)["left_in_fp32"] == [LEFT.left]
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize(("least", "status"), [("1", 0), ("0.95", 0)])
+def test_a_share_of_a_real_model(least: str, status: int) -> None:
+    """Two products of 8 x 8 x 8: aligned, and low on a T4 at O2."""
+    arguments = ["--device", "t4", "--level", "O2", "--mp-optimizer", SHARE[0], least]
+    assert cli.main(["explain", "some_nets:good", *arguments, FALLBACK, BREAK]) == status
+
+
+@pytest.mark.usefixtures("nets")
+def test_a_break_in_a_real_model(capsys: Captured) -> None:
+    assert cli.main(["explain", "some_nets:broken", "--device", "t4", BREAK]) == 1
+    assert f"mpcompile: {BREAK}: 1 graph breaks: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nets")
+def test_a_model_that_loses_its_share(capsys: Captured) -> None:
+    """In P100s there are no Tensor Cores."""
+    assert cli.main(["explain", "some_nets:good", "--device", "p100", *SHARE]) == 1
+    assert "P100-SXM2-16GB has no Tensor Cores for float16" in squeezed(capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("nets")
+def test_a_low_product_without_units_is_no_share(capsys: Captured) -> None:
+    """A dtype that is asked for by name runs low on a P100, too."""
+    arguments = ["--device", "p100", "--dtype", "float16", "--level", "O2", *SHARE]
+    assert cli.main(["explain", "some_nets:good", *arguments]) == 1
+    assert "has no Tensor Cores" in squeezed(capsys.readouterr().err)
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nets")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["some_nets:godo"], "some_nets has no 'godo'; did you mean 'good'?"),
+        (["some_nets:unnamed"], "returned a int as loss_fn; factory() must return (model, args)"),
+        (["some_nets:five"], "some_nets:five() returned 5 values; factory() must return"),
+        (["some_nets:good", "--device", "h10"], "unknown GPU 'h10'; did you mean 'h100'?"),
+        (["some_nets:good", "--why", "nothing"], "'nothing'"),
+        (["some_nets:good", "--diff", "none.json"], "none.json can't be read: No such file"),
+        (["some_nets:good", "--diff", "some_nets.py"], "some_nets.py is not a plan: not JSON"),
+        (
+            ["some_nets:good", "--html", "nowhere/plan.html"],
+            "the page of the plan can't be written",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys: Captured) -> None:
+    assert cli.main(["explain", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: pkg.module:factory"),
+        (["a:b", SHARE[0], "95"], "95: a share from 0 to 1 is needed, such as 0.95"),
+        (["a:b", SHARE[0], "all"], "all: a share from 0 to 1 is needed, such as 0.95"),
+        (["a:b", "--level", "O0"], "invalid choice: 'O0'"),
+        (["a:b", "--why", "x", "--diff", "y.json"], "not allowed with argument --why"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explain", *arguments])
+    assert stop.value.code == 2
+    assert message in squeezed(capsys.readouterr().err)
+
+
+def test_text_is_printed_as_it_is(planned: dict[str, Any], capsys: Captured) -> None:
+    """Neither markup, nor names of emojis, nor lines longer than a terminal are changed."""
+    reason = "[red]:smile:[/red]" + " long" * 60
+    planned["plan"] = plan_with(dataclasses.replace(LEFT, left=reason))
+    assert cli.main(["explain", "some_nets:good", FALLBACK]) == 1
+    captured = capsys.readouterr()
+    assert reason in captured.out
+    assert reason in captured.err

@@ -1,0 +1,206 @@
+"""A report: its totals, its text, its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reports import faulty, node, numbers, report
+from rich.console import Console
+from torch import nn
+
+import mpcompile
+from mpcompile import MPCompileError, diagnose
+from mpcompile.debug.report import Update
+from mpcompile.observe.numbers import EXPONENTS, Shares
+
+# -- what diagnose counts --------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies by a weight, and lets half of the results through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -1.0, 2.0, -2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x * self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zeros_of_activation_gradients_are_counted(dtype: torch.dtype) -> None:
+    """Of relu: four times 8. Of the product: 8 where it is positive, else 0. The weight's own
+    gradient, 8 * x, is none of an activation.
+    """
+    found = diagnose(Scaled(), torch.full((4,), 3.0), loss_fn=lambda y: 8 * y.sum(), dtype=dtype)
+    counted = dict(zip(EXPONENTS, found.histogram, strict=True))
+    assert {exponent: n for exponent, n in counted.items() if n} == {3: 6}
+    assert found.zeros == 2
+
+
+def test_shares_know_how_many_values_they_are_of() -> None:
+    values = torch.tensor([0.0, 1.0, 2.0**-30, 2.0**-20, 1e5, torch.inf], dtype=torch.float64)
+    found = Shares.of([values], torch.float16)
+    assert found == Shares(0.25, 0.25, 0.25)
+    assert found.count == 4
+    assert Shares.of([torch.zeros(3)], torch.float16).count == 0
+
+
+def test_totals_weigh_nodes_by_their_elements() -> None:
+    """By hand: (0.5 * 100 + 0 * 300) / 400, (0.1 * 300) / 400, (0.2 * 300) / 400."""
+    found = faulty().value_shares
+    assert (found.flushed, found.subnormal) == (0.125, pytest.approx(0.075))
+    assert (found.overflowed, found.count) == (pytest.approx(0.15), 400)
+    assert faulty().gradient_shares == Shares(0.25, 0.5)
+    assert report().value_shares.count == 0
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_the_text_has_everything() -> None:
+    found = faulty()
+    text = str(found)
+    for line in (
+        "Net, O1 float16 on cpu",
+        "loss scale: 1024; the largest power of two that fits: 4096",
+        "overflow: blocks.2.down (net.py:7): linear_1 = aten::linear",
+        "    its result doesn't fit float16",
+        "    called from net.py:30",
+        "    to keep it in FP32: policy=Policy(nodes={'linear_1': 'fp32'})",
+        "note: one thing could not be found out",
+    ):
+        assert line in text.splitlines(), line
+    assert str(found.first) in text
+    for cells in (
+        ("loss", "nan", "1.25", "1.25"),
+        ("1.2e-01", "-", "linear_1", "linear", "f16[2]", "blocks.2.down", "net.py:7"),
+        ("1.0e-03", "1.0e-07", "exp", "exp", "f16[2]", "blocks.2", "net.py:8"),
+        ("12.50%", "7.50%", "15.00%", "400", "all values"),
+        ("25.00%", "50.00%", "0.00%", "8", "all gradients"),
+        ("50.00%", "0.00%", "0.00%", "100", "exp", "blocks.2", "net.py:8"),
+        ("25.00%", "50.00%", "0.00%", "8", "gradient of exp", "blocks.2", "net.py:8"),
+        ("75.00%", "1.0e-05", "weight"),
+    ):
+        assert re.search(r"^ *" + " +".join(map(re.escape, cells)) + "$", text, re.M), cells
+    assert " bias" not in text  # its updates all move
+    assert "no fault found" not in text
+
+
+def test_columns_are_aligned() -> None:
+    lines = str(faulty()).splitlines()
+    for head, rows in (("in FP32  node", 2), ("subnormal  overflow", 5)):
+        (at,) = (i for i, line in enumerate(lines) if head in line)
+        column = lines[at].index("node")
+        for line in lines[at : at + rows + 1]:
+            assert line[column - 2 : column] == "  "
+            assert line[column] != " "
+
+
+def test_worst_come_first_and_are_few() -> None:
+    errors = [3e-4, 5e-1, 0.0, *(1e-5 * i for i in range(1, 30))]
+    nodes = tuple(numbers(node(f"n{i}"), error=error) for i, error in enumerate(errors))
+    shown = re.findall(r"^ +\d\S+ +- +(n\d+) ", str(report(nodes=nodes)), re.M)
+    assert shown == ["n1", "n0", "n31", "n30", "n29", "n28", "n27", "n26"]
+    assert "n2 " not in str(report(nodes=(nodes[2],)))  # not off at all
+    stalled = tuple(Update(f"p{i}", 1e-4, i / 100) for i in range(50))
+    assert re.findall(r"p\d+", str(report(updates=stalled)))[:2] == ["p49", "p48"]
+
+
+def test_overflow_is_worse_than_few_bits() -> None:
+    nodes = (
+        numbers(node("few"), shares=Shares(0, 0.9, 0, count=9)),
+        numbers(node("gone"), shares=Shares(0, 0, 0.1, count=9)),
+        numbers(node("well"), shares=Shares(count=9)),
+    )
+    text = str(report(nodes=nodes))
+    assert text.index("gone") < text.index("few")
+    assert "well" not in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"suggested_scale": None}, "loss scale: 1024; no gradient above zero is stored in float16,"
+         " so every scale fits"),
+        ({"suggested_scale": None, "scale": None, "dtype": "bfloat16"}, "loss scale: none; "
+         "bfloat16 has the range of FP32"),
+    ],
+)  # fmt: skip
+def test_the_loss_scale_in_words(fields: dict[str, Any], line: str) -> None:
+    assert line in str(report(**fields)).splitlines()
+
+
+def test_small_shares_are_not_zero() -> None:
+    nodes = (numbers(node("n"), shares=Shares(1e-6, 0, 0.0, count=10**7)),)
+    assert re.search(r"<0.01% +0.00% +0.00% +10000000 +n$", str(report(nodes=nodes)), re.M)
+
+
+def test_a_report_without_faults() -> None:
+    text = str(report())
+    assert "no fault found" in text
+    assert "all values" not in text
+    assert "largest errors" not in text
+
+
+def test_the_text_is_whole_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = str(faulty())
+    monkeypatch.setenv("COLUMNS", "20")
+    assert str(faulty()) == text
+    assert "\x1b" not in text
+    assert text.isascii()
+
+
+def test_rich_colours_the_faults() -> None:
+    console = Console(force_terminal=True, width=200, color_system="standard")
+    with console.capture() as shown:
+        console.print(faulty())
+    coloured = shown.get()
+    assert "\x1b[1;31moverflow: blocks.2.down" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == str(faulty()).split()
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def test_to_dict_is_whole_json() -> None:
+    found = faulty()
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert {field.name for field in dataclasses.fields(found)} <= data.keys()
+    fields = {field.name for field in dataclasses.fields(found.nodes[0])}
+    assert [set(one) for one in data["nodes"]] == [fields | {"module"}] * 2
+    assert [one["node"] for one in data["nodes"]] == ["exp", "linear_1"]
+    assert data["graphs"][0]["nodes"][1]["name"] == "linear_1"
+    (fault,) = data["faults"]
+    assert (fault["kind"], fault["node"]["frames"]) == ("overflow", ["net.py:30", "net.py:7"])
+    assert data["pins"] == ["linear_1"]
+    assert data["losses"] == {"low": None, "fp32": 1.25, "fp64": 1.25}
+    assert data["nodes"][0]["gradient"]["amin"] is None  # infinity: no gradient above zero
+    assert data["nodes"][1]["shares"]["count"] == 300
+    assert data["value_shares"]["flushed"] == 0.125
+    first, behind = data["exponents"]
+    assert len(data["histogram"]) == behind - first
+    assert data["histogram"][-20 - first] == 20
+    assert data["zeros"] == 30
+    assert data["versions"] == {"mpcompile": mpcompile.__version__, "torch": torch.__version__}
+
+
+def test_a_real_report_is_json() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    with torch.no_grad():
+        net[0].weight.mul_(1e6)
+    data = diagnose(net, torch.ones(2, 4), dtype=torch.float16).to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False))["faults"]
+
+
+def test_save(tmp_path: Path) -> None:
+    faulty().save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text()) == faulty().to_dict()
+    with pytest.raises(MPCompileError, match="can't be written: No such file or directory"):
+        faulty().save(tmp_path / "nowhere" / "report.json")

@@ -1,0 +1,202 @@
+"""The page of a report in headless Chromium, from file:// and without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import CHROMEDRIVER, CHROMIUM, browser, opened
+from reports import EVIL, faulty
+from torch import nn
+
+from mpcompile import diagnose
+from mpcompile.debug.report import Report
+
+pytest.importorskip("selenium")
+if not (CHROMIUM and CHROMEDRIVER):
+    pytest.skip("no chromium with chromedriver", allow_module_level=True)
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+
+class Net(nn.Module):
+    """Its second layer makes 16 * 16 * 1000 of ones, which is more than FP16 holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        nn.init.constant_(self.up.weight, 1.0)
+        nn.init.constant_(self.down.weight, 1000.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.down(self.up(x)))
+
+
+def overflowing() -> Report:
+    return diagnose(Net(), torch.ones(8, 16), dtype=torch.float16)
+
+
+REPORTS: dict[str, Callable[[], Report]] = {
+    "overflowing": overflowing,
+    "faulty": faulty,
+    "evil": lambda: faulty(EVIL),
+}
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Report, Path]]:
+    folder = tmp_path_factory.mktemp("pages")
+    made = {name: (make(), folder / f"{name}.html") for name, make in REPORTS.items()}
+    for report, path in made.values():
+        report.to_html(path)
+    return made
+
+
+class Reader:
+    """A person before a page."""
+
+    def __init__(self, driver: Any, report: Report, path: Path) -> None:
+        self.driver, self.report = opened(driver, path), report
+
+    def one(self, css: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def click(self, css: str) -> None:
+        self.one(css).click()
+
+    def column(self, number: int) -> list[str]:
+        """The texts of a column of the table, from top to bottom."""
+        cells = self.driver.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({number + 1})")
+        return [
+            cell.text for cell in cells if cell.find_elements(By.XPATH, "ancestor::*[@id='table']")
+        ]
+
+    @property
+    def panel(self) -> str:
+        text: str = self.one("#panel").text
+        return text
+
+
+@pytest.fixture
+def read(driver: Any, pages: dict[str, tuple[Report, Path]]) -> Iterator[Callable[[str], Reader]]:
+    """Opens a page; afterwards nothing may stand in the console, and nothing been asked for."""
+    driver.get_log("performance")
+    yield lambda name: Reader(driver, *pages[name])
+    assert driver.get_log("browser") == []
+    messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
+    asked = {
+        message["params"]["request"]["url"].partition(":")[0]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    }
+    assert asked <= {"file"}
+
+
+def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
+    reader = read("overflowing")
+    fault = reader.report.first
+    assert fault is not None
+    assert fault.node.module == "down"
+    assert reader.one(".fault h2").text == "overflow"
+    assert fault.node.source.startswith("test_report_browser.py:")
+    assert fault.node.source in reader.one(".fault").text
+    reader.click(".fault .link")
+    lines = reader.panel.splitlines()
+    assert lines[:2] == ["LOW", fault.node.name]
+    assert f"overflow: {fault.reason}" in lines
+    (numbers,) = (n for n in reader.report.nodes if n.node == fault.node)
+    assert numbers.value.infs == 8 * 16  # every element
+    assert "infinite 128 0" in lines
+    assert any(line.startswith("rounded to infinity 100.00%") for line in lines)
+    assert reader.one("tr.chosen td").text == fault.node.name
+
+
+def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:
+    reader = read("faulty")
+    reader.click("tr[data-place='0']")
+    lines = reader.panel.splitlines()
+    assert lines[1] == "exp"
+    for line in (
+        "elements 4 4",
+        "largest finite magnitude 2.00 0",
+        "smallest above zero 1.00 -",
+        "relative error 1.0e-3 5.0e-1",
+        "relative error in FP32 1.0e-7 -",
+        "rounded to zero by FP16 50.00% 25.00%",
+        "subnormal 0% 50.00%",
+        "became zero in the run - 25.00%",
+    ):
+        assert line in lines, line
+    reader.click("#panel .top button")
+    assert reader.panel.startswith("All numbers of a node")
+    reader.one("tr[data-place='1']").send_keys(Keys.ENTER)
+    assert reader.panel.splitlines()[1] == "linear_1"
+
+
+def test_heads_sort(read: Callable[[str], Reader]) -> None:
+    reader = read("faulty")
+    assert reader.column(0) == ["linear_1", "exp"]  # the largest error first
+    reader.click("[data-column='4']")
+    assert reader.column(0) == ["exp", "linear_1"]
+    reader.click("[data-column='0']")
+    assert reader.column(0) == ["exp", "linear_1"]
+    reader.click("[data-column='0']")
+    assert reader.column(0) == ["linear_1", "exp"]
+    reader.click("[data-column='6']")  # what isn't known is last
+    assert reader.column(6) == ["5.0e-1", "-"]
+    assert reader.one("th[aria-sort='descending']").text.startswith("gradient's")
+
+
+def test_search(read: Callable[[str], Reader]) -> None:
+    reader = read("overflowing")
+    total = len(reader.report.nodes)
+    assert reader.one("#status").text == f"{total} of {total} nodes"
+    reader.one("body").send_keys("/")
+    reader.driver.switch_to.active_element.send_keys("RELU")
+    wanted = [n.node.name for n in reader.report.nodes if "relu" in f"{n.node.name} {n.node.op}"]
+    assert sorted(reader.column(0)) == sorted(wanted)
+    assert reader.one("#status").text == f"{len(wanted)} of {total} nodes"
+    reader.driver.switch_to.active_element.send_keys(" nowhere")
+    assert reader.column(0) == []
+
+
+def test_updates(read: Callable[[str], Reader]) -> None:
+    reader = read("faulty")
+    reader.click("#tab-updates")
+    assert [reader.column(i) for i in range(3)] == [
+        ["weight", "bias"], ["75.00%", "0%"], ["1.0e-5", "5.0e-1"],
+    ]  # fmt: skip
+    assert reader.one("#tab-updates").get_attribute("aria-selected") == "true"
+    reader.click("#tab-nodes")
+    assert len(reader.column(0)) == 2
+
+
+def test_the_histogram_is_seen(read: Callable[[str], Reader]) -> None:
+    reader = read("faulty")
+    bars = reader.driver.find_elements(By.CSS_SELECTOR, ".histogram rect")
+    assert len(bars) == 10
+    assert all(bar.size["height"] > 1 and bar.size["width"] > 1 for bar in bars)
+    colours = {
+        kind: reader.one(f".histogram rect.{kind}").value_of_css_property("fill")
+        for kind in ("lost", "subnormal", "normal", "zeros")
+    }
+    assert len(set(colours.values())) == 4
+
+
+def test_an_evil_name_is_text(read: Callable[[str], Reader]) -> None:
+    reader = read("evil")
+    reader.click(".fault .link")
+    assert EVIL in reader.panel
+    assert EVIL in reader.one(".fault").text
+    assert reader.driver.find_elements(By.TAG_NAME, "img") == []
