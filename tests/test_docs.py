@@ -27,6 +27,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 README, USAGE, PLANS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "plans.md"
+DEBUGGING = ROOT / "docs" / "debugging.md"
 DOCUMENTS = (
     README,
     ROOT / "CHANGELOG.md",
@@ -34,7 +35,7 @@ DOCUMENTS = (
     *(ROOT / "docs").rglob("*.md"),
 )
 CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "tests", "docs")
-EXAMPLES = {"nets.py"}  # files of the reader's
+EXAMPLES = {"nets.py", "model.py"}  # files of the reader's
 
 every_document = pytest.mark.parametrize(
     "document", sorted(DOCUMENTS), ids=lambda path: str(path.relative_to(ROOT))
@@ -239,7 +240,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* was compiled but never called")  # blocks leave that out
-@pytest.mark.parametrize("document", [USAGE, PLANS], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [USAGE, PLANS, DEBUGGING], ids=lambda path: path.name)
 def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that take up a model which has run forward and backward once."""
     monkeypatch.chdir(tmp_path)

@@ -20,21 +20,24 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..api import recorded
 from ..errors import MPCompileError, did_you_mean
-from ..ir.dtypes import HALF
-from ..ir.scale import INIT_SCALE, ScaleRule
-from ..observe.fault import Runs
+from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
+from ..observe.forward_faults import INACCURATE
 from ..observe.numbers import EXPONENTS, Numbers
 from ..observe.record import Record
-from ..observe.watch import source_of_value
-from ..optim import MPOptimizer
+from ..observe.watch import relative_error
 from ..rules.policy import Level
 from ..settings import OPTIONS, Settings, check_module
 from ..state import parameters
-from .report import NodeNumbers, Report, Update
+from .low_side import low_dtype_of, run_low
+from .moves import default_optimizer, updates, usable
+from .report import NodeNumbers, Report
 from .sides import Graph, Loss, Run, Side, Sides, copied
 
 __all__ = ["diagnose", "diagnose_call"]
+
+# These count only if a parameter's gradient is far off.
+HARMLESS_ALONE = (Kind.INACCURATE, Kind.UNDERFLOW)
 
 
 def diagnose(
@@ -88,12 +91,9 @@ def diagnose_call(
     if settings.level is Level.O0:
         raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to diagnose")
     held = any(parameters.owner_of(p) is not None for p in model.parameters())
-    if isinstance(optimizer, MPOptimizer):
-        optimizer = optimizer.inner
-    twin, optimizer = copied(model, optimizer)
+    twin, optimizer = copied(model, usable(optimizer, model))
     check_module(twin, settings)
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    optimizer = optimizer or default_optimizer(twin)
     sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held)
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
@@ -103,49 +103,105 @@ def diagnose_call(
     return report
 
 
-def _step(
-    sides: Sides, optimizer: torch.optim.Optimizer, scale: float | None, model: str
-) -> Report:
-    notes = []
-    exact: Run | None
+def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, model: str) -> Report:
+    notes: list[str] = []
+    exact: Run | None = None
     try:
         exact = sides.run(Side.EXACT)
     except (RuntimeError, NotImplementedError) as error:
-        exact = None
         notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
+    sides.keep = exact is None
     full = sides.run(Side.FULL, exact)
-    low_dtype = _low_of(sides)
-    low, fits = _low_run(sides, exact or full, exact, scale, low_dtype)
-    faults = []
-    for number, (graph, record) in enumerate(low.calls):
-        in_fp64 = _same(exact, number, graph) if exact else None
-        runs = Runs(record, _same(full, number, graph), in_fp64)
-        assert graph.rewritten is not None
-        place = sides.graphs.index(graph)
-        found = find(graph.rewritten.graph, graph.plan, runs)
-        faults += [dataclasses.replace(fault, graph=place) for fault in found]
-    if not faults and not math.isfinite(low.loss):
-        notes.append("the loss is not finite, though the model's results are: look at loss_fn")
+    if not sides.graphs:
+        raise MPCompileError(
+            f"no part of {model} was compiled: torch.compile skipped its forward (an unsupported "
+            "construct at the top of it, or compilation is disabled); TORCH_LOGS=graph_breaks "
+            "tells why"
+        )
+    low, fits = run_low(sides, full, exact, live)
+    faults = _faults(sides, low, full, exact)
     histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
-    for graph, record in exact.calls if exact else ():
+    for graph, record in (exact or full).calls:
         histogram += record.histogram
         zeros += _zeros(graph, record)
     plan = next((g.plan for g in sides.graphs if g.plan.left is None), sides.graphs[0].plan)
-    scaled = any(g.inputs is not None and g.inputs.scaled for g in sides.graphs)
-    return Report(
+    scaled = any(map(_is_scaled, sides.graphs))
+    report = Report(
         model=model, level=plan.level, dtype=plan.dtype, device=plan.device,
-        faults=tuple(faults),
+        faults=faults,
         losses={"low": low.loss, "fp32": full.loss} | ({"fp64": exact.loss} if exact else {}),
         scale=sides.scale if scaled else None,
         suggested_scale=fits,
         nodes=tuple(_numbers(sides, low, full)),
         histogram=tuple(histogram.tolist()),
         zeros=zeros,
-        updates=tuple(_updates(sides.twin, low, optimizer, low_dtype)),
+        updates=tuple(updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
         optimizer=type(optimizer).__name__,
         graphs=tuple(graph.plan for graph in sides.graphs),
-        notes=tuple(notes),
+        notes=(*notes, *_notes(sides, low, full, faults)),
     )  # fmt: skip
+    sides.advance(low)
+    return report
+
+
+def _is_scaled(graph: Graph) -> bool:
+    return graph.inputs is not None and graph.inputs.scaled
+
+
+def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault, ...]:
+    """What went wrong in each graph, in the order in which it did."""
+    found = []
+    for number, (graph, record) in enumerate(low.calls):
+        assert graph.rewritten is not None
+        runs = Runs(
+            record, _same(full, number, graph), _same(exact, number, graph) if exact else None,
+            scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
+        )  # fmt: skip
+        place = sides.graphs.index(graph)
+        here = find(graph.rewritten.graph, graph.plan, runs)
+        found += [dataclasses.replace(fault, graph=place) for fault in here]
+    broken = [fault for fault in found if fault.kind not in HARMLESS_ALONE]
+    if math.isfinite(low.loss):
+        broken.reverse()  # the backward went wrong, which begins with the last graph
+    first = broken[:1]  # what is not finite in FP32 either, makes more of its kind later on
+    broken = first + [fault for fault in broken[1:] if fault.kind is not Kind.OWN]
+    rest = [fault for fault in found if fault.kind in HARMLESS_ALONE]
+    return (*broken, *(rest if _is_off(low, full, exact or full) else ()))
+
+
+def _is_off(low: Run, full: Run, exact: Run) -> bool:
+    """Whether the gradient of a parameter is far off, and not in FP32 as well, as where its terms
+    cancel.
+    """
+    for name in exact.gradients:
+        found = [run.gradients.get(name) for run in (low, full, exact)]
+        ours, theirs, wanted = (None if g is None else g.to_dense() for g in found)
+        if wanted is None or ours is None or theirs is None or not wanted.count_nonzero():
+            continue
+        error = relative_error([ours], [wanted])
+        rounding = relative_error([theirs], [wanted])
+        if error >= INACCURATE > rounding or Numbers.of(ours).bad:
+            return True
+    return False
+
+
+def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterator[str]:
+    """What the report can't say elsewhere."""
+    for left in dict.fromkeys(graph.plan.left for graph in sides.graphs):
+        if left is not None:
+            yield f"a graph was left in FP32, and not looked at: {left}"
+    if any(fault.kind not in HARMLESS_ALONE for fault in faults):
+        return
+    if not math.isfinite(low.loss):
+        also = ", in FP32 either" if not math.isfinite(full.loss) else ""
+        yield f"the loss is not finite{also}, though the model's results are: look at loss_fn"
+    elif any(Numbers.of(g).bad for g in low.gradients.values() if g is not None):
+        in_full = any(Numbers.of(g).bad for g in full.gradients.values() if g is not None)
+        also = ", in FP32 either" if in_full else ""
+        yield (
+            f"gradients are not finite{also}, and begin outside of the graphs: look at loss_fn, "
+            "and at what runs between graphs"
+        )
 
 
 def _zeros(graph: Graph, record: Record) -> int:
@@ -179,76 +235,6 @@ def loss_of(result: Any) -> torch.Tensor:
     return torch.stack(means).sum()
 
 
-def _low_of(sides: Sides) -> torch.dtype:
-    names = [graph.plan.dtype for graph in sides.graphs if graph.plan.left is None]
-    low: torch.dtype = getattr(torch, names[0]) if names else torch.float32
-    return low
-
-
-def _low_run(
-    sides: Sides, reference: Run, exact: Run | None, live: float | None, dtype: torch.dtype
-) -> tuple[Run, float | None]:
-    """The run of the rewritten graphs, at the loss scale that a training would have here, and the
-    largest scale that fits.
-    """
-    if dtype is not torch.float16:
-        sides.scale = _scale(sides.settings, live, None)
-        return sides.run(Side.LOW, exact), None
-    # An exact gradient is at least as large as the part of it that is stored in FP16: readers in
-    # FP32 add to it. So the first scale may be too low; the run itself then tells a better one.
-    fits = _fitting(_largest(reference, by_source=True))
-    sides.scale = _scale(sides.settings, live, fits)
-    low = sides.run(Side.LOW, exact)
-    measured = _fitting(_largest(low, by_source=False) / sides.scale)
-    if fits is None or measured is None or measured <= fits or _overflowed(low):
-        return low, fits
-    before, sides.scale = sides.scale, _scale(sides.settings, live, measured)
-    if sides.scale == before:
-        return low, measured
-    better = sides.run(Side.LOW, exact)
-    if _overflowed(better):  # what was too small to be seen before
-        sides.scale = before
-        return low, fits
-    return better, measured
-
-
-def _largest(run: Run, *, by_source: bool) -> float:
-    """The largest gradient of a value that is stored in FP16."""
-    sizes = [0.0]
-    for graph, record in run.calls:
-        assert graph.rewritten is not None
-        for n in graph.rewritten.graph.nodes:
-            value = ir.tensor(n)
-            if value is not None and value.dtype is torch.float16:
-                name = source_of_value(n).name if by_source else n.name
-                sizes.append(record.gradients.get(name, Numbers()).amax)
-    return max(sizes)
-
-
-def _overflowed(run: Run) -> bool:
-    return any(n.bad for _, record in run.calls for n in record.gradients.values())
-
-
-def _fitting(largest: float) -> float | None:
-    """The largest power of two that keeps a gradient below the end of FP16."""
-    if not largest:
-        return None
-    return float(2.0 ** (math.ceil(math.log2(torch.finfo(torch.float16).max / largest)) - 1))
-
-
-def _scale(settings: Settings, live: float | None, fits: float | None) -> float:
-    """What a training at this point would scale by."""
-    given = settings.loss_scale
-    if given is not None and not given.active:
-        return 1.0
-    if given is not None and not given.rule.dynamic:
-        return given.value
-    rule = given.rule if given is not None else ScaleRule()
-    if live is not None:
-        return live
-    return max(rule.min_scale, min(INIT_SCALE, INIT_SCALE if fits is None else fits))
-
-
 def _same(run: Run, number: int, graph: Graph) -> Record | None:
     """The record of the same call on another side."""
     same = number < len(run.calls) and run.calls[number][0] is graph
@@ -274,27 +260,3 @@ def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
                 gradient_shares=record.gradient_shares.get(name),
                 lost=record.lost.get(name, 0.0),
             )
-
-
-def _updates(
-    twin: nn.Module, low: Run, optimizer: torch.optim.Optimizer, dtype: torch.dtype
-) -> Iterator[Update]:
-    """Take the optimizer's step with the gradients of the low side, if they are finite."""
-    parameters = dict(twin.named_parameters())
-    gradients = {name: g for name, g in low.gradients.items() if g is not None}
-    if any(Numbers.of(gradient).bad for gradient in gradients.values()):
-        return
-    before = {name: parameters[name].detach().clone() for name in gradients}
-    for name, gradient in gradients.items():
-        parameters[name].grad = gradient
-    optimizer.step()
-    twin.zero_grad()
-    if dtype not in HALF:
-        return
-    half_unit = torch.finfo(dtype).eps / 2
-    for name, old in before.items():
-        ratio = ((parameters[name].detach() - old).abs() / old.abs()).flatten()
-        ratio = ratio[ratio.isfinite() & (ratio > 0)]
-        if len(ratio):
-            stalls = float((ratio < half_unit).double().mean())
-            yield Update(name, float(ratio.median()), stalls)

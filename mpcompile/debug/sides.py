@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +19,15 @@ from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..backend import config_for, device_of, reason_of, rewrite
+from ..calls.apart import compiled_apart, nothing_happened
+from ..calls.half_inputs import widened
 from ..calls.module_call import running
 from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
 from ..observe.record import Record
-from ..observe.watch import Comparing, Keeping, Watch
+from ..observe.watch import Comparing, Exact, Keeping, Watch
 from ..pipeline import Kept
 from ..planner.target import target_of
 from ..rules.policy import Config, Level
@@ -67,11 +69,33 @@ class Run:
         loss: the loss.
         calls: the graphs that ran, in their order, with what was recorded.
         gradients: of the parameters, by name, FP32 and unscaled.
+        state: what the step left in the model; None before it has ended.
     """
 
     loss: float = 0.0
     calls: list[tuple[Graph, Record]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    state: _State | None = None
+
+
+class _State:
+    """The buffers and other attributes of a model and its submodules, but for the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+        self.tensors = [(b, b.clone()) for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Make the model hold them again."""
+        for module, attributes, buffers in self.own:
+            for now, before in ((vars(module), attributes), (module._buffers, buffers)):
+                for name in [name for name in now if name not in before]:
+                    del now[name]
+                changed = [name for name in before if now.get(name, self) is not before[name]]
+                now.update({name: before[name] for name in changed})
+        with torch.no_grad():
+            for buffer, value in self.tensors:
+                buffer.copy_(value)
 
 
 class Sides:
@@ -87,6 +111,8 @@ class Sides:
     Attributes:
         graphs: those traced so far.
         scale: the loss scale of the next run on the low side.
+        seed: of the random numbers; one for each training step.
+        keep: whether the next run in FP32 keeps its values, for others to be compared with.
     """
 
     def __init__(
@@ -102,34 +128,40 @@ class Sides:
         self.settings = replace(settings, names=names_in(twin))
         self.copied = mp_optimizer and settings.level is Level.O2
         self.graphs: list[Graph] = []
-        self.scale = 1.0
-        self.forward = _apart(twin, self._backend)
+        self.scale, self.seed, self.keep = 1.0, 0, False
+        has_rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
+        compiled = compiled_apart(twin, _weakly(self), "diagnose")
+        self.forward = running(compiled, has_rnns=has_rnns)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
+
+    def advance(self, run: Run) -> None:
+        """Go on from the buffers that a run left, with other random numbers."""
+        assert run.state is not None
+        run.state.restore()
+        self.seed += 1
 
     def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
             side: which program.
-            exact: the run in FP64 to compare with; None on its own side, or if it failed.
+            exact: the run to compare with: in FP64, or in FP32 if that failed; None for itself.
             step: calls the function that it is given, the model, and returns the loss; default: the
                 call of the constructor.
         """
         self._side, self._run, self._exact = side, Run(), exact or Run()
-        buffers = {name: b.clone() for name, b in self.twin.named_buffers()}
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, self.call)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, widened(*self.call))
         self.twin.zero_grad()
+        state = _State(self.twin)
         try:
-            with torch.random.fork_rng(), torch.enable_grad():
-                torch.manual_seed(0)
+            with nothing_happened(), torch.random.fork_rng(), torch.enable_grad():
+                torch.manual_seed(self.seed)
                 loss = step(self.forward) if step else self.loss(self.forward(*args, **kwargs))
                 _check_loss(loss)
                 loss.backward()
+            self._run.state = _State(self.twin)
         finally:
-            with torch.no_grad():
-                for name, b in self.twin.named_buffers():
-                    if name in buffers:
-                        b.copy_(buffers[name])
+            state.restore()
         self._run.loss = float(loss.detach())
         self._run.gradients = {name: p.grad for name, p in self.twin.named_parameters()}
         self.twin.zero_grad()
@@ -182,12 +214,17 @@ class Sides:
         assert graph.rewritten is not None
         assert graph.inputs is not None
         if self._side is Side.EXACT:
-            return Keeping(graph.captured, record).run(*args)
+            return Exact(graph.captured, record).run(*args)
         exact = self._exact_record(graph, number)
         if self._side is Side.FULL:
-            return _watch(graph.captured, record, exact, None).run(*args)
+            if exact is None:
+                plain = Keeping if self.keep else Watch
+                return plain(graph.captured, record).run(*args)
+            return Comparing(graph.captured, record, exact).run(*args)
         inputs = self._assembled(graph, graph.inputs, args)
-        return _watch(graph.rewritten, record, exact, self.scale).run(*inputs)
+        if exact is None:
+            return Watch(graph.rewritten, record).run(*inputs)
+        return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
 
     def _exact_record(self, graph: Graph, number: int) -> Record | None:
         """What the exact side recorded in this call, if it made the same one."""
@@ -213,23 +250,16 @@ class Sides:
         return inputs.assembled(args, working, scaling)
 
 
-def _watch(gm: fx.GraphModule, record: Record, exact: Record | None, scale: float | None) -> Watch:
-    return Watch(gm, record) if exact is None else Comparing(gm, record, exact, scale)
+def _weakly(sides: Sides) -> Callable[..., Any]:
+    """The backend. Dynamo keeps each one for as long as the process runs."""
+    sides_now = weakref.ref(sides)
 
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        found = sides_now()
+        assert found is not None
+        return found._backend(gm, example_inputs)
 
-_numbers = itertools.count()
-
-
-def _apart(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The module's forward, compiled under a name of its own, so that Dynamo keeps it apart."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    name = f"diagnose_{next(_numbers)}_of_{type(module).__name__}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    compiled = torch.compile(forward, backend=backend, dynamic=False)
-    return running(compiled, has_rnns=any(isinstance(m, nn.RNNBase) for m in module.modules()))
+    return backend
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,9 +268,13 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else repr(loss)
+        )
         raise MPCompileError(
-            f"loss_fn returned {what!r}: it must make one number with a gradient of the model's "
+            f"loss_fn returned {what}: it must make one number with a gradient of the model's "
             "result, as `lambda out: F.cross_entropy(out, y)` does"
         )
 

@@ -62,17 +62,28 @@ class Runs:
         low: of the rewritten graph.
         full: of the captured graph in FP32, or None; its backward may be missing.
         exact: of the captured graph in FP64, or None.
+        scale: the loss scale that the rewritten graph ran with.
+        loss: the loss of that run; None if it isn't known.
     """
 
     low: Record
     full: Record | None = None
     exact: Record | None = None
+    scale: float = 1.0
+    loss: float | None = None
 
     def amax(self, name: str) -> float:
         """The largest magnitude of a value in FP64, else in FP32; infinity if neither is known."""
         for record in (self.exact, self.full):
             if record is not None and name in record.values:
                 return record.values[name].amax
+        return float("inf")
+
+    def amin(self, name: str) -> float:
+        """The same of the smallest magnitude above zero."""
+        for record in (self.exact, self.full):
+            if record is not None and name in record.values:
+                return record.values[name].amin
         return float("inf")
 
     def gradient_amax(self, name: str) -> float:

@@ -25,7 +25,15 @@ from ..ir.units import GradFn, grad_fns
 from .numbers import Numbers, Shares, floats_of, histogram
 from .record import BackwardStep, Record
 
-__all__ = ["Comparing", "Keeping", "Watch", "source_of_value"]
+__all__ = [
+    "Comparing",
+    "Exact",
+    "Keeping",
+    "Watch",
+    "gradient_units",
+    "relative_error",
+    "source_of_value",
+]
 
 
 class Watch(fx.Interpreter):
@@ -91,12 +99,15 @@ class Watch(fx.Interpreter):
         for number, tensor in enumerate(ir.tensors_of(result)):
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(functools.partial(self._gradient, n, number))
+        if n.op == "placeholder":
+            return  # what made it is not of this graph
         for step in _between(grad_fns(result), known):
             step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
     @torch.no_grad()
-    def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        self.saw_gradient(n, number, gradient.detach())
+    def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # autograd's zero, in torch 2.11
+            self.saw_gradient(n, number, gradient.detach())
 
     @torch.no_grad()
     def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
@@ -130,7 +141,35 @@ class Watch(fx.Interpreter):
 
 
 class Keeping(Watch):
-    """The exact program: the captured graph in FP64, whose values and gradients are kept.
+    """A run whose values and gradients are kept, for others to be compared with."""
+
+    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
+        super().__init__(gm, record)
+        self._written = {ir.storage(to) for n in gm.graph.nodes for to in ir.written(n)}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As above; the gradients of parameters are recorded, too."""
+        return super().run(*map(_passed, args), **kwargs)
+
+    def saw(self, n: fx.Node, result: Any) -> None:
+        """Record and keep a value."""
+        super().saw(n, result)
+        kept = floats_of(result)
+        if ir.storage(n) in self._written:  # through this name or another
+            kept = [x.clone() for x in kept]
+        self.record.exact[n.name] = kept
+
+    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
+        """Record and keep a gradient."""
+        super().saw_gradient(n, number, gradient)
+        kept, key = self.record.exact_gradients, (n.name, number)
+        kept[key] = kept[key] + gradient if key in kept else gradient
+        if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
+            self.record.histogram += histogram(gradient)
+
+
+class Exact(Keeping):
+    """The exact program: the captured graph in FP64.
 
     What torch can't compute in FP64 is computed in FP32.
     """
@@ -175,22 +214,6 @@ class Keeping(Watch):
         finally:
             torch.set_default_dtype(default)
 
-    def saw(self, n: fx.Node, result: Any) -> None:
-        """Record and keep a value."""
-        super().saw(n, result)
-        kept = floats_of(result)
-        if any(n in ir.written(user) for user in n.users if ir.is_op(user)):
-            kept = [x.clone() for x in kept]  # a later node writes there
-        self.record.exact[n.name] = kept
-
-    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        """Record and keep a gradient."""
-        super().saw_gradient(n, number, gradient)
-        kept = self.record.exact_gradients
-        kept[n.name, number] = kept.get((n.name, number), 0) + gradient
-        if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
-            self.record.histogram += histogram(gradient)
-
 
 class Comparing(Watch):
     """A run that is compared with the exact one.
@@ -210,13 +233,17 @@ class Comparing(Watch):
         self.scale = scale
         self.units = gradient_units(gm.graph) if scale is not None else {}
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As above; the gradients of parameters are recorded, too."""
+        return super().run(*map(_passed, args), **kwargs)
+
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record a value, and how far it is off."""
         super().saw(n, result)
         found, wanted = floats_of(result), self.exact.exact.get(source_of_value(n).name)
         if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
             return
-        self.record.errors[n.name] = _error(found, wanted)
+        self.record.errors[n.name] = relative_error(found, wanted)
         if found[0].dtype in HALF:
             self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
 
@@ -226,8 +253,10 @@ class Comparing(Watch):
         wanted = self.exact.exact_gradients.get((source_of_value(n).name, number))
         if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
             return
+        if not _is_whole(n):
+            return
         scale = self.scale if self.scale is not None and self.units.get(n) else 1.0
-        error = _error([gradient.double() / scale], [wanted])
+        error = relative_error([gradient.double() / scale], [wanted])
         errors, name = self.record.gradient_errors, n.name
         errors[name] = max(errors.get(name, 0.0), error)
         if gradient.dtype in HALF:
@@ -242,6 +271,17 @@ def source_of_value(n: fx.Node) -> fx.Node:
     while ir.role(n) in ir.ADDED and n.all_input_nodes:
         n = n.all_input_nodes[0]
     return n
+
+
+def _is_whole(n: fx.Node) -> bool:
+    """Whether the gradient of this node is that of the program's value: no other cast of the value,
+    and no reader of the value itself, gets a part of it.
+    """
+    while ir.role(n) in ir.ADDED and n.all_input_nodes:
+        n = n.all_input_nodes[0]
+        if len(n.users) > 1:
+            return False
+    return True
 
 
 def gradient_units(graph: fx.Graph) -> dict[fx.Node, bool]:
@@ -259,7 +299,7 @@ def gradient_units(graph: fx.Graph) -> dict[fx.Node, bool]:
     return units
 
 
-def _error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+def relative_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """The norm of the difference over the norm of the exact values, over what is finite in both."""
     off = norm = 0.0
     for x, y in zip(found, exact, strict=True):
@@ -301,8 +341,43 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if _is_float(value) else value
 
 
+class _Pass(torch.autograd.Function):
+    """Identity, sharing memory (with `detach`, as autograd forbids writes to a view that a Function
+    returns). A hook on its result sees the gradient of a leaf, and doesn't stay on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _passed(value: Any) -> Any:
+    if not _is_float(value) or not value.requires_grad or not value.is_leaf:
+        return value
+    return _Pass.apply(value)  # type: ignore[no-untyped-call]
+
+
+class _Widen(torch.autograd.Function):
+    """To FP64, also for a value whose gradient is sparse, which torch doesn't cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return x.double()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].to_dense().to(ctx.dtype)
+
+
 def _in_fp64(value: Any) -> Any:
-    return value.double() if _is_float(value) else value
+    if not _is_float(value) or value.dtype is torch.float64:
+        return value
+    return _Widen.apply(value)  # type: ignore[no-untyped-call]
 
 
 def _wide_dtype(value: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Compiling a module apart from what its user compiles of it, and without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._dynamo import pgo
+
+__all__ = ["compiled_apart", "nothing_happened"]
+
+_numbers = itertools.count()
+
+# Such a compile should not use up Dynamo's limit of compiles for a function (torch 2.11 has no such
+# option).
+_APART: dict[str, Any] = {"isolate_recompiles": True}
+if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
+    _APART = {}
+
+
+def compiled_apart(
+    module: nn.Module, backend: Callable[..., Any], purpose: str
+) -> Callable[..., Any]:
+    """The module's call, compiled for fixed sizes under a name of its own, with `purpose` in it."""
+
+    # As in module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    name = f"{purpose}_{next(_numbers)}_of_{type(module).__name__}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    compiled = torch.compile(forward, backend=backend, dynamic=False, **_APART)
+    return compiled if _APART else _unlimited(compiled)
+
+
+def _unlimited(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without Dynamo's limits, which earlier compiles may have reached."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def nothing_happened() -> Iterator[None]:
+    """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
+    state, numbers = random.getstate(), np.random.get_state()
+    sizes = pgo.get_code_state()
+    before = copy.deepcopy(sizes)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numbers)
+        sizes.clear()
+        sizes.update(before)

@@ -1,0 +1,186 @@
+"""Faults in the forward: a value that is not finite, or far off.
+
+A value that is not finite is often intended: the -inf of a mask. So what counts is that there are
+more of them than in FP32, or, for OWN, that NaN or infinity reaches the loss or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite, isinf, isnan
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .. import ir
+from ..ir.dtypes import HALF
+from .case import NEAR, Case, dtype_of, low_name, readers, text
+from .fault import Fault, Kind
+from .watch import source_of_value
+
+# A value that is off by more than this share of its norm is a fault, if it is also off ten times as
+# far as what it was computed from, and as in FP32. What FP32 itself gets so wrong is noise.
+INACCURATE = 0.1
+
+
+def overflow(case: Case) -> Fault | None:
+    """The first value with more elements that are not finite than in FP32."""
+    for n in case.graph.nodes:
+        if n.op == "placeholder" and ir.copy_of(n) is None:
+            continue  # what it holds was made outside of the graph
+        excess = case.excess(n)
+        if excess is None:
+            begins = case.is_program(n) and _is_born(case, n) and not _is_intended(n)
+        else:
+            begins = excess > 0 and not any((case.excess(x) or 0) > 0 for x in n.all_input_nodes)
+        if begins and not ir.is_getitem(n):
+            return _overflowed(case, n)
+    return None
+
+
+def _overflowed(case: Case, n: fx.Node) -> Fault:
+    source = source_of_value(n)
+    amax, low = case.runs.amax(source.name), dtype_of(n)
+    end = torch.finfo(low).max
+    behind = [reader for reader in readers(n) if case.is_program(reader)]
+    pins = [reader.name for reader in behind] if source is not n else [n.name]
+    name = str(low).removeprefix("torch.")
+    line = source
+    if not case.is_program(source) and behind:
+        reason = f"it reads {source.name}, up to {text(amax)}, in {name}, which ends at {end:g}"
+        pins, line = [reader.name for reader in behind], behind[0]
+    elif source is not n and behind:
+        reason = (
+            f"its result, up to {text(amax)}, doesn't fit {name}, which ends at {end:g}: "
+            f"{behind[0].name} reads it in {name}"
+        )
+    elif amax > end:
+        reason = f"its result, up to {text(amax)}, doesn't fit {name}, which ends at {end:g}"
+    elif flushed := _flushed_operand(case, n):
+        least = text(case.runs.amin(flushed.name))
+        reason = (
+            f"it reads zeros, where {flushed.name} underflowed in {low_name(flushed)}: the "
+            f"smallest value there is {least}"
+        )
+        pins = [flushed.name, *pins]
+    else:
+        reason = f"a sum or product inside of it leaves the range of {name}"
+    return case.fault(Kind.OVERFLOW, line, reason, amax, [*pins, *_too_large(case)])
+
+
+def _flushed_operand(case: Case, n: fx.Node) -> fx.Node | None:
+    """An operand with more zeros than in FP32."""
+    for operand in n.all_input_nodes:
+        source = source_of_value(operand)
+        full = case.runs.full.values.get(source.name) if case.runs.full else None
+        if full is not None and case.value(operand).zeros > full.zeros:
+            return source
+    return None
+
+
+def _too_large(case: Case) -> Iterator[str]:
+    """The operators in a low dtype whose values come near the end of its range in FP32."""
+    for n in case.graph.nodes:
+        if not case.is_program(n):
+            continue
+        low = [x for x in (n, *n.all_input_nodes) if dtype_of(x) in HALF]
+        end = NEAR * torch.finfo(dtype_of(low[0])).max if low else 0.0
+        if any(end < case.runs.amax(source_of_value(x).name) < float("inf") for x in low):
+            yield n.name
+
+
+def own(case: Case) -> Fault | None:
+    """The first value that FP32 makes infinite or NaN as well, if that does harm."""
+    results = [x for x in pytree.tree_leaves(case.graph.output_node().args) if _is_node(x)]
+    loss = case.runs.loss
+    harm = any(case.value(x).nans for x in results)
+    harm |= any(case.value(x).bad for x in results) and (loss is None or not isfinite(loss))
+    harm |= any(step.passed_on.bad for step in case.runs.low.steps)
+    inputs = case.graph.find_nodes(op="placeholder")
+    if not harm or any((case.excess(x) or 0) > 0 for x in inputs):
+        return None
+    for of_nans in (True, False):
+        for n in case.graph.nodes:
+            if case.is_program(n) and _is_born(case, n, nans=of_nans) and not _is_intended(n):
+                return case.fault(Kind.OWN, n, _why_own(case, n))
+    return None
+
+
+def _why_own(case: Case, n: fx.Node) -> str:
+    word = "NaN" if case.value(n).nans else "infinite"
+    read = [case.value(operand) for operand in n.all_input_nodes]
+    reason = f"it makes {word} of finite values, and does so in FP32"
+    if any(numbers.bad for numbers in read):
+        reason = f"it makes {word} of infinite values, and does so in FP32"
+        if "softmax" in ir.op_name(n):
+            reason += ": a row is masked out completely"
+    return reason + "; the precision has no part in it"
+
+
+def _is_born(case: Case, n: fx.Node, *, nans: bool = False) -> bool:
+    """Whether a value is not finite (NaN), though what the node reads is."""
+    found = case.value(n)
+    read = [case.value(operand) for operand in n.all_input_nodes]
+    if nans:
+        return bool(found.nans) and not any(numbers.nans for numbers in read)
+    return bool(found.bad) and not any(numbers.bad for numbers in read)
+
+
+def _is_intended(n: fx.Node) -> bool:
+    """Whether the program itself writes inf or nan there: a mask, a constant."""
+    numbers = [x for x in pytree.tree_leaves((n.args, n.kwargs)) if isinstance(x, float)]
+    return any(isinf(x) or isnan(x) for x in numbers) or ir.is_constant(n)
+
+
+def _is_node(x: object) -> bool:
+    return isinstance(x, fx.Node)
+
+
+def inaccurate(case: Case) -> Iterator[Fault]:
+    """The values that are far off, though what they were computed from is not."""
+    errors = case.runs.low.errors
+    for n in case.graph.nodes:
+        error, line = errors.get(n.name, 0.0), case.lines.get(n.name)
+        if line is None or error < INACCURATE:
+            continue
+        if ir.is_cast(n) and 10 * errors.get(n.all_input_nodes[0].name, 0.0) < error:
+            yield _rounded_away(case, n, error)
+        if line.is_added:
+            continue
+        read = max((errors.get(operand.name, 0.0) for operand in n.all_input_nodes), default=0)
+        full = case.runs.full.errors.get(n.name, 0.0) if case.runs.full else 0.0
+        if 10 * max(read, full) > error or full > INACCURATE:
+            continue
+        reason = (
+            f"its result is off by {error:.0%}, what it reads by {read:.2%}, and in FP32 it is "
+            f"off by {full:.2%}: it makes much of little differences"
+        )
+        pins = [*(x.name for x in _rounded(n)), n.name]
+        yield case.fault(Kind.INACCURATE, n, reason, case.runs.amax(n.name), pins)
+
+
+def _rounded_away(case: Case, n: fx.Node, error: float) -> Fault:
+    """Of a cast: the values are too small for the dtype that a reader wants."""
+    value = source_of_value(n)
+    behind = [reader for reader in readers(n) if case.is_program(reader)]
+    amax, name = case.runs.amax(value.name), low_name(n)
+    reason = f"its result, up to {text(amax)}, is off by {error:.0%} once rounded to {name}"
+    if behind:
+        reason += f", in which {behind[0].name} reads it"
+    line = value if case.is_program(value) or not behind else behind[0]
+    return case.fault(Kind.INACCURATE, line, reason, amax, [reader.name for reader in behind])
+
+
+def _rounded(n: fx.Node) -> Iterator[fx.Node]:
+    """The operators whose results went through a low dtype last, on the way to a node."""
+    seen, queue = {n}, [n]
+    while queue:
+        for operand in queue.pop().all_input_nodes:
+            if operand in seen:
+                continue
+            seen.add(operand)
+            if dtype_of(operand) in HALF:
+                yield source_of_value(operand)
+            else:
+                queue.append(operand)
