@@ -67,6 +67,21 @@ def test_a_shared_parameter_misleads_nobody() -> None:
     assert set(modules(model)) == {"blocks.0", "blocks.1.0.first", "blocks.1.0.second"}
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_fault_is_in_the_module_that_was_called(number: int) -> None:
+    """Both run the code that Dynamo compiled for the first."""
+    model = nn.Sequential(Broken(), Broken())
+    broken: Broken = model[number]  # type: ignore[assignment]
+    with torch.no_grad():
+        broken.second.weight.fill_(60000.0)
+        broken.second.bias.fill_(60000.0)
+        broken.first.bias.fill_(10.0)
+        model[1].first.weight.fill_(0.0)  # type: ignore[union-attr, operator]
+    report = diagnose(model, torch.ones(2, 4), dtype=torch.float16)
+    assert report.first is not None
+    assert report.first.node.module == f"{number}.second"
+
+
 def test_a_fault_has_its_whole_path() -> None:
     model = Model()
     broken: Broken = model.blocks[1][0]  # type: ignore[assignment, index]

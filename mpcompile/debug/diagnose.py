@@ -159,7 +159,10 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
         )  # fmt: skip
         place = sides.graphs.index(graph)
         here = find(graph.rewritten.graph, graph.plan, runs)
-        found += [dataclasses.replace(fault, graph=place) for fault in here]
+        found += [
+            dataclasses.replace(fault, graph=place, node=_here(fault.node, record))
+            for fault in here
+        ]
     broken = [fault for fault in found if fault.kind not in HARMLESS_ALONE]
     if math.isfinite(low.loss):
         broken.reverse()  # the backward went wrong, which begins with the last graph
@@ -167,6 +170,10 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
     broken = first + [fault for fault in broken[1:] if fault.kind is not Kind.OWN]
     rest = [fault for fault in found if fault.kind in HARMLESS_ALONE]
     return (*broken, *(rest if _is_off(low, full, exact or full) else ()))
+
+
+def _here(node: PlanNode, record: Record) -> PlanNode:
+    return dataclasses.replace(node, module=record.path_of(node.module))
 
 
 def _is_off(low: Run, full: Run, exact: Run) -> bool:
@@ -250,7 +257,7 @@ def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
                 continue
             yield NodeNumbers(
                 graph=sides.graphs.index(graph),
-                node=node,
+                node=_here(node, record),
                 value=record.values[name],
                 gradient=record.gradients.get(name, Numbers()),
                 error=record.errors.get(name),

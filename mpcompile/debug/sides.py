@@ -26,6 +26,7 @@ from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
+from ..observe.moved import moved
 from ..observe.record import Record
 from ..observe.watch import Comparing, Exact, Keeping, Watch
 from ..pipeline import Kept
@@ -175,12 +176,18 @@ class Sides:
         if graph.rewritten is None:
             return gm.forward
 
+        compiled = self._names(example_inputs)
+
         def call(*args: Any) -> Any:
-            record = Record()
+            record = Record(path_of=moved(compiled, self._names(args)))
             self._run.calls.append((graph, record))
             return self._watched(graph, record, len(self._run.calls) - 1, args)
 
         return call
+
+    def _names(self, inputs: Sequence[Any]) -> list[str | None]:
+        names = self.settings.names()
+        return [names.get(id(x)) for x in inputs]
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         device, kept = device_of(example_inputs), Kept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,7 @@ class Record:
         shares, gradient_shares: what the low dtype makes of the exact values, and of the exact
             gradients times the loss scale, where the graph stores them in the low dtype.
         lost: the share of a gradient's elements that are zero here and not in the exact one.
+        path_of: module path in the plan -> module path in this run, see `moved.py`.
         histogram: of the exact gradients: elements by binary exponent, see `EXPONENTS`.
     """
 
@@ -58,6 +60,7 @@ class Record:
     shares: dict[str, Shares] = field(default_factory=dict)
     gradient_shares: dict[str, Shares] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
+    path_of: Callable[[str], str] = str
     histogram: torch.Tensor = field(
         default_factory=lambda: torch.zeros(len(EXPONENTS), dtype=torch.int64)
     )
