@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..api import recorded
 from ..errors import MPCompileError, did_you_mean
+from ..inspect.graph_plan import PlanNode
 from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
 from ..observe.forward_faults import INACCURATE
