@@ -216,6 +216,10 @@ class Settings:
         f"one of {', '.join(pipeline.MAY_BE_DISABLED)}.",
         words=tuple(pipeline.MAY_BE_DISABLED), plans=True,
     )  # fmt: skip
+    repair: bool = _switch(
+        "where the steps of a training are skipped one after the other because a value doesn't fit "
+        "FP16, keep the operator that overflows in FP32 from then on, and compile anew."
+    )
     strict: bool = _switch(
         "raise where a graph can't be rewritten, instead of compiling it in FP32."
     )
