@@ -23,6 +23,7 @@ from ..observe.faults import find
 from ..observe.record import Record
 from ..observe.watch import Watch
 from ..pipeline import Kept
+from ..state.scale_search import backward_running
 from ..state.trouble import Trouble
 
 __all__ = ["Look", "Watched"]
@@ -83,6 +84,8 @@ class Watched:
                 look.full = self._in_fp32(given)
             results = Watch(self.rewritten, look.low).run(*inputs)
         except Exception:  # whatever it is, it isn't the user's: training goes on
+            if backward_running() != -1:
+                raise  # torch.utils.checkpoint ends a second forward by an exception
             trouble.give_up()
             random.restore()
             self._put_back(inputs, before)

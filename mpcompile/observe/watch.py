@@ -94,10 +94,13 @@ class Watch(fx.Interpreter):
         for step in _between(grad_fns(result), known):
             step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
+    # Where a whole training step is compiled, Dynamo would trace what runs in its backward.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
         self.saw_gradient(n, number, gradient.detach())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
         step = BackwardStep(node, name, Numbers.of(received), Numbers.of(passed_on))
@@ -116,6 +119,7 @@ class Watch(fx.Interpreter):
     def _recorded(self, node: str, inner: fx.Node) -> Callable[..., Any]:
         target, frames = inner.target, ir.frames(inner)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         @functools.wraps(target)  # type: ignore[arg-type]
         def run(*args: Any, **kwargs: Any) -> Any:
             result = target(*args, **kwargs)  # type: ignore[operator]

@@ -20,7 +20,7 @@ import torch
 from ..ir.scale import ScaleRule
 from .async_read import Later
 from .live_scale import LiveScale
-from .scale_search import backward_running
+from .scale_search import after_backward, backward_running
 
 FIRST_LOOK = 4  # skipped steps in a row
 EVERY = 8  # generated steps between two reads of their count
@@ -62,7 +62,7 @@ class Trouble:
         self._next = FIRST_LOOK
         self._settled = False  # no more looks
         self._watching = False  # whether the forwards of this step are watched
-        self._over = False  # whether a step came since they began
+        self._over = False  # whether their step has come
         self._count = 0  # skipped steps when the watching began
         self._forward = -1  # the forward whose step was counted last
         self._device = _OnDevice(live)
@@ -96,14 +96,15 @@ class Trouble:
                 self.skipped, self._next, self.before = 0, FIRST_LOOK, start
             else:
                 self.skipped += steps
+                self.before = start if self.before is None else self.before
         self._after_step()
 
     def _after_step(self) -> None:
-        if self.pending:
-            self._over = bool(self.looks)
-            if self._over and backward_running() == -1:
-                self._conclude()
-        elif self.skipped >= self._next and self._may_look():
+        if self.pending and self.looks and not self._over:
+            self._over = True
+            # Not within a backward: a checkpoint must compute again what its forward computed.
+            after_backward(self._conclude)
+        elif not self.pending and self.skipped >= self._next and self._may_look():
             self.pending = True
 
     def _may_look(self) -> bool:
@@ -112,22 +113,20 @@ class Trouble:
     # -- looks ------------------------------------------------------------------------------------
 
     def is_watched(self) -> bool:
-        """Whether the forward that is about to run is to be watched. A checkpoint that computes
+        """Whether the forward that is about to run is to be watched, if one is pending. A checkpoint that computes
         again, within a backward, does as the first time: it compares what is saved.
         """
         if backward_running() == -1:
-            if self._over:
-                self._conclude()
-            if self.pending and not self._watching:
+            if not self._watching:
                 self._count = self._live.state.skipped_steps
-            self._watching = self.pending
+            self._watching = True
         return self._watching
 
     def _conclude(self) -> None:
         """Judge what was recorded, if the step was skipped."""
         assert self.judge is not None
         self.pending = self._watching = self._over = False
-        if self._live.state.skipped_steps != self._count:
+        if self.looks and self._live.state.skipped_steps != self._count:
             verdict = self.judge()
             self._settled |= verdict is Verdict.SETTLED
             if verdict is Verdict.REPAIRED:
