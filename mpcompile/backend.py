@@ -128,8 +128,8 @@ def _compile(
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
     copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
     config = config_for(target, settings, scaled=scale is not None, copied=copied)
-    kept = pipeline.Kept() if scale is not None else None
-    captured, plan = rewrite(gm, example_inputs, config, settings, kept, scale and scale.repairs)
+    kept, repairs = (pipeline.Kept(), scale.repairs) if scale is not None else (None, None)
+    captured, plan = rewrite(gm, example_inputs, config, settings, kept, repairs)
     inputs = GraphInputs.of(captured.graph)
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)

@@ -13,6 +13,7 @@ from ..emit.retrace import reset_code
 from ..errors import MPCompileWarning
 from ..ir.places import Place
 from ..observe.fault import Fault, Kind
+from ..state import guard
 from ..state.loss_scale import LossScale
 from ..state.repairs import MOST
 from ..state.trouble import Verdict
@@ -54,7 +55,7 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
         "after %d skipped steps: %s", scale.trouble.skipped, event,
         extra={"mpcompile": {"event": event, "pins": tuple(pins)}},
     )  # fmt: skip
-    _restore(scale)
+    _restore()
     assert graph.code is not None
     reset_code(graph.code)
     return Verdict.REPAIRED
@@ -81,14 +82,18 @@ def _processes() -> int:
     return distributed.get_world_size() if grouped else 1
 
 
-def _restore(scale: LossScale) -> None:
-    """Set the scale back to where it was at the last good step: the steps since then were not
-    skipped because of it. While its start is searched for, it has not moved.
+def _restore() -> None:
+    """Set back each scale whose steps are being skipped (also of a critic behind the generator that
+    overflows) to where it was at its last good step: it was not the scale's fault. While its start
+    is searched for, a scale has not moved.
     """
-    before = scale.trouble.before
-    if before is not None and not scale.fitting:
-        start = {"scale": float(before), "good_steps": 0, "overflows_left": scale.hysteresis}
-        scale.live.set(dataclasses.replace(scale.state, **start))
+    for scale in guard.scales():
+        before = scale.trouble.before
+        if scale.trouble.skipped and before is not None and not scale.fitting:
+            state = dataclasses.replace(
+                scale.state, scale=float(before), good_steps=0, overflows_left=scale.hysteresis
+            )
+            scale.live.set(state)
 
 
 def _warn(scale: LossScale, fault: Fault, advice: str) -> None:

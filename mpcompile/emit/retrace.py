@@ -14,8 +14,10 @@ __all__ = ["reset_code", "traced_code"]
 
 
 def traced_code() -> CodeType | None:
-    """The code that Dynamo is tracing, inside of a backend; None outside of it. `reset_code` of it
-    drops all that was compiled of it, so that its next call traces anew. This is safe while it runs.
+    """The code that Dynamo is tracing, inside of a backend; None outside of it.
+
+    `reset_code` of it drops all that was compiled of it, so that its next call is traced anew. The
+    compiled code may be running while this happens.
     """
     try:
         return InstructionTranslator.current_tx().f_code

@@ -119,7 +119,6 @@ class Watch(fx.Interpreter):
     def _recorded(self, node: str, inner: fx.Node) -> Callable[..., Any]:
         target, frames = inner.target, ir.frames(inner)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         @functools.wraps(target)  # type: ignore[arg-type]
         def run(*args: Any, **kwargs: Any) -> Any:
             result = target(*args, **kwargs)  # type: ignore[operator]
@@ -130,7 +129,8 @@ class Watch(fx.Interpreter):
                 self.record.steps.append(step)
             return result
 
-        return run
+        untraced: Callable[..., Any] = torch.compiler.disable(run)
+        return untraced
 
 
 class Keeping(Watch):

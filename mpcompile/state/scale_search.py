@@ -75,4 +75,4 @@ def after_backward(function: Callable[[], None]) -> None:
     if backward_running() == -1:
         function()
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(function)

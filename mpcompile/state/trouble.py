@@ -113,8 +113,8 @@ class Trouble:
     # -- looks ------------------------------------------------------------------------------------
 
     def is_watched(self) -> bool:
-        """Whether the forward that is about to run is to be watched, if one is pending. A checkpoint that computes
-        again, within a backward, does as the first time: it compares what is saved.
+        """Whether the forward that is about to run is to be watched, if one is pending. Within a
+        backward a checkpoint does as in its first forward: it compares what is saved.
         """
         if backward_running() == -1:
             if not self._watching:
