@@ -23,10 +23,12 @@ from faulty_models import (
     net,
     sgd,
 )
+from ranks import on_each_rank
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
+from mpcompile.calls import verdict
 from mpcompile.state import repairs
 
 PARTS = [Activation, Square, Steep]
@@ -216,11 +218,11 @@ def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFix
 def test_a_pin_holds_for_other_sizes() -> None:
     """Dynamo traces once more, with symbolic sizes; operators are found again by their place."""
     model = compiled(Activation, repair=True)
-    Training(model).run(10)
-    Training(model, sizes=(32, 24, 16)).run(10)
+    Training(model, sizes=(32,) * 8 + (24, 16, 12, 8)).run(12)
     assert loss_scale_of(model).skipped_steps == 5
     assert len(repairs_of(model)) == 1
-    assert len(compiled_plans(model)) == 3
+    static, repaired, symbolic = compiled_plans(model)
+    assert any("f32[s" in n.captured for n in symbolic.nodes if n.source == line_of(Activation))
 
 
 def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +251,21 @@ def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(verdict, "_processes", lambda: 2)
     model = compiled(Activation, repair=True)
     (warning,) = Training(model).run(20).warnings
     assert "each process would repair by itself" in warning
     assert repairs_of(model) == ()
+
+
+def _count_processes(rank: int) -> None:
+    assert verdict._processes() == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_processes_are_those_of_the_group() -> None:
+    assert verdict._processes() == 1
+    on_each_rank(_count_processes)
 
 
 def test_repairs_are_asked_of_a_compiled_model() -> None:

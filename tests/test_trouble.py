@@ -215,14 +215,16 @@ def test_the_critic_of_a_repaired_generator_gets_its_scale_back() -> None:
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (critic, generator)]
     for _ in range(10):
-        for optimizer in optimizers:
+        made = generator(torch.randn(8, 16))
+        for optimizer, seen in zip(optimizers, (made.detach(), made), strict=True):
             optimizer.zero_grad()
-            critic(generator(torch.randn(8, 16))).square().mean().backward()
+            critic(seen).square().mean().backward()
             optimizer.step()
     assert len(repairs_of(generator)) == 1
     assert repairs_of(critic) == ()
     assert loss_scale_of(generator).value == 2.0**10
-    assert 2.0**8 <= loss_scale_of(critic).value <= 2.0**10  # one more skipped step, at the most two
+    # The critic's last bad backward, in the generator's step, counts once more, after the repair.
+    assert loss_scale_of(critic).value == 2.0**9
 
 
 def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:
