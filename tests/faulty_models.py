@@ -157,4 +157,6 @@ class Training:
 def compiled(part: type[Activation], *, checkpointed: bool = False, **options: Any) -> Net:
     """Such a network in FP16, with a scale that never moves if no other is asked for."""
     asked: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True}
-    return mpcompile(net(part, checkpointed=checkpointed), **{**asked, "loss_scale": 128.0, **options})
+    return mpcompile(
+        net(part, checkpointed=checkpointed), **{**asked, "loss_scale": 128.0, **options}
+    )

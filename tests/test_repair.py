@@ -131,9 +131,7 @@ def test_and_with_adam() -> None:
     _trains_as_in_fp32(Activation, adamw, level="O1", generated=False)
 
 
-def _trains_as_in_fp32(
-    part: type[Activation], make: Make, *, level: str, generated: bool
-) -> None:
+def _trains_as_in_fp32(part: type[Activation], make: Make, *, level: str, generated: bool) -> None:
     model = compiled(part, level=level, repair=True)
     mixed = Training(model, make=make, generated=generated).run(50)
     skipped = loss_scale_of(model).skipped_steps
