@@ -1,8 +1,8 @@
 """What it costs, while nothing overflows, to be ready to name what does.
 
-Both arms of a pair run the same compiled program and the same optimizer. "ready" is what users get:
-each step notes whether it was skipped, and each graph keeps copies of itself to be run node by
-node. In "off" nothing is noted. The loss scale is a power of two that fits, so no step is skipped.
+Both arms of a pair are one model and one optimizer. "ready" is what users get: each step notes
+whether it was skipped. In "off" nothing is noted. The loss scale fits, so no step is skipped. What
+is kept of each graph, to be run node by node, is there in both, and in the last table.
 
 Both arms ask, in each forward, whether the step is to be watched. That is one attribute; the first
 table has its time.
@@ -118,19 +118,32 @@ def _timed(
     trained: Trained, optimizer: str, work: Work, device: torch.device
 ) -> dict[str, list[float]]:
     """Seconds per step of either arm, a sample a round."""
-    arms = [Arm(arm, _step(trained, optimizer, arm, work.emit, device)) for arm in (READY, OFF)]
-    for arm in arms:
-        for _ in range(3):
-            arm.step()
+    step, trouble = _training(trained, optimizer, work.emit, device)
+    for _ in range(3):
+        step()
+    told: dict[str, dict[str, Any]] = {
+        READY: {name: getattr(trouble, name) for name in NOTED},
+        OFF: dict.fromkeys(NOTED, _nothing),
+    }
+
+    def arm(name: str) -> Arm:
+        def told_so() -> None:
+            vars(trouble).update(told[name])
+            step()
+
+        return Arm(name, told_so)
+
+    arms = [arm(READY), arm(OFF)]
     return take_turns(
         arms, rounds=work.rounds, steps=trained.steps, settle=max(1, trained.steps // 4),
         wait=idle_wait(device),
     )  # fmt: skip
 
 
-def _step(
-    trained: Trained, optimizer: str, arm: str, emit: str, device: torch.device
-) -> Callable[[], object]:
+def _training(
+    trained: Trained, optimizer: str, emit: str, device: torch.device
+) -> tuple[Callable[[], object], Trouble]:
+    """A step of a training, and what it is noted in."""
     torch.manual_seed(0)
     model = trained.build().to(device)
     x, targets = trained.sample.draw(device)
@@ -138,16 +151,13 @@ def _step(
     mpcompile(model, dtype=low_dtype(device), emit=emit, strict=True, loss_scale=scale)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     held = MPOptimizer(inner, emit=emit) if optimizer == "MPOptimizer" else inner
-    if arm == OFF:
-        for name in NOTED:
-            setattr(loss_scale_of(model).trouble, name, _nothing)
 
     def step() -> None:
         held.zero_grad()
         model(x, targets).backward()
         held.step()
 
-    return step
+    return step, loss_scale_of(model).trouble
 
 
 def _nothing(**_: object) -> None: ...

@@ -56,6 +56,21 @@ class Steep(Activation):
         return y
 
 
+class Steepest(Activation):
+    """The gradient of what the layer makes fits FP16 at no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.layer.bias, 0)
+        with torch.no_grad():
+            self.layer.weight *= 1e-12
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.layer(x) * 1e6
+        y: torch.Tensor = torch.tanh(wide * 1e6) + x  # the fault
+        return y
+
+
 class Own(Activation):
     """The logarithm of a negative number is no number in FP32 either."""
 

@@ -16,6 +16,7 @@ from faulty_models import (
     Own,
     Square,
     Steep,
+    Steepest,
     Training,
     adamw,
     compiled,
@@ -114,6 +115,15 @@ def test_a_scale_that_can_fall_no_further_is_not_waited_for() -> None:
     (warning,) = Training(model).run(20).warnings
     assert f"part ({line_of(Steep)})" in warning
     assert "at its floor (256)" in warning
+
+
+@pytest.mark.parametrize("start", [2.0**16, None])
+def test_a_scale_that_has_fallen_far_is_not_waited_for(start: float | None) -> None:
+    """Without a start, the first backward searches for one, in vain."""
+    model = compiled(Steepest, loss_scale=LossScale.dynamic(start), repair=True)
+    Training(model).run(40)
+    assert 16 < loss_scale_of(model).skipped_steps < 30
+    assert "part (" in repairs_of(model)[0]
 
 
 # -- repaired --------------------------------------------------------------------------------------
@@ -219,7 +229,8 @@ def test_a_pin_holds_for_other_sizes() -> None:
     Training(model, sizes=(32,) * 8 + (24, 16, 12, 8)).run(12)
     assert loss_scale_of(model).skipped_steps == 5
     assert len(repairs_of(model)) == 1
-    static, repaired, symbolic = compiled_plans(model)
+    assert len(compiled_plans(model)) == 3
+    symbolic = compiled_plans(model)[-1]
     assert any("f32[s" in n.captured for n in symbolic.nodes if n.source == line_of(Activation))
 
 

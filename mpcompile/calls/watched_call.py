@@ -8,6 +8,7 @@ this one step stores what they would not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -28,6 +29,8 @@ from ..state.trouble import Trouble
 
 __all__ = ["Look", "Watched"]
 
+log = logging.getLogger("mpcompile.repair")
+
 _SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # makes values or gradients that aren't finite
 
 
@@ -41,7 +44,11 @@ class Look:
 
     def fault(self) -> Fault | None:
         """The first node that made something that isn't finite."""
-        found = find(self.graph.rewritten.graph, self.graph.plan, Runs(self.low, self.full))
+        try:
+            found = find(self.graph.rewritten.graph, self.graph.plan, Runs(self.low, self.full))
+        except Exception:  # of ours, in the middle of somebody's training
+            log.exception("what a watched step recorded can't be read")
+            return None
         return next((fault for fault in found if fault.kind in _SERIOUS), None)
 
 
@@ -86,6 +93,7 @@ class Watched:
         except Exception:  # whatever it is, it isn't the user's: training goes on
             if backward_running() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
+            log.warning("a graph can't be run node by node; its step is not watched", exc_info=True)
             trouble.give_up()
             random.restore()
             self._put_back(inputs, before)
