@@ -82,7 +82,18 @@ def test_a_watched_step_that_is_good_is_not_judged() -> None:
 
 
 def test_nothing_is_watched_once_the_user_was_told() -> None:
-    assert Steps(Verdict.SETTLED).run("x" * 40) == [5]
+    assert Steps(Verdict.TOLD).run("x" * 40) == [5]
+
+
+def test_the_lowest_scale_is_looked_at_before_the_user_is_warned_of_it() -> None:
+    steps = Steps()
+    assert steps.trouble.look_at_floor()
+    assert steps.run("x") == [1]  # at once
+    steps.trouble.give_up()
+    assert not steps.trouble.look_at_floor()  # no look will ever tell
+    told = Steps(Verdict.TOLD)
+    told.run("x" * 5)
+    assert told.trouble.look_at_floor()
 
 
 def test_a_repair_starts_the_count_anew() -> None:

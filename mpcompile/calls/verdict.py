@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -28,7 +28,7 @@ _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows fr
 
 def judge(scale: LossScale) -> Verdict:
     """Name the first node that overflowed in the watched step, and repair it if the user wants."""
-    looks: Sequence[Look] = scale.trouble.looks
+    looks: Iterable[Look] = scale.trouble.looks
     faults = [(fault, look.graph) for look in looks if (fault := look.fault()) is not None]
     if not faults:
         if scale.trouble.at_floor:
@@ -39,7 +39,7 @@ def judge(scale: LossScale) -> Verdict:
         return Verdict.WAIT
     if not graph.repair:
         _warn(scale, fault, _advice(fault))
-        return Verdict.SETTLED
+        return Verdict.TOLD
     return _repair(scale, fault, graph)
 
 
@@ -48,7 +48,7 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
     if (why := _why_not(scale, pins, graph)) is not None:
         made = f"; it has made {len(scale.repairs.events)} repairs" if scale.repairs.events else ""
         _warn(scale, fault, f"repair=True does nothing about it: {why}{made}")
-        return Verdict.SETTLED
+        return Verdict.TOLD
     event = f"{_named(fault)}; pinned to FP32: {', '.join(pins)}"
     scale.repairs.add(event, [(place, _reason(fault, name)) for name, place in pins.items()])
     log.warning(

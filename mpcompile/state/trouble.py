@@ -12,6 +12,7 @@ device, one number is read from there in every eighth step, without waiting for 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from .scale_search import after_backward, backward_running
 
 FIRST_LOOK = 4  # skipped steps in a row
 EVERY = 8  # generated steps between two reads of their count
+MOST_LOOKS = 256  # kept at a time: a loop may call the model without any step
 # A dynamic scale that has come down by this factor without a good step was not just too large.
 FALL = 2.0**-16
 
@@ -33,7 +35,7 @@ class Verdict(enum.Enum):
 
     WAIT = "nothing was found, or the scale may still come down to where gradients fit"
     REPAIRED = "graphs will be compiled anew"
-    SETTLED = "the user was told; there is no need to look again"
+    TOLD = "the user was told; there is no need to look again"
 
 
 class Trouble:
@@ -57,10 +59,10 @@ class Trouble:
         self.pending = self.at_floor = False
         self.skipped = 0
         self.before: float | torch.Tensor | None = None
-        self.looks: list[Any] = []
+        self.looks: deque[Any] = deque(maxlen=MOST_LOOKS)
         self.judge: Callable[[], Verdict] | None = None
         self._next = FIRST_LOOK
-        self._settled = False  # no more looks
+        self._told = self._gave_up = False  # no more looks
         self._watching = False  # whether the forwards of this step are watched
         self._over = False  # whether their step has come
         self._count = 0  # skipped steps when the watching began
@@ -78,10 +80,10 @@ class Trouble:
         """An optimizer's step was taken, or skipped for an overflow. Several steps of one forward
         count once.
         """
-        again, self._forward = self._forward == self._live.forwards, self._live.forwards
-        if overflow:
-            self.skipped += not again or not self.skipped
-        elif not again:
+        counted, self._forward = self._forward == self._live.forwards, self._live.forwards
+        if overflow and not (counted and self.skipped):
+            self.skipped += 1
+        elif not overflow and not counted:
             self.skipped, self._next = 0, FIRST_LOOK
         self._after_step()
 
@@ -108,7 +110,7 @@ class Trouble:
             self.pending = True
 
     def _may_look(self) -> bool:
-        return self.judge is not None and not self._settled
+        return self.judge is not None and not self._told and not self._gave_up
 
     # -- looks ------------------------------------------------------------------------------------
 
@@ -128,17 +130,18 @@ class Trouble:
         self.pending = self._watching = self._over = False
         if self.looks and self._live.state.skipped_steps != self._count:
             verdict = self.judge()
-            self._settled |= verdict is Verdict.SETTLED
+            self._told |= verdict is Verdict.TOLD
             if verdict is Verdict.REPAIRED:
                 self.skipped, self._next = 0, FIRST_LOOK
             else:
                 self._next = 2 * max(self.skipped, FIRST_LOOK)
         self.at_floor = False
-        self.looks = []
+        self.looks.clear()
 
     def give_up(self) -> None:
         """A graph can't be watched: don't look again."""
-        self._settled, self.pending, self.looks = True, False, []
+        self._gave_up, self.pending, self._watching = True, False, False
+        self.looks.clear()
 
     def look_at_floor(self) -> bool:
         """An overflow has come at the lowest scale. Returns whether a look will say, or has said,
@@ -146,7 +149,7 @@ class Trouble:
         """
         if self._may_look():
             self.pending = self.at_floor = True
-        return self.at_floor or self._settled
+        return self.at_floor or self._told
 
     def may_still_fall(self, rule: ScaleRule) -> bool:
         """Whether the scale, on its way down, may still reach where gradients fit."""
