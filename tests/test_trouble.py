@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
+from mpcompile.ir.inputs import SCALE
 from mpcompile.ir.scale import ScaleState
 from mpcompile.observe.watch import Watch
 from mpcompile.state.live_scale import LiveScale
@@ -153,6 +154,7 @@ class Normed(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.1 * torch.randn(x.shape)
         y: torch.Tensor = self.last(torch.relu_(self.norm(self.first(x))))
         return y
 
@@ -187,7 +189,7 @@ def test_a_graph_that_cannot_be_watched_runs_as_it_is(monkeypatch: pytest.Monkey
     run_node = Watch.run_node
 
     def fails(self: Watch, n: torch.fx.Node) -> Any:
-        if n.op == "output":
+        if n.op == "output" and SCALE in {x.target for x in n.graph.nodes}:  # the rewritten one
             raise RuntimeError("out of memory")
         return run_node(self, n)
 
