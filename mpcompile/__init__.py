@@ -5,10 +5,10 @@ model = mpcompile(model)        # the only line; the training loop stays plain P
 
 from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
-from .debug import diagnose
+from .debug import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
-from .preview.explain import plan_for
+from .preview.explain import explain, plan_for
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
 from .state.loss_scale import LossScale
@@ -22,8 +22,10 @@ __all__ = [
     "Policy",
     "Precision",
     "__version__",
+    "calibrate",
     "compiled_plans",
     "diagnose",
+    "explain",
     "loss_scale_of",
     "mpcompile",
     "plan_for",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -30,11 +32,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Record:
-    """What is known about one compiled model or function."""
+    """What is known about one compiled model or function: `request` are its options as given."""
 
-    def __init__(self, loss_scale: LossScale, request: dict[str, Any]) -> None:
-        self.loss_scale = loss_scale
-        self.request = request  # the options as the user gave them
+    def __init__(self, loss_scale: LossScale, request: Mapping[str, Any]) -> None:
+        self.loss_scale, self.request = loss_scale, request
         self.plans: list[GraphPlan] = []  # one for each graph compiled so far
 
 
@@ -53,7 +54,7 @@ def mpcompile(
     *,
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     loss_scale: LossScale | str | float | None = "dynamic",
     pad: str = "auto",
     emit: str = "inductor",
@@ -89,6 +90,7 @@ def mpcompile(
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
+    request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
@@ -105,14 +107,15 @@ def _compiled(
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
-    record = _Record(scale, request)
+    record = _Record(scale, {**request, "loss_scale": scale})
     compile_kwargs = {
         "backend": mpcompile_backend,
-        "options": {**request, "loss_scale": scale, "_listener": record.plans.append},
+        "options": {**record.request, "_listener": record.plans.append},
         **torch_compile_kwargs,
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
+        compile_kwargs["options"]["_names"] = names_in(model)
         # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
         # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
         model._compiled_call_impl = ModuleCall(

@@ -26,7 +26,9 @@ from . import (
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
 from .calls.watched_call import Watched
+from .capture.breaks import why_it_ends
 from .capture.capture import capture
+from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
@@ -36,6 +38,8 @@ from .emit.retrace import traced_code
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
 from .inspect.graph_plan import GraphPlan, plan_of_left
+from .inspect.log_graph import log_graph
+from .inspect.trace import trace_graph
 from .ir.fakes import fake_of_fixed_size
 from .ir.inputs import GraphInputs
 from .ir.updates import is_update
@@ -61,26 +65,28 @@ def mpcompile_backend(
 ) -> Callable[..., Any]:
     """The backend that `torch.compile(model, backend="mpcompile", options={...})` finds.
 
-    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor.
+    `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor. A
+    `"policy"` that is a path is read for every graph: `Policy.load` reads a file once.
     """
     hooks.register()
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
+    names: Names = request.pop("_names", nobody)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
+    settings = replace(settings, names=names)
     uncalled.reached(example_inputs)
+    start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
+    log_graph(plan, time.perf_counter() - start)
     if listener is not None:
-        listener(plan)
+        listener(replace(plan, ends_with=why_it_ends(gm)))
     return compiled
 
 
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], GraphPlan]:
-    if settings.level is Level.O0:
-        return _leave(gm, example_inputs, settings, 'level="O0" was asked for')
-    if is_update(gm, example_inputs):
-        reason = "it updates parameters in place, as an optimizer's step does; no update is rounded"
+    if (reason := why_left(gm, example_inputs, settings)) is not None:
         return _leave(gm, example_inputs, settings, reason)
     try:
         return _compile(gm, example_inputs, settings)
@@ -102,12 +108,22 @@ def _compile_or_fall_back(
         return _leave(gm, example_inputs, settings, reason)
 
 
+def why_left(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> str | None:
+    """Why a graph stays in FP32 whatever is in it, or None."""
+    if settings.level is Level.O0:
+        return 'level="O0" was asked for'
+    if is_update(gm, example_inputs):
+        return "it updates parameters in place, as an optimizer's step does; no update is rounded"
+    return None
+
+
 def _leave(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
 ) -> tuple[Callable[..., Any], GraphPlan]:
     """Compile a graph unchanged, in FP32."""
-    compiled = _emit(gm, example_inputs, settings, untouched=True)
-    return compiled, plan_of_left(reason, _place_of(example_inputs))
+    plan = plan_of_left(reason, place_of(example_inputs))
+    trace_graph(plan)
+    return _emit(gm, example_inputs, settings, untouched=True), plan
 
 
 def reason_of(error: Exception) -> str:
@@ -124,7 +140,7 @@ def _compile(
     """Rewrite a graph, emit it, and wrap it so that a call gets its extra inputs."""
     device = device_of(example_inputs)
     target = target_of(device, settings.dtype)
-    scale = _scale_for(example_inputs, target.low, settings)
+    scale = scale_for(example_inputs, target.low, settings)
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
     copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
     config = config_for(target, settings, scaled=scale is not None, copied=copied)
@@ -210,7 +226,7 @@ def rewrite(
     config = _adjusted.get()(config)
     start = time.perf_counter()
     with _unseen():
-        captured = capture(gm, example_inputs, planned_for=config.device.type)
+        captured = capture(gm, example_inputs, planned_for=config.device.type, names=settings.names)
     spent = time.perf_counter() - start
     if repairs is not None:
         config = replace(config, repaired=repairs.in_graph(captured.graph))
@@ -326,7 +342,7 @@ def _emit(
     )  # fmt: skip
 
 
-def _place_of(example_inputs: Sequence[Any]) -> torch.device:
+def place_of(example_inputs: Sequence[Any]) -> torch.device:
     """The device of the graph's parameters; without parameters, that of its first tensor."""
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
@@ -334,13 +350,14 @@ def _place_of(example_inputs: Sequence[Any]) -> torch.device:
 
 
 def device_of(example_inputs: Sequence[Any]) -> torch.device:
-    device = _place_of(example_inputs)
+    """The device to plan a graph for. Raises CannotRewrite if mpcompile doesn't support it."""
+    device = place_of(example_inputs)
     if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
 
 
-def _scale_for(
+def scale_for(
     example_inputs: Sequence[Any], low: torch.dtype, settings: Settings
 ) -> LossScale | None:
     """The scale this graph multiplies by: the user's, its parameters' own, or a new one."""

@@ -121,8 +121,11 @@ def _add_profile(commands: Commands) -> None:
     profile.set_defaults(run=_profile)
 
 
-# The options that can be written on a command line; a policy can't.
-_PLAN_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans and one.name != "policy")
+_PLAN_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans)
+_POLICY = {
+    "metavar": "FILE",
+    "help": "your overrides, by operator, module or node: a .toml or .json file",
+}
 
 
 def _add_plan(commands: Commands) -> None:
@@ -136,7 +139,8 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
     plan.add_argument("--device", default="h100", help=f"one of {', '.join(GPUS)}")
-    own = {"level": {"choices": ("O1", "O2", "O3")}}  # at O0 there is nothing to plan
+    # at O0 there is nothing to plan
+    own: dict[str, Any] = {"level": {"choices": ("O1", "O2", "O3")}, "policy": _POLICY}
     for name in _PLAN_OPTIONS:
         _add_option(plan, name, **own.get(name, {}))
     plan.add_argument(
@@ -146,7 +150,7 @@ def _add_plan(commands: Commands) -> None:
     plan.set_defaults(run=_plan)
 
 
-_BISECT_OPTIONS = ("dtype", "level", "pad", "emit", "fuse_head", "recompute")
+_BISECT_OPTIONS = ("dtype", "level", "policy", "pad", "emit", "fuse_head", "recompute")
 
 
 def _add_bisect(commands: Commands) -> None:
@@ -159,7 +163,7 @@ def _add_bisect(commands: Commands) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     search.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
-    own = {"emit": {"default": "eager"}}
+    own = {"emit": {"default": "eager"}, "policy": _POLICY}
     for name in _BISECT_OPTIONS:
         _add_option(search, name, **own.get(name, {}))
     search.add_argument(

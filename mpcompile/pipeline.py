@@ -6,6 +6,7 @@ them, and records the graph for the dump.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from torch import fx
 
+from . import logs
 from .inspect.dump import Dump
 from .inspect.graph_plan import GraphPlan, lines_of, plan_of
+from .inspect.trace import trace_graph
 from .ir import spec
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
@@ -120,6 +123,20 @@ def verify(gm: fx.GraphModule, stage: str) -> None:
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
 
 
+def _run_one(pass_: Pass, gm: fx.GraphModule, config: Config) -> tuple[bool, float]:
+    """Run a pass and verify its promises. Returns whether it changed the graph, and its seconds."""
+    start = time.perf_counter()
+    changed = pass_(gm, config)
+    seconds = time.perf_counter() - start
+    verify(gm, pass_.__name__)
+    if changed:
+        logs.event(
+            "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
+            name=pass_.__name__, seconds=seconds, nodes=len(gm.graph.nodes),
+        )  # fmt: skip
+    return changed, seconds
+
+
 def run(
     gm: fx.GraphModule,
     config: Config,
@@ -162,11 +179,8 @@ def run(
             decided = plan_of(gm.graph, config, before)
             if keep:
                 keep.rewritten = _copied(gm)
-        start = time.perf_counter()
-        if pass_(gm, config):
-            changed.append(name)
-        seconds[name] = time.perf_counter() - start
-        verify(gm, name)
+        has_changed, seconds[name] = _run_one(pass_, gm, config)
+        changed += [name] if has_changed else []
         if record:
             record.stage(name, gm, seconds[name])
     plan = replace(
@@ -177,5 +191,6 @@ def run(
     )
     if record:
         record.plan(plan)
+    trace_graph(plan)
     gm.recompile()
     return plan

@@ -1,12 +1,12 @@
 """The options of `mpcompile()` and of `torch.compile(backend="mpcompile", options=...)`.
 
 Each option is declared once, as a field of `Settings`: its default, its check, its help text. The
-accepted keywords, the docstrings of `mpcompile()` and `plan_for()`, and the flags of the command
+accepted keywords, the docstrings of `mpcompile()` and `explain()`, and the flags of the command
 line are derived from that. The two functions repeat names and defaults in their signatures, for
 editors and type checkers; a test compares these with the declarations.
 
-To add an option: declare it here, with `plans=True` if `plan_for()` is to take it; add its keyword
-to the signature of `mpcompile()` (and of `plan_for()`), at the same position; read
+To add an option: declare it here, with `plans=True` if `explain()` is to take it; add its keyword
+to the signature of `mpcompile()` (and of `explain()`), at the same position; read
 `settings.<name>` where it matters.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import pipeline, rules
+from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
@@ -49,7 +50,7 @@ class Option:
         parse: (name, what the user wrote) -> the parsed value; raises `MPCompileError`.
         help: what it means, for docstrings and for the command line.
         words: the strings that the command line accepts; empty for flags, paths and objects.
-        plans: whether `plan_for()` takes it as well.
+        plans: whether `explain()` takes it as well.
     """
 
     name: str
@@ -89,14 +90,19 @@ def _switch(help: str, **more: Any) -> Any:
 
 
 def _policy(name: str, value: Any) -> Policy:
-    policy = value or Policy()
+    file = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    policy = value if file is None else Policy.load(file)
+    if policy is None:
+        return Policy()
     if not isinstance(policy, Policy):
-        raise MPCompileError(f"{name}={policy!r}: give an mpcompile.Policy(...)")
+        raise MPCompileError(
+            f"{name}={policy!r}: give an mpcompile.Policy(...), or the path of a file with one"
+        )
     for key in policy.low | policy.full | policy.keep:
         if not op_exists(key):
             known = [name.removeprefix("aten::") for name in rules.known_ops()]
             hint = did_you_mean(key.removeprefix("aten::"), known)
-            raise MPCompileError(f"Policy: no operator {key!r}{hint}")
+            raise MPCompileError(f"{file or 'Policy'}: no operator {key!r}{hint}")
     return policy
 
 
@@ -161,6 +167,7 @@ class Settings:
         dtype: torch.float16, torch.bfloat16, or None: the device decides.
         loss_scale: the model's own scale, or None: the backend finds or makes one.
         scale_any_dtype: the user passed a LossScale, so BF16 is scaled too. Not an option.
+        names: the names of parameters in the model that is compiled. Not an option.
 
     The other fields are explained by the help of their options.
     """
@@ -177,8 +184,11 @@ class Settings:
         words=tuple(level.value for level in Level), plans=True,
     )  # fmt: skip
     policy: Policy = _option(
-        None, _policy, "your overrides, by operator, module or node.", plans=True
-    )
+        None, _policy,
+        "your overrides, by operator, module or node: a `Policy`, or the path of a `.toml` or "
+        "`.json` file that holds one.",
+        plans=True,
+    )  # fmt: skip
     loss_scale: LossScale | None = _option(
         "dynamic", _loss_scale,
         '"dynamic", "grad_scaler" (starts as GradScaler does, and skips the steps that don\'t '
@@ -229,6 +239,7 @@ class Settings:
         None, _inductor_options, "Inductor's, as in `torch.compile`; they go over `mode`."
     )
     scale_any_dtype: bool = False
+    names: Names = nobody
 
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:
@@ -274,7 +285,7 @@ OPTIONS: Mapping[str, Option] = {
 
 def documented(function: F) -> F:
     """Replace `{options}` in the docstring by the options' help, and `{plans}` by the names of the
-    options that `plan_for()` takes.
+    options that `explain()` takes.
     """
     if function.__doc__:  # `python -OO` drops docstrings
         wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)

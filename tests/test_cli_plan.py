@@ -51,7 +51,7 @@ def test_the_command(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", f"some_nets:{factory}", *arguments]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta")
-    assert "linear: f16[8, 8]" in out
+    assert re.search(r"^linear +linear +f32\[8, 8\] -> f16\[8, 8\] +LOW ", out, re.M)
 
 
 @pytest.mark.usefixtures("nets")

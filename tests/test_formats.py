@@ -94,6 +94,24 @@ def test_the_numbers() -> None:
         assert error > 0
 
 
+def test_an_operand_that_is_written_to_is_rounded_for_each_reader() -> None:
+    """The second product reads what the detached write between the two left."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        state = torch.as_strided(x.detach().clone(), (8, 16), (16, 1))
+        first = F.linear(state, w)
+        torch.as_strided(state, (8, 16), (16, 1)).mul_(3)
+        return first + F.linear(state, w)
+
+    x, w, *_ = inputs()
+    stage = Stage(place_casts, program, x, w, low=FP8, level="O2")
+    stage.run()
+    first, second = (linear.args[0] for linear in products(stage))
+    assert first is not second
+    once = F.linear(x, w)
+    assert (stage.gm(x, w)[0] - 4 * once).norm() < 2 * 2**-4 * (4 * once).norm()
+
+
 @pytest.mark.parametrize(("format_", "multiple"), [(Format(BF16), 8), (FP8, 16)])
 def test_dims_are_padded_to_the_operands_bytes(format_: Format, multiple: int) -> None:
     """Tensor Cores load rows in pieces of 16 bytes: 8 values in BF16, 16 in FP8."""

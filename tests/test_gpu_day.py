@@ -96,6 +96,24 @@ def test_a_piece_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
     assert rest[-1] == "KeyboardInterrupt", "it says where it was"
 
 
+def test_a_piece_is_interrupted_from_a_job_in_the_background(tmp_path: Path) -> None:
+    """A shell starts such a job with interrupts ignored, and what it starts inherits that."""
+    naps = "import time; time.sleep(60)"
+    code = f"""
+from pathlib import Path
+from benchmarks.gpu import runner
+runner.run([runner.Piece("naps", ("-c", {naps!r}), 3.0)], Path({str(tmp_path)!r}))
+"""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        job = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert job.wait(30.0) == 0
+    log = (tmp_path / "naps" / "log.txt").read_text().splitlines()
+    assert log[-1] == "KeyboardInterrupt"
+
+
 def test_a_piece_that_hears_no_interrupt_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

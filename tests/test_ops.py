@@ -191,6 +191,17 @@ def test_register_rule_refuses(
     assert registered == {}
 
 
+def test_what_an_operator_does_with_dimensions_is_one_of_a_few_words(
+    registered: dict[str, Rule],
+) -> None:
+    """Another word would only be missed while a graph is padded."""
+    with pytest.raises(MPCompileError, match=r"dims=.permutes.*.permute.*reshape, permute, unsq"):
+        register_rule("mp_test_ops::scale", "follow", "moves", dims="permutes")
+    assert registered == {}
+    register_rule("mp_test_ops::scale", "follow", "moves", dims="permute")
+    assert registered["mp_test_ops::scale"].dims == "permute"
+
+
 def test_custom_op_keeps_its_dtypes_until_registered(registered: dict[str, Rule]) -> None:
     """An operator from torch.library.custom_op: FP32 by default, low once its author says so."""
     seen: list[torch.dtype] = []

@@ -33,7 +33,7 @@ PASSES = ROOT / "passes"
 # own; those of one layer do not know each other. The package root, at the very top, only gathers
 # what users import.
 LAYERS = (
-    {"_version", "errors"},
+    {"_version", "errors", "logs"},
     {"devices"},
     {"operators"},
     {"profile"},
@@ -182,7 +182,9 @@ def test_a_wheel_holds_the_passes_as_files(tmp_path: Path) -> None:
             assert archive.read(name) == path.read_bytes()
     expected = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py")}
     expected |= {f"mpcompile/passes/{p.relative_to(PASSES)}" for p in PASSES.rglob("*.py")}
-    expected |= {str(p.relative_to(ROOT)) for p in PACKAGE.glob("profile/builtin/*.json")}
+    for data in ("profile/builtin/*.json", "inspect/page/*.html", "inspect/page/*.css",
+                 "inspect/page/*.js"):  # fmt: skip
+        expected |= {str(p.relative_to(ROOT)) for p in PACKAGE.glob(data)}
     assert names == expected | {"mpcompile/py.typed"}
     assert wheel.name.startswith(f"mpcompile-{mpcompile.__version__}-")
 

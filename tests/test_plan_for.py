@@ -19,6 +19,7 @@ from mpcompile import MPCompileError, Policy, loss_scale_of, mpcompile, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
 from mpcompile.preview import explain as explaining
+from mpcompile.preview import planner
 from mpcompile.rules import kernels
 from mpcompile.state import guard, parameters
 
@@ -60,6 +61,12 @@ def test_every_gpu(gpu: str) -> None:
     assert (plan.dtype, plan.device, plan.scaled) == ("float16", "cuda:0", True)
     assert decided(planned)["linear"] == ("FULL" if gpu == "p100" else "LOW")
     assert planned.gpu is GPUS[gpu]
+
+
+def test_level_o0_leaves_everything() -> None:
+    planned = plan_for(net(), X, level="O0")
+    assert planned.left == ('level="O0" was asked for',)
+    assert (planned.dtype, planned.device, planned.nodes) == ("float32", "cuda:0", ())
 
 
 def test_without_units_a_named_dtype_still_runs_low() -> None:
@@ -138,7 +145,7 @@ def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     def rewrite(*args: Any, **kwargs: Any) -> Any:
         raise CannotRewrite("this one can't be")
 
-    monkeypatch.setattr(explaining, "rewrite", rewrite)
+    monkeypatch.setattr(planner, "rewrite", rewrite)
     planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
     assert [plan.nodes for plan in planned.graphs] == [()]
     assert planned.left == ("this one can't be",)
@@ -297,9 +304,8 @@ def holds_a_lock() -> nn.Module:
     [
         (lambda: plan_for(net(), X, device="h10"), "unknown GPU 'h10'; did you mean 'h100'?"),
         (lambda: plan_for(net(), X, levl="O2"), "unexpected keyword .*; did you mean 'level'?"),
-        (lambda: plan_for(net(), X, level="O0"), "there is nothing to plan"),
         (lambda: plan_for(net(), X, dtype="int8"), "unknown dtype 'int8'"),
-        (lambda: plan_for(net(), X, mp_optimizer=1), "use True or False"),  # type: ignore[arg-type]
+        (lambda: plan_for(net(), X, mp_optimizer=1), "use True or False"),
         (lambda: plan_for(F.gelu, X), "give an nn.Module"),  # type: ignore[arg-type]
         (lambda: plan_for(net()), "can't be called so: missing a required argument"),
         (lambda: plan_for(net().half(), X), "is already in half precision"),

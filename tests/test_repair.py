@@ -202,9 +202,14 @@ def _train_in_one_function(model: nn.Module, options: dict[str, Any]) -> None:
         optimizer.zero_grad()
         return loss
 
-    for _ in range(20):
+    counters = torch._dynamo.utils.counters["stats"]
+    for _ in range(4):
+        loss = step(torch.randn(8, 16))
+    graphs = counters["unique_graphs"]
+    for _ in range(16):
         loss = step(torch.randn(8, 16))
     assert bool(loss.isfinite())
+    assert counters["unique_graphs"] == graphs + 1  # the repaired one, and none of the watching
 
 
 def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from mpcompile.ir.inputs import SCALE
 from mpcompile.ir.scale import ScaleState
 from mpcompile.observe.watch import Watch
 from mpcompile.state.live_scale import LiveScale
+from mpcompile.state.scale_search import after_backward
 from mpcompile.state.trouble import EVERY, FIRST_LOOK, Trouble, Verdict
 
 
@@ -143,6 +144,17 @@ def test_steps_on_a_device_are_counted_now_and_then() -> None:
     assert [counts[i] for i in (EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1)] == [0, EVERY, 2 * EVERY]
     assert trouble.pending
     assert trouble.before == 2.0**16
+
+
+def test_after_a_backward() -> None:
+    said: list[str] = []
+    after_backward(lambda: said.append("at once"))
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: after_backward(lambda: said.append("after")))
+    x.register_hook(lambda _: said.append("the last hook"))
+    y.sum().backward()
+    assert said == ["at once", "the last hook", "after"]
 
 
 # -- a watched step --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["NEEDED", "CannotUnpack", "missing", "unpack"]
 
 NEEDED = (
-    "torch", "numpy", "networkx", "sympy", "platformdirs", "rich",
+    "torch", "numpy", "jinja2", "networkx", "sympy", "platformdirs", "rich",
     "pytest", "pytest_timeout", "xdist", "hypothesis", "expecttest",
 )  # fmt: skip
 """What is imported; the benchmark `parity` needs sklearn, too."""

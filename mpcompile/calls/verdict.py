@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .. import logs
 from ..emit.retrace import reset_code
 from ..errors import MPCompileWarning
 from ..ir.places import Place
@@ -20,8 +21,6 @@ from ..state.trouble import Verdict
 from .watched_call import Look, Watched
 
 __all__ = ["judge"]
-
-log = logging.getLogger("mpcompile.repair")
 
 _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows from what comes before
 
@@ -51,9 +50,9 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
         return Verdict.TOLD
     event = f"{_named(fault)}; pinned to FP32: {', '.join(pins)}"
     scale.repairs.add(event, [(place, _reason(fault, name)) for name, place in pins.items()])
-    log.warning(
-        "after %d skipped steps: %s", scale.trouble.skipped, event,
-        extra={"mpcompile": {"event": event, "pins": tuple(pins)}},
+    logs.event(
+        "repair", logging.WARNING, "repaired", "after %(skipped)d skipped steps: %(fault)s",
+        skipped=scale.trouble.skipped, fault=event, pins=list(pins),
     )  # fmt: skip
     _restore()
     assert graph.code is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import ir
+from .. import ir, logs
 from ..devices.generators import RandomState, unchanged
 from ..inspect.graph_plan import GraphPlan
 from ..ir.places import Place, places
@@ -28,8 +28,6 @@ from ..state.scale_search import backward_running
 from ..state.trouble import Trouble
 
 __all__ = ["Look", "Watched"]
-
-log = logging.getLogger("mpcompile.repair")
 
 _SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # makes values or gradients that aren't finite
 
@@ -46,8 +44,9 @@ class Look:
         """The first node that made something that isn't finite."""
         try:
             found = find(self.graph.rewritten.graph, self.graph.plan, Runs(self.low, self.full))
-        except Exception:  # of ours, in the middle of somebody's training
-            log.exception("what a watched step recorded can't be read")
+        except Exception as error:  # of ours, in the middle of somebody's training
+            text = "what a watched step recorded can't be read: %(error)s"
+            logs.event("repair", logging.WARNING, "unread", text, error=_text(error))
             return None
         return next((fault for fault in found if fault.kind in _SERIOUS), None)
 
@@ -90,10 +89,11 @@ class Watched:
             with unchanged(devices):
                 look.full = self._in_fp32(given)
             results = Watch(self.rewritten, look.low).run(*inputs)
-        except Exception:  # whatever it is, it isn't the user's: training goes on
+        except Exception as error:  # whatever it is, it isn't the user's: training goes on
             if backward_running() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
-            log.warning("a graph can't be run node by node; its step is not watched", exc_info=True)
+            text = "a graph can't be run node by node, so no step is watched: %(error)s"
+            logs.event("repair", logging.WARNING, "unwatched", text, error=_text(error))
             trouble.give_up()
             random.restore()
             self._put_back(inputs, before)
@@ -125,6 +125,10 @@ class Watched:
         for x, old in zip(inputs, before, strict=True):
             if x is not old:
                 x.copy_(old)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_leaf(x: torch.Tensor) -> bool:

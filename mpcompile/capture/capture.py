@@ -25,12 +25,16 @@ from ..errors import CannotRewrite
 from ..ir import storage
 from ..ir.fakes import fake_twin
 from .place import Place, record_modes
-from .provenance import copy_provenance, source
+from .provenance import Names, complete_module_paths, copy_provenance, nobody, source
 from .replay import Replay
 
 
 def capture(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, planned_for: str | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    planned_for: str | None = None,
+    names: Names = nobody,
 ) -> fx.GraphModule:
     """Replay Dynamo's graph as pre-dispatch ATen.
 
@@ -39,6 +43,7 @@ def capture(
         example_inputs: its inputs: tensors and SymInts, one for each placeholder.
         planned_for: the device type that the graph is planned for: its autocast regions count even
             if the inputs lie elsewhere; None: the device type of the inputs.
+        names: the names of parameters in the model.
 
     Returns:
         A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
@@ -69,6 +74,7 @@ def capture(
             _allow_non_fake_inputs=True,
         )(*fakes)
     copy_provenance(gm, traced)
+    complete_module_paths(traced, example_inputs, names)
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
         node.meta["mp_gradient"] = source(node).endswith(".grad")

@@ -6,6 +6,9 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +34,60 @@ def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     traced._param_name_to_source = {  # type: ignore[assignment]
         name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names
     }
+
+
+# id of a parameter -> its dotted name in the model; empty where the model isn't known.
+Names = Callable[[], Mapping[int, str]]
+
+
+def nobody() -> Mapping[int, str]:
+    """The names in a model that isn't known."""
+    return {}
+
+
+def names_in(module: torch.nn.Module) -> Names:
+    """The names of a module's parameters, as they are when they are asked for."""
+    there = weakref.ref(module)
+
+    def names() -> Mapping[int, str]:
+        alive = there()
+        return {id(p): name for name, p in alive.named_parameters()} if alive else {}
+
+    return names
+
+
+def complete_module_paths(traced: fx.GraphModule, inputs: Sequence[Any], names: Names) -> None:
+    """Make the module paths of all nodes start at the model.
+
+    With a graph break inside of a submodule's forward, Dynamo compiles that forward by itself, and
+    its paths start at the submodule. The full name of one of its parameters tells where that is.
+
+    Args:
+        traced: the captured graph.
+        inputs: what the graph was called with, one for each placeholder.
+        names: see `Names`.
+    """
+    known = names()
+    roots: dict[str, str] = {}  # Dynamo's expression of a module -> what its path lacks in front
+    for value, node in zip(inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
+        name = known.get(id(value))
+        root, *words = re.findall(r"\['(\w+)'\]", source(node)) or [""]
+        local = ".".join(words)
+        if name and local and name.endswith(f".{local}"):
+            missing = name.removesuffix(local).split(".")[:-1]
+            roots[f"L['{root}']"] = "".join(f"._modules['{word}']" for word in missing)
+    for node in traced.graph.nodes if roots else ():
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (_below(path, roots), kind) for key, (path, kind) in stack.items()
+            }
+
+
+def _below(path: str, roots: Mapping[str, str]) -> str:
+    for root, missing in roots.items():
+        if path == root or path.startswith((f"{root}.", f"{root}[")):
+            return root + missing + path.removeprefix(root)
+    return path
 
 
 def source(placeholder: fx.Node) -> str:

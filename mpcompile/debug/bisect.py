@@ -23,6 +23,7 @@ from ..errors import MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import PlanNode
 from ..pipeline import MAY_BE_DISABLED
 from ..rules.policy import Policy
+from ..settings import OPTIONS
 
 # These passes replace operators, so that a policy which names those no longer finds them.
 RENAMING = ("expand_attention", "fuse_head", "narrow_softmax")
@@ -126,7 +127,7 @@ def bisect(
     if trials.agree():
         return Culprit(passes=RENAMING, trials=trials.count)
     low = {n.name: n for n in trials.nodes if n.precision == "LOW" and not n.is_added}
-    if not trials.agree(policy=trials.pinned(low)):
+    if not trials.agree(policy=trials.policy.with_pins(low)):
         return Culprit(trials=trials.count)
     found = _halved(list(low), list(low), trials)
     return Culprit(nodes=tuple(low[name] for name in found), trials=trials.count)
@@ -138,7 +139,7 @@ def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
         middle = len(suspects) // 2
         for half in (suspects[:middle], suspects[middle:]):
             others = [name for name in low if name not in half]
-            if not trials.agree(policy=trials.pinned(others)):
+            if not trials.agree(policy=trials.policy.with_pins(others)):
                 suspects = half
                 break
         else:
@@ -158,7 +159,8 @@ class _Trials:
         agrees: Agrees,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.options, self.agrees = options, agrees
+        self.policy: Policy = OPTIONS["policy"].parse("policy", options.get("policy"))
+        self.options, self.agrees = {**options, "policy": self.policy}, agrees
         self.count = 0
         self.nodes: list[PlanNode] = []  # those of the last trial
         self.full = self._outcome(copy.deepcopy(model))
@@ -177,21 +179,6 @@ class _Trials:
             outcome = self._outcome(twin)
         self.nodes = [node for plan in compiled_plans(twin) for node in plan.nodes]
         return self.agrees(outcome, self.full)
-
-    def pinned(self, names: Sequence[str] | Mapping[str, Any]) -> Policy:
-        """The user's policy, with these nodes in FP32 as well."""
-        own: Policy = self.options.get("policy") or Policy()
-        words = {
-            where: {
-                key: str(own.low_dtypes.get((where, key), "")).removeprefix("torch.") or precision
-                for key, precision in table.items()
-            }
-            for where, table in (("modules", own.modules), ("nodes", own.nodes))
-        }
-        return Policy(
-            own.low, own.full, own.keep, words["modules"],
-            {**words["nodes"], **dict.fromkeys(names, "fp32")},
-        )  # fmt: skip
 
     def _outcome(self, model: nn.Module) -> Outcome:
         args, kwargs = copy.deepcopy((tuple(self.args), dict(self.kwargs)))

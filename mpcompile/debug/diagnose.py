@@ -94,7 +94,7 @@ def diagnose_call(
     check_module(twin, settings)
     if optimizer is None:
         optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
-    sides = Sides(twin, args, kwargs, loss_fn or _loss, settings, held)
+    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held)
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
         report = _step(sides, optimizer, scale, type(model).__name__)
@@ -159,7 +159,7 @@ def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: An
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
-def _loss(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
     """The loss where the user gave no function: the result's own, or a mean."""
     own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(own, torch.Tensor):

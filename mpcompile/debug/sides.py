@@ -10,7 +10,7 @@ import copy
 import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from ..backend import config_for, device_of, reason_of, rewrite
 from ..calls.module_call import running
+from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
@@ -31,6 +32,7 @@ from ..rules.policy import Config, Level
 from ..settings import Settings
 
 Loss = Callable[[Any], torch.Tensor]
+Step = Callable[[Callable[..., Any]], torch.Tensor]
 
 
 class Side(enum.Enum):
@@ -97,18 +99,21 @@ class Sides:
         mp_optimizer: bool,
     ) -> None:
         self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
-        self.settings, self.copied = settings, mp_optimizer and settings.level is Level.O2
+        self.settings = replace(settings, names=names_in(twin))
+        self.copied = mp_optimizer and settings.level is Level.O2
         self.graphs: list[Graph] = []
         self.scale = 1.0
         self.forward = _apart(twin, self._backend)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
-    def run(self, side: Side, exact: Run | None = None) -> Run:
+    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
             side: which program.
             exact: the run in FP64 to compare with; None on its own side, or if it failed.
+            step: calls the function that it is given, the model, and returns the loss; default: the
+                call of the constructor.
         """
         self._side, self._run, self._exact = side, Run(), exact or Run()
         buffers = {name: b.clone() for name, b in self.twin.named_buffers()}
@@ -117,7 +122,7 @@ class Sides:
         try:
             with torch.random.fork_rng(), torch.enable_grad():
                 torch.manual_seed(0)
-                loss = self.loss(self.forward(*args, **kwargs))
+                loss = step(self.forward) if step else self.loss(self.forward(*args, **kwargs))
                 _check_loss(loss)
                 loss.backward()
         finally:

@@ -154,7 +154,9 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx  # takes a second to import
 
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
-    return functorch.patch(enable_autograd_cache=False)(compiler)  # type: ignore[no-any-return]
+    # The backward is handed to `inner` now, not when somebody calls `backward()`.
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    return functorch.patch(settings)(compiler)  # type: ignore[no-any-return]
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -14,18 +14,22 @@ from torch import fx
 from .. import ir
 from ..ir import hidden_products
 from ..rules.policy import Config
+from .change import how_to_change
 from .saved_bytes import Saved
+from .stored import restored
 from .tensor_cores import TensorCoreReport, tensor_core_report
+from .why import Answer, answer
 
 _ADDED = {role.value for role in ir.ADDED}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a graph as text: `name` is the node's, `text` as in a dump."""
+    """One line of a graph: the node's `name`, its `text` as in a dump, and the nodes it `reads`."""
 
     name: str
     text: str
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class PlanNode:
             see planner/objective.py), or None where it had nothing to decide.
         products: number of matrix products inside an opaque call; they stay FP32.
         frames: the user's lines that led here, outermost first: `"train.py:30 in forward"`.
+        reads: the names of its operands in the rewritten graph, inputs and casts included.
     """
 
     name: str
@@ -58,11 +63,17 @@ class PlanNode:
     costs: dict[str, dict[str, int]] | None = None
     products: int = 0
     frames: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def is_added(self) -> bool:
         """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
         return self.rule in _ADDED
+
+    @property
+    def change(self) -> str:
+        """What it would take to change its precision, in one sentence."""
+        return how_to_change(self)
 
 
 @dataclass(frozen=True)
@@ -136,25 +147,41 @@ class GraphPlan:
         data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
         return data
 
+    @classmethod
+    def from_dict(cls, data: Any) -> GraphPlan:
+        """The plan that `to_dict()` turned into `data`: a dump's `plan.json`, say.
+
+        Raises:
+            MPCompileError: it is not the data of a graph's plan, or something is missing.
+        """
+        return restored(cls, data)
+
+    def why(self, name: str) -> Answer:
+        """Why a node is what it is, or what was decided for a module; as `Plan.why`."""
+        return answer({None: self}, name)
+
     def counts(self) -> dict[str, int]:
         """How many operators are LOW, FULL and KEEP, without casts and scaling."""
         return dict(Counter(n.precision for n in self.nodes if not n.is_added))
 
+    def head(self, number: str = "") -> str:
+        """What the plan of a rewritten graph begins with; `number` follows the device."""
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts().items()))
+        text = f"{self.level} {self.dtype} on {self.device}{number}: {self.casts} casts, {counts}"
+        if hidden := sum(node.products for node in self.nodes):
+            text += f"; matrix products in opaque calls, all FP32: {hidden}"
+        return text
+
     def __str__(self) -> str:
         if self.left is not None:
             return f"{self.level} {self.dtype} on {self.device}: left in FP32: {self.left}"
-        head = f"{self.level} {self.dtype} on {self.device}: {self.casts} casts, " + ", ".join(
-            f"{count} {name}" for name, count in sorted(self.counts().items())
-        )
-        if hidden := sum(node.products for node in self.nodes):
-            head += f"; matrix products in opaque calls, all FP32: {hidden}"
         width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
         lines = [
             f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
             + (f"  ({n.module})" if n.module else "")
             for n in self.nodes
         ]
-        return "\n".join([head, *lines, str(self.tensor_cores)])
+        return "\n".join([self.head(), *lines, str(self.tensor_cores)])
 
 
 def plan_of_left(reason: str, device: torch.device) -> GraphPlan:
@@ -164,7 +191,10 @@ def plan_of_left(reason: str, device: torch.device) -> GraphPlan:
 
 def lines_of(graph: fx.Graph) -> tuple[Line, ...]:
     """The graph as text, line by line."""
-    return tuple(Line(node.name, ir.line(node)) for node in graph.nodes)
+    return tuple(
+        Line(node.name, ir.line(node), tuple(operand.name for operand in node.all_input_nodes))
+        for node in graph.nodes
+    )
 
 
 def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> GraphPlan:
@@ -189,6 +219,7 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
             costs=ir.costs(node),
             products=hidden_products.products_in(node),
             frames=ir.frames(node),
+            reads=tuple(operand.name for operand in node.all_input_nodes),
         )
         for node in graph.nodes
         if ir.is_marked(node)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from .. import ir
-from ..devices.cuda import AbsentGPU
+from rich.console import Group
+
 from ..devices.gpus import GPU
+from ..errors import MPCompileError
+from . import page, plan_text, stored
+from .diff import PlanDiff, difference
 from .graph_plan import GraphPlan, PlanNode
+from .grid import as_rich, as_text
 from .saved_bytes import Saved
 from .tensor_cores import TensorCoreReport
+from .why import Answer, answer
 
 UNKNOWN = (
     "times: the plan follows from a data sheet, or from a profile that MPCOMPILE_PROFILE names",
@@ -97,11 +102,36 @@ class Plan:
         """Bytes kept between forward and backward, without inputs and parameters."""
         return sum(one.bytes for one in self.saved)
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What the plan can't know because its GPU is not there."""
+        return () if self.gpu is None else UNKNOWN
+
+    def why(self, name: str) -> Answer:
+        """Why a node is what it is, or what was decided for a module: text to print.
+
+        Args:
+            name: a node, as the plan shows it (it may stand in several graphs: each is shown); or
+                a module's dotted path, or the end of one: `"blocks.0.attn"`, `"attn"`.
+
+        Raises:
+            MPCompileError: nothing has that name.
+        """
+        modules = [module.path for module in self.modules]
+        return answer(dict(enumerate(self.graphs)), name, modules)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What differs from another plan: of another level, policy, device or version.
+
+        The result prints as tables, and is false if nothing differs.
+
+        Raises:
+            MPCompileError: `other` is no Plan.
+        """
+        return difference(self, other)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        by_dtype: Counter[str] = Counter()
-        for one in self.saved:
-            by_dtype[ir.SHORT.get(one.dtype, str(one.dtype))] += one.bytes
+        """Plain data for JSON; `from_dict` reads it back."""
         return {
             "model": self.model,
             "level": self.level,
@@ -114,38 +144,61 @@ class Plan:
             "casts": self.casts,
             "tensor_core_share": self.tensor_cores.share,
             "saved_bytes": self.saved_bytes,
-            "saved_bytes_by_dtype": dict(by_dtype),
+            "saved_bytes_by_dtype": plan_text.bytes_by_dtype(self),
             "saved_bytes_copies_of_inputs": sum(one.bytes for one in self.saved if one.copied),
             "left_in_fp32": list(self.left),
             "graph_breaks": list(self.breaks),
             "repairs": list(self.repairs),
-            "unknown": list(UNKNOWN) if self.gpu is not None else [],
+            "unknown": list(self.unknown),
         }
 
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The plan that `to_dict()` turned into `data`, here or on another machine.
+
+        Keys that this version doesn't know are ignored.
+
+        Raises:
+            MPCompileError: it is not the data of a plan, or something is missing.
+        """
+        if isinstance(data, dict) and "nodes" in data and "graphs" not in data:
+            raise MPCompileError("this is the plan of one graph: GraphPlan.from_dict() reads it")
+        try:
+            return stored.restored(cls, data)
+        except MPCompileError as error:
+            raise MPCompileError(f"{error}{stored.written_by(data)}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        stored.write(self.to_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save()` wrote.
+
+        Raises:
+            MPCompileError: the file can't be read, or holds no plan.
+        """
+        data = stored.read(path)
+        try:
+            return cls.from_dict(data)
+        except MPCompileError as error:
+            raise MPCompileError(f"{path}: {error}") from None
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML file to read in a browser; it needs no network.
+
+        Raises:
+            MPCompileError: the file can't be written.
+        """
+        page.write(self, path)
+
     def __str__(self) -> str:
-        data = self.to_dict()
-        where = self.device
-        if self.gpu is not None:
-            where = f"{self.gpu.name}; Tensor Cores: {AbsentGPU(self.gpu).units()}"
-        parts = [f"{name} {_size(n)}" for name, n in data["saved_bytes_by_dtype"].items()]
-        if copied := data["saved_bytes_copies_of_inputs"]:
-            parts.append(f"of it copies of weights and other inputs {_size(copied)}")
-        saved = _size(self.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
-        lines = [
-            where,
-            *(str(graph) for graph in self.graphs if graph.left is None),
-            *(f"a graph stays in FP32: {reason}" for reason in self.left),
-            *(f"graph break: {reason}" for reason in self.breaks),
-            *(f"repaired: {event}" for event in self.repairs),
-            f"Saved for the backward: {saved}",
-        ]
-        if self.gpu is not None:
-            lines += ["Not known without the GPU:", *(f"  {line}" for line in UNKNOWN)]
-        return "\n".join(lines)
+        return as_text(plan_text.parts(self))
 
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+    def __rich__(self) -> Group:
+        return as_rich(plan_text.parts(self))

@@ -62,7 +62,7 @@ from .step_graph import (
     step_notes,
     writes,
 )
-from .text import frames, line, module_path, render, source, type_text
+from .text import frames, line, module_path, render, source, type_text, with_reason
 from .values import (
     aten,
     attribute,
@@ -192,6 +192,7 @@ __all__ = [
     "type_text",
     "value",
     "was_f32",
+    "with_reason",
     "writes",
     "written",
 ]

@@ -88,8 +88,15 @@ def render(graph: fx.Graph, *, reasons: bool = False) -> str:
         text = line(node)
         if reasons and is_marked(node):
             decision = mark(node)
-            where = ", ".join(filter(None, (module_path(node), source(node))))
-            text = f"{text:<72}  # {decision.precision.value}: {decision.reason}"
-            text += f" [{decision.rule}]" + (f" ({where})" if where else "")
+            text = with_reason(
+                text, decision.precision.value, decision.reason, decision.rule, module_path(node),
+                source(node),
+            )  # fmt: skip
         lines.append(text)
     return "\n".join(lines) + "\n"
+
+
+def with_reason(text: str, precision: str, reason: str, rule: str, module: str, source: str) -> str:
+    """The line of a node, with what was decided for it: `... # FULL: why [rule] (module, file)`."""
+    where = ", ".join(filter(None, (module, source)))
+    return f"{text:<72}  # {precision}: {reason} [{rule}]" + (f" ({where})" if where else "")

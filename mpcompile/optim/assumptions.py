@@ -32,13 +32,28 @@ class Assumptions:
 
     def hold(self, optimizer: Optimizer) -> bool:
         """Whether all of it is unchanged."""
-        attributes = vars(optimizer)
         return (
             not self.changed_settings(optimizer)
-            and all(_same(attributes.get(k), v) for k, v in self._attributes.items())
+            and not self._changed_attributes(optimizer)
             and self._state_holds(optimizer.state)
             and all(map(_is_at, self._params, self._memory))
         )
+
+    def broken_by(self, optimizer: Optimizer) -> str | None:
+        """What has changed, in a few words, or None."""
+        if settings := {name for _, name in self.changed_settings(optimizer)}:
+            return f"another value of {', '.join(sorted(settings))}"
+        if attributes := self._changed_attributes(optimizer):
+            return f"another value of the optimizer's own {', '.join(attributes)}"
+        if not self._state_holds(optimizer.state):
+            return "other tensors in its state"
+        if not all(map(_is_at, self._params, self._memory)):
+            return "parameters that lie elsewhere in memory"
+        return None
+
+    def _changed_attributes(self, optimizer: Optimizer) -> list[str]:
+        attributes = vars(optimizer)
+        return [k for k, v in self._attributes.items() if not _same(attributes.get(k), v)]
 
     def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
         """The settings that were constants of the graph and have another value now."""

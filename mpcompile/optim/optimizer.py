@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from .eager import eager_step
 from .first_state import initialise_state, move_scalar_state
 from .inputs import Member, Setting
 from .key import StepKey, rules_of
+from .log_step import log_by_operator, log_compiled, why_compiled
 from .results import Results
 from .saved_scales import SavedScales, saved
 from .shadow import StateAppeared
@@ -211,6 +213,8 @@ class MPOptimizer(Optimizer):
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
         if step is None or not step.still_holds(self._inner):
+            why = why_compiled(self._inner, step, self._steps.values())
+            start = time.perf_counter()
             if step is not None:  # a setting that changed may change again: an input now
                 self._varying |= step.changed_settings(self._inner)
             initialise_state(self._inner, key.members)
@@ -219,6 +223,7 @@ class MPOptimizer(Optimizer):
                     step = self._compiled(key)
             except StateAppeared:
                 # The first step makes the state: run it op by op, and trace the next one.
+                log_by_operator(self._inner, key)
                 eager_step(self._inner, key, self._max_grad_norm, self._results)
                 return
             except CannotRewrite as error:
@@ -229,6 +234,7 @@ class MPOptimizer(Optimizer):
                 ) from error
             self._steps[key] = step
             self.compilations += 1
+            log_compiled(self._inner, key, why, time.perf_counter() - start)
         step.run(self._inner)
         self._watch.follow(key.scales)
 

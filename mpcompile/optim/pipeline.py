@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import fx
 
+from .. import logs
 from ..inspect.dump import Dump
+from ..inspect.trace import trace_step
 from ..ir.step import StepConfig
 from ..passes.step.check_gradients import check_gradients
 from ..passes.step.clip_gradients import clip_gradients
@@ -40,10 +43,17 @@ def run(gm: fx.GraphModule, config: StepConfig, *, traced_in: float, dump: Path 
         record.stage("traced", gm, traced_in)
     for pass_ in STEP_PASSES:
         start = time.perf_counter()
-        pass_(gm, config)
+        changed = pass_(gm, config)
         spent = time.perf_counter() - start
         gm.graph.lint()
+        if changed:
+            logs.event(
+                "passes", logging.DEBUG, "step_pass",
+                "%(name)s changed the optimizer's step, in %(seconds).3f s",
+                name=pass_.__name__, seconds=spent, nodes=len(gm.graph.nodes),
+            )  # fmt: skip
         if record:
             record.stage(pass_.__name__, gm, spent)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+    trace_step(gm)

@@ -102,6 +102,11 @@ class CompiledStep:
         """Whether all that the graph was made from is unchanged, or an input."""
         return self.assumptions.hold(optimizer) and self.settings.fit(optimizer.param_groups)
 
+    def broken_by(self, optimizer: Optimizer) -> str:
+        """What has changed where it no longer holds, in a few words."""
+        # What else can differ is a setting that is an input, and is tested in the step.
+        return self.assumptions.broken_by(optimizer) or "a setting on the other side of a test"
+
     def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
         """The settings that were constants of the graph and have another value now."""
         return self.assumptions.changed_settings(optimizer)

@@ -11,8 +11,9 @@ from ..state.loss_scale import LossScale
 
 
 class Watch:
-    """Reports that a step was skipped, and warns once if a loss scale is stuck at its floor. On a
-    GPU the message comes a step late, without waiting. Tells the scales of each step.
+    """Reports that a step was skipped, warns once if a loss scale is stuck at its floor, and logs
+    its moves. On a GPU the message comes a step late, without waiting. Tells the scales of each
+    step.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Watch:
         for looks in self._looks.values():
             for look in looks:
                 look.look()
+            looks[0].scale.live.log_moves()
 
 
 class _Look:

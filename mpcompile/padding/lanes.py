@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate
 from .. import ir
 from ..ir import aten
 from ..ir.shapes import Lanes, Path, Size
+from ..rules.labels import DIMS
 
 Held = Mapping[int, Lanes]  # dimension -> the lanes at its end
 
@@ -225,3 +226,4 @@ _DIMS: Mapping[str | None, Callable[[fx.Node], dict[int, int]]] = {
     "permute": _permuted,
     "unsqueeze": _unsqueezed,
 }
+assert tuple(_DIMS) == DIMS

@@ -1,1 +1,1 @@
-"""Plans for a GPU that this machine does not have."""
+"""Explains what the compiler does with a model, also for a GPU that this machine does not have."""

@@ -1,89 +1,87 @@
-"""The plan for a GPU that isn't there: `plan_for(model, inputs, device="t4")`.
+"""What mpcompile does with a model, without doing it: `explain(model, *inputs)`.
 
-Dynamo traces a copy of the model without data (`stand_ins.py`), the passes run with the facts of
-the GPU's data sheet (`planner/target.py`), AOTAutograd and its partitioner split the rewritten
-graphs, and there it ends: no code is generated, nothing is trained. Between two graphs the program
-continues with stand-ins.
+Dynamo traces a copy of the model without data (`stand_ins.py`). Each graph is rewritten as in a
+compile, and split by AOTAutograd and its partitioner into forward and backward (`planner.py`);
+there it ends: no code is generated, nothing is trained. Between two graphs the program continues
+with stand-ins. With `device="t4"` the passes run with the facts of that GPU's data sheet
+(`planner/target.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
 import itertools
-import random
+import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
-from torch._dynamo import pgo
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from .. import ir
 from .._version import __version__
-from ..api import matched_nothing
-from ..backend import config_for, reason_of, rewrite
+from ..api import matched_nothing, recorded
+from ..backend import place_of
 from ..calls.half_inputs import widened, widens_inputs
+from ..capture.provenance import names_in
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..emit.emitter import emit
 from ..emit.rnn_tracing import with_rnns
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..inspect.plan import ModuleLine, Plan
-from ..inspect.saved_bytes import Saved, counter
-from ..ir.fakes import fake_of_fixed_size
-from ..ir.inputs import FOUND, SCALE, GraphInputs
-from ..planner.attention import ATTENTION
-from ..planner.target import Target, target_for
-from ..rules.policy import Config, Level, Policy
+from ..planner.target import target_for, target_of
+from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
-from ..state import copies
 from .failures import described, place
+from .leave_no_trace import LeaveNoTrace
+from .planner import Planner
 from .stand_ins import StandIns
 
-__all__ = ["plan_for"]
+__all__ = ["explain", "plan_call", "plan_for"]
 
 
 @documented
-def plan_for(
+def explain(
     model: nn.Module,
     *inputs: Any,
-    device: str = "h100",
-    dtype: torch.dtype | str = "auto",
-    level: Level | str = "O1",
-    policy: Policy | None = None,
-    pad: str = "auto",
+    device: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    level: Level | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    pad: str | None = None,
     dump: str | Path | None = None,
-    fuse_head: bool = False,
-    recompute: bool = False,
-    disable_passes: Collection[str] = (),
-    mp_optimizer: bool = False,
+    fuse_head: bool | None = None,
+    recompute: bool | None = None,
+    disable_passes: Collection[str] | None = None,
+    mp_optimizer: bool | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Plan a training forward of `model(*inputs, **kwargs)` for a GPU, on a machine without one.
+    """Explain what mpcompile does with a training forward of `model(*inputs, **kwargs)`.
 
-    Nothing is trained. The model, its gradients and buffers, and the random states stay unchanged:
-    a copy of the model without data is traced. The copy takes no memory, so the model and its
-    inputs may also lie on "meta".
+    Nothing is trained. The model, its gradients and buffers, what it was compiled to, and the
+    random states stay unchanged: a copy of the model without data is traced. The copy takes no
+    memory, so the model and its inputs may also lie on "meta".
 
     Args:
-        model: an nn.Module with FP32 parameters, in the mode (train or eval) to plan for.
+        model: an nn.Module with FP32 parameters, in the mode (train or eval) to explain. It may be
+            compiled by `mpcompile()` or not.
         inputs: arguments of the model's call: tensors of any shapes; their values don't matter.
-        device: the GPU: "h100", "h200", "a100", "rtx4090", "t4", "v100" or "p100".
-        {plans}: as for `mpcompile()`; O1 to O3.
-        mp_optimizer: whether an `MPOptimizer` will hold the parameters; matters at O2.
+        device: None: the device that the model lies on. Or a GPU, which need not be there: "h100",
+            "h200", "a100", "rtx4090", "t4", "v100" or "p100".
+        {plans}: as for `mpcompile()`. None: what the model was compiled with; the default of
+            `mpcompile()` if it was not. A compiled model's `dump` is not taken over.
+        mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2. None: whether
+            one holds them now.
         **kwargs: the other arguments of the model's call.
 
     Returns:
-        The plans of all graphs, and what they save for the backward.
+        The plans of all graphs, forward and backward, and what they save for the backward. Sizes
+        are taken as fixed.
 
     Raises:
         MPCompileError: an unknown GPU, a bad argument, a model that mpcompile refuses or that can't
@@ -95,31 +93,40 @@ def plan_for(
     )
 
 
+def plan_for(model: nn.Module, *inputs: Any, device: str = "h100", **kwargs: Any) -> Plan:
+    """`explain` for a GPU that this machine need not have; takes the same arguments."""
+    return explain(model, *inputs, device=device, **kwargs)
+
+
 def plan_call(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    device: str,
-    mp_optimizer: bool = False,
+    device: str | None,
+    mp_optimizer: bool | None = None,
     options: Mapping[str, Any],
 ) -> Plan:
-    """`plan_for`, for models whose arguments may have the names of options."""
-    sheet = gpu(device)
-    settings = Settings.parse(options)
-    if settings.level is Level.O0:
-        raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to plan")
-    if not isinstance(mp_optimizer, bool):
+    """`explain`, for models whose arguments may have the names of options."""
+    sheet = None if device is None else gpu(device)
+    settings = _settings(model, options)
+    if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
     if not isinstance(model, nn.Module):
-        raise MPCompileError(f"plan_for({type(model).__name__}): give an nn.Module")
+        raise MPCompileError(
+            f"explain({type(model).__name__}): give an nn.Module. Of a compiled function, "
+            "compiled_plans(function) has the plans after its first call"
+        )
     _check_call(model, args, kwargs)
-    planner = _Planner(settings, target_for(AbsentGPU(sheet), settings.dtype), mp_optimizer)
+    absent = None if sheet is None else target_for(AbsentGPU(sheet), settings.dtype)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
-    with _nothing_happened(), torch.inference_mode(False), torch.enable_grad(), stand_ins:
-        _run(twin, planner, *stand_ins.of_inputs(args, kwargs))
+    settings = dataclasses.replace(settings, names=names_in(twin))
+    planner = Planner(settings, absent, stand_ins, mp_optimizer)
+    given = stand_ins.of_inputs(args, kwargs)
+    with torch.inference_mode(False), torch.enable_grad(), LeaveNoTrace(), stand_ins:
+        _run(twin, planner, *given)
     if not planner.graphs:
         raise MPCompileError(
             f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
@@ -128,16 +135,30 @@ def plan_call(
         )
     for complaint in matched_nothing(settings, planner.graphs):
         warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
+    target = absent or target_of(place_of([*twin.parameters(), *given[0]]), settings.dtype)
+    full = settings.level is Level.O0
     return Plan(
         model=type(model).__name__,
         level=settings.level.value,
-        dtype=str(planner.target.low).removeprefix("torch."),
-        device=str(planner.target.device),
+        dtype="float32" if full else str(target.low).removeprefix("torch."),
+        device=str(target.device),
         graphs=tuple(planner.graphs),
         modules=tuple(ModuleLine(path, type(m).__name__) for path, m in model.named_modules()),
         versions={"mpcompile": __version__, "torch": torch.__version__},
         gpu=sheet,
     )
+
+
+def _settings(model: Any, options: Mapping[str, Any]) -> Settings:
+    """The options that were given, over those that the model was compiled with."""
+    record = recorded(model)
+    compiled = {
+        name: value
+        for name, value in (record.request if record else {}).items()
+        if name == "loss_scale" or (OPTIONS[name].plans and name != "dump")
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return Settings.parse({**compiled, **given})
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -147,7 +168,7 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
     except TypeError as error:
         own = [
             name
-            for name, p in inspect.signature(plan_for).parameters.items()
+            for name, p in inspect.signature(explain).parameters.items()
             if p.kind is p.KEYWORD_ONLY
         ]
         hints = (did_you_mean(name, own) for name in kwargs)
@@ -163,16 +184,23 @@ if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
     _APART = {}
 
 
-def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model, so that Dynamo passes each graph to the planner."""
 
     # As in calls/module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
     def forward(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        planning = planner_now()
+        assert planning is not None
+        return planning(gm, example_inputs)
+
+    # Dynamo keeps each backend that it was given for as long as the process runs.
+    planner_now = weakref.ref(planner)
     module, name = twin, type(twin).__name__
     forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
-    run = torch.compile(forward, backend=planner, dynamic=False, **_APART)
+    run = torch.compile(forward, backend=backend, dynamic=False, **_APART)
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
     if widens_inputs(twin):
@@ -191,104 +219,3 @@ def _run(twin: nn.Module, planner: _Planner, args: tuple[Any, ...], kwargs: dict
                 "plan is made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
-
-
-@contextlib.contextmanager
-def _nothing_happened() -> Iterator[None]:
-    """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
-    state, numbers = random.getstate(), np.random.get_state()
-    sizes = pgo.get_code_state()
-    before = copy.deepcopy(sizes)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numbers)
-        sizes.clear()
-        sizes.update(before)
-
-
-class _Planner:
-    """A torch.compile backend that plans each graph, counts what it saves, and runs it on fakes.
-
-    Attributes:
-        graphs: the plan of each graph so far.
-    """
-
-    def __init__(self, settings: Settings, target: Target, mp_optimizer: bool) -> None:
-        self.settings, self.target = settings, target
-        self.copied = mp_optimizer and settings.level is Level.O2
-        self.graphs: list[GraphPlan] = []
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        config = self._config(example_inputs)
-        try:
-            graph, plan = rewrite(gm, example_inputs, config, self.settings)
-        except MPCompileError:
-            raise
-        except Exception as error:
-            left = plan_of_left(reason_of(error), self.target.device)
-            return self._emit(gm, example_inputs, left, untouched=True)
-        _attend_as_fused(graph)
-        inputs = GraphInputs.of(graph.graph)
-        working = self._working_copies(graph, inputs, example_inputs)
-        scaling = []
-        if inputs.scaled:
-            beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
-            scaling = [torch.zeros((), device=beside.device) for _ in (SCALE, FOUND)]
-        fixed = [fake_of_fixed_size(copy) for copy in working]
-        run = self._emit(graph, inputs.assembled(example_inputs, fixed, scaling), plan)
-        return lambda *args: run(*inputs.assembled(args, working, scaling))
-
-    def _config(self, example_inputs: Sequence[Any]) -> Config:
-        masters = [
-            i
-            for i, x in enumerate(example_inputs)
-            if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
-        ]
-        trained = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-        return config_for(
-            self.target,
-            self.settings,
-            scaled=trained and torch.is_grad_enabled() and self.target.low is torch.float16,
-            copied=dict.fromkeys(masters),
-        )
-
-    def _working_copies(
-        self, graph: fx.GraphModule, inputs: GraphInputs, example_inputs: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        """The low copies that an `MPOptimizer` would provide for the inputs that read them."""
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        working = []
-        for k, of in inputs.copies.items():
-            master, shape = example_inputs[of], ir.value(placeholders[k]).shape
-            stored = copies.memory_for(master, self.target.low, shape)
-            working.append(stored.requires_grad_(master.requires_grad))
-        return working
-
-    def _emit(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, *, untouched: bool = False
-    ) -> Callable[..., Any]:
-        saved: list[Saved] = []
-        run = emit(
-            gm, inputs, "inductor", recompute=self.settings.recompute, untouched=untouched,
-            inner=counter(saved),
-        )  # fmt: skip
-        self.graphs.append(dataclasses.replace(plan, saved=tuple(saved)))
-        return run
-
-
-def _attend_as_fused(gm: fx.GraphModule) -> None:
-    """Remove attention's dropout: on a GPU the fused kernel draws the mask again from a seed, but
-    the CPU's attention with dropout would store scores and mask.
-    """
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
-                place = ir.position_of(node, "dropout_p")
-                if place < len(node.args):
-                    node.update_arg(place, 0.0)
-                elif node.kwargs.get("dropout_p"):
-                    node.update_kwarg("dropout_p", 0.0)
-            module.recompile()

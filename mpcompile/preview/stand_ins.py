@@ -31,6 +31,7 @@ class StandIns:
         # A tensor that the program closes over is not replaced.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
+        self._originals: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> StandIns:
         self.mode.__enter__()
@@ -78,11 +79,14 @@ class StandIns:
                 fake = self.mode.from_tensor(plain, static_shapes=True)
             needs = tensor.requires_grad
             is_parameter = isinstance(tensor, nn.Parameter)
-            self._memo[id(tensor)] = (
-                nn.Parameter(fake, needs) if is_parameter else fake.requires_grad_(needs)
-            )
-        made: torch.Tensor = self._memo[id(tensor)]
-        return made
+            made = nn.Parameter(fake, needs) if is_parameter else fake.requires_grad_(needs)
+            self._memo[id(tensor)], self._originals[id(made)] = made, tensor
+        stand_in: torch.Tensor = self._memo[id(tensor)]
+        return stand_in
+
+    def original(self, value: Any) -> Any:
+        """The tensor that a value stands in for, or the value itself."""
+        return self._originals.get(id(value), value)
 
 
 class _Copying(TorchFunctionMode):

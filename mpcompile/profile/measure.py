@@ -13,12 +13,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from .. import logs
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from . import calls, grid
@@ -72,7 +74,13 @@ def measure(
             samples += timer.point(point, share)
     if not samples:
         raise MPCompileError(f"nothing could be measured in {seconds:g} seconds: allow more")
-    return key_of(device).profile(samples)
+    profile = key_of(device).profile(samples)
+    logs.event(
+        "profile", logging.INFO, "measured",
+        "a profile of %(device)s was measured: %(samples)d samples",
+        device=profile.device, samples=len(samples),
+    )  # fmt: skip
+    return profile
 
 
 class _Timer:

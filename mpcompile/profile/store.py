@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import tempfile
 import warnings
@@ -23,6 +24,7 @@ from typing import Any
 import platformdirs
 import torch
 
+from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -78,6 +80,7 @@ def builtin(stem: str) -> Profile:
     if stem not in _built_in:
         file = resources.files(__package__) / "builtin" / f"{stem}.json"
         _built_in[stem] = _parse(file.read_text(encoding="utf-8"))
+        _log_loaded(_built_in[stem], f"{stem}.json")
     return _built_in[stem]
 
 
@@ -137,9 +140,11 @@ def _built_in_for(device: Capabilities) -> Profile | None:
 
 def _named_by_user(path: Path) -> Profile:
     try:
-        return read(path)
+        found = read(path)
     except MPCompileError as error:
         raise MPCompileError(f"{VARIABLE}: {error}; set a path, or 'none', or unset it") from None
+    _log_loaded(found, str(path))
+    return found
 
 
 def _from_cache(device: torch.device) -> Profile | None:
@@ -156,8 +161,29 @@ def _from_cache(device: torch.device) -> Profile | None:
                     stacklevel=3,
                 )
             else:
-                _loaded[path] = found if key_of(device).fits(found) else None
+                if key_of(device).fits(found):
+                    _loaded[path] = found
+                    _log_loaded(found, str(path))
+                else:
+                    _log_misfit(found, str(path))
     return _loaded[path]
+
+
+def _log_loaded(profile: Profile, file: str) -> None:
+    logs.event(
+        "profile", logging.INFO, "loaded",
+        "loaded a profile of %(device)s, %(samples)d samples: %(file)s",
+        device=profile.device, samples=len(profile.samples), file=file,
+    )  # fmt: skip
+
+
+def _log_misfit(profile: Profile, file: str) -> None:
+    logs.event(
+        "profile", logging.INFO, "misfit",
+        "a profile of %(device)s is passed over: device, torch, driver or number of threads are "
+        "others now: %(file)s",
+        device=profile.device, file=file,
+    )  # fmt: skip
 
 
 # -- text ------------------------------------------------------------------------------------------

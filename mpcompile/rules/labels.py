@@ -1,4 +1,6 @@
-"""The text in a rule that declares an operator a product: `"mat1[m,k] mat2[k,n] -> [m,n]"`."""
+"""The words in a rule that say what an operator does with dimensions, and the text that declares it
+a product: `"mat1[m,k] mat2[k,n] -> [m,n]"`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,10 @@ from dataclasses import dataclass
 # Operators whose number of dimensions varies, or that are not a product of two arrays: each has
 # its own function in padding/products.py.
 NAMED = ("linear", "matmul", "einsum", "convolution", "conv_tbc", "attention", "recurrent")
+
+# What an operator may do with the dimensions of its operand: each has its own function in
+# padding/lanes.py.
+DIMS = ("reshape", "permute", "unsqueeze")
 
 
 @dataclass(frozen=True)

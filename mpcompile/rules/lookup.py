@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import MPCompileError, did_you_mean
-from .labels import NAMED, signature
+from .labels import DIMS, NAMED, signature
 from .policy import Precision, op_exists, op_key
 from .rule import UNKNOWN, Recurrent, Rule
 from .table import TABLE
@@ -126,6 +126,11 @@ def _check_facts(key: str, facts: dict[str, Any]) -> None:
             raise MPCompileError(
                 f"register_rule({key!r}): {name}={value!r}: give a {kind.__name__}"
             )
+    if (dims := facts.get("dims")) is not None and dims not in DIMS:
+        raise MPCompileError(
+            f"register_rule({key!r}): dims={dims!r}{did_you_mean(dims, DIMS)}; "
+            f"use one of {', '.join(DIMS)}"
+        )
     arguments = _argument_names(key)
     for name in _named_arguments(key, facts):
         if name not in arguments:

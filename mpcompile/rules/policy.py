@@ -7,8 +7,9 @@ rule; `Config` holds all settings of one compilation, made once and passed to ev
 from __future__ import annotations
 
 import enum
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.model import Profile
+from . import policy_file
 from .formats import Format
 
 
@@ -100,6 +102,15 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
+# The words that a policy is printed and saved in.
+_SPELLED = {
+    Precision.FULL: "fp32",
+    Precision.LOW: "low",
+    Precision.KEEP: "keep",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
 
 def _precision(word: Precision | str, where: str) -> Precision:
     if isinstance(word, Precision) and word is not Precision.FOLLOW:
@@ -139,6 +150,8 @@ class Policy:
     keep: frozenset[str] = frozenset()
     modules: Mapping[str, Precision] = field(default_factory=dict)
     nodes: Mapping[str, Precision] = field(default_factory=dict)
+    # node -> why it is there, where somebody else than the user put it there; not compared
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     # ("modules" or "nodes", key) -> the low dtype that the user named
     low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
 
@@ -164,7 +177,7 @@ class Policy:
         for pattern in modules or {}:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, OverflowError) as error:
                 raise MPCompileError(
                     f"Policy(modules=...): bad regex {pattern!r}: {error}"
                 ) from None
@@ -181,10 +194,75 @@ class Policy:
             if str(word).lower() in _DTYPES
         }
         object.__setattr__(self, "low_dtypes", dtypes)
+        object.__setattr__(self, "reasons", {})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Read a `.toml` or `.json` file, as `save` writes it; every key may be absent.
+
+        Raises:
+            MPCompileError: no such file, not TOML or JSON, an unknown key, a wrong type, or what
+                `Policy(...)` refuses; the message names the file and the key or line.
+        """
+        return policy_file.read(path, cls)
+
+    def save(self, path: str | os.PathLike[str], comments: Mapping[str, str] | None = None) -> None:
+        """Write a file that `Policy.load` and `mpcompile(model, policy=path)` read.
+
+        Args:
+            path: ends in `.toml` or `.json`; a file that is there is replaced.
+            comments: key of `modules` or `nodes` -> why it is there: a comment behind that line in
+                TOML; left out of JSON, which has none. The reasons of pins are comments anyway.
+
+        Raises:
+            MPCompileError: another ending, a comment on what is no entry, a file that can't be
+                written.
+        """
+        policy_file.write(path, self._written(), {**self.reasons, **(comments or {})})
+
+    def with_pins(
+        self, nodes: Iterable[str] | Mapping[str, str], precision: Precision | str = "fp32"
+    ) -> Policy:
+        """This policy, with these nodes in `precision`, whatever it said of them before. A dict
+        gives the reason of each, which plans show.
+
+        Raises:
+            MPCompileError: an unknown precision, or one name instead of a collection.
+        """
+        if isinstance(nodes, str):
+            raise MPCompileError(f"with_pins({nodes!r}): give a collection, [{nodes!r}]")
+        written = self._written()
+        pinned = Policy(**{**written, "nodes": written["nodes"] | dict.fromkeys(nodes, precision)})
+        reasons = {name: why for name, why in self.reasons.items() if name not in set(nodes)}
+        given = nodes if isinstance(nodes, Mapping) else {}
+        object.__setattr__(pinned, "reasons", {**reasons, **given})
+        return pinned
+
+    def _written(self) -> dict[str, Any]:
+        """Arguments that make this policy, in the words that a user writes; the sets sorted."""
+        tables = {
+            name: {
+                key: _SPELLED[self.low_dtypes.get((name, key), precision)]
+                for key, precision in table.items()
+            }
+            for name, table in (("modules", self.modules), ("nodes", self.nodes))
+        }
+        return {name: sorted(getattr(self, name)) for name in ("low", "full", "keep")} | tables
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self._written().items() if value]
+        return f"Policy({', '.join(given)})"
+
+    def _compared(self) -> tuple[Any, ...]:
+        """The order of `modules` counts, since the last match wins; that of `nodes` does not."""
+        unordered = (frozenset(table.items()) for table in (self.nodes, self.low_dtypes))
+        return (self.low, self.full, self.keep, tuple(self.modules.items()), *unordered)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        tables = (self.modules, self.nodes, self.low_dtypes)
-        return hash((self.low, self.full, self.keep, *(i for t in tables for i in t.items())))
+        return hash(self._compared())
 
     def for_op(self, op: str) -> Precision | None:
         """The user's precision for an operator key such as `"aten::softmax"`, or None."""

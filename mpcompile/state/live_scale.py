@@ -11,6 +11,7 @@ import dataclasses
 import torch
 
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
+from .scale_log import ScaleLog
 
 
 class LiveScale:
@@ -29,6 +30,7 @@ class LiveScale:
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
+        self._log = ScaleLog(state)
 
     @property
     def state(self) -> ScaleState:
@@ -47,12 +49,14 @@ class LiveScale:
 
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
+        self._log.start_at(state.scale, state.skipped_steps)
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
     def start_at(self, scale: float) -> None:
         """Take over the start that the search has found. `moves` stays the same: the search also
         changes the tensor that the forward being searched has used.
         """
+        self._log.start_at(scale)
         self._numbers = dataclasses.replace(self._numbers, scale=scale)
         if self._resident:
             self._resident["scale"].fill_(scale)
@@ -63,6 +67,7 @@ class LiveScale:
         for name, tensor in self._resident.items():
             if (number := getattr(after, name)) != getattr(before, name):
                 tensor.fill_(number)
+        self._log.learn(after.scale, after.skipped_steps)
 
     # -- on a device ------------------------------------------------------------------------------
 
@@ -99,6 +104,10 @@ class LiveScale:
     def resident(self, name: str) -> torch.Tensor | None:
         """One of the tensors of `reside`, or None before they exist."""
         return self._resident.get(name)
+
+    def log_moves(self) -> None:
+        """Log how generated steps have moved the values, as far as that has arrived."""
+        self._log.look(self._resident)
 
     # -- how it moves -----------------------------------------------------------------------------
 

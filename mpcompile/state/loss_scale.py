@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
+from .. import logs
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
 from .live_scale import LiveScale
@@ -253,6 +254,8 @@ class LossScale:
         self.live.forget_tensors()
         self.live.start_at(value)
         self.search.find()
+        text = "the first backward found the loss scale %(scale)g"
+        logs.event("scale", logging.INFO, "found", text, scale=value)
 
     def search_failed(self, used: torch.Tensor, *, hopeless: bool) -> None:
         """A backward overflowed at every scale, so its gradients are multiplied by what its forward
@@ -261,6 +264,8 @@ class LossScale:
         self.search.fail(used, hopeless=hopeless)
         self.live.forget_tensors()
         self.live.moves += 1
+        text = "the search for a loss scale failed: gradients overflow at every scale"
+        logs.event("scale", logging.INFO, "not_found", text, hopeless=hopeless)
 
     def saw_forward(self) -> None:
         """A training forward is about to run. If a backward overflowed and no step checked it, the

@@ -91,7 +91,8 @@ def _policy(node: fx.Node, config: Config) -> Mark | None:
         return Mark(Precision.FULL, By.POLICY, reason, config.format)
     if node.name in policy.nodes:
         low = _format(policy.low_dtypes.get(("nodes", node.name)), config)
-        return Mark(policy.nodes[node.name], By.POLICY, f"policy: node {node.name!r}", low)
+        reason = policy.reasons.get(node.name, f"node {node.name!r}")
+        return Mark(policy.nodes[node.name], By.POLICY, f"policy: {reason}", low)
     if (hit := policy.for_module(ir.module_path(node))) is not None:
         pattern, word = hit
         low = _format(policy.low_dtypes.get(("modules", pattern)), config)

@@ -145,13 +145,16 @@ class _CastPlacer:
             )
 
     def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
-        """The operand of a product, rounded to the format's dtype for operands."""
+        """The operand of a product, rounded to the format's dtype for operands.
+
+        `value` has the dtype that the product computes in, so nothing writes to it: memory that is
+        written keeps FP32, and what stands here for such a value is this reader's own cast of it.
+        """
         narrow = format_.operands
         if narrow is None:
             return value
         if (key := (value, narrow, False)) in self.casts:
             return self.casts[key]
-        before = user if ir.is_mutable(value) else ir.after(value)
         decision = ir.added(ir.Role.CAST, f"{user.name} multiplies {ir.SHORT[narrow]}")
 
         def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
@@ -159,7 +162,7 @@ class _CastPlacer:
             return ir.insert(self.graph, target, args, name=name, like=value, decision=decision)
 
         largest, smallest = torch.finfo(narrow).max, torch.finfo(format_.compute).smallest_normal
-        with self.graph.inserting_before(before):
+        with self.graph.inserting_before(ir.after(value)):
             size = call(aten.abs.default, call(aten.detach.default, value))
             scale = call(aten.div.Tensor, call(aten.amax.default, size), largest)
             scale = call(aten.clamp_min.default, scale, smallest)

@@ -47,8 +47,10 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     scaler = _Scaler(graph, scale, found, history)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
+    # The memory that the graph writes to, seen by autograd or not. Nothing below adds to it.
+    written = {ir.storage(target) for node in graph.nodes for target in ir.written(node)}
     for node in reversed(trained):  # each unscale_grad is inserted before the previous one
-        if scaler.is_written(node):
+        if ir.storage(node) in written or not history.is_as_it_came(node):
             scaler.own(node)
         else:
             scaler.unscale(node)
@@ -77,12 +79,6 @@ class _Scaler:
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
         return _is_unscale(node) or self.history.reads[reader, node]
-
-    def is_written(self, node: fx.Node) -> bool:
-        """Whether the graph writes to the memory of an input, seen by autograd or not."""
-        targets = (target for n in self.graph.nodes for target in ir.written(n))
-        held = any(ir.storage(target) == ir.storage(node) for target in targets)
-        return held or not self.history.is_as_it_came(node)
 
     def isolate(self, node: fx.Node) -> None:
         """Unscale the gradients that enter the node's backward, and scale those that leave it."""

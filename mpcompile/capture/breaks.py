@@ -1,0 +1,53 @@
+"""Why a graph ends where it does: Dynamo's reason for a graph break, and the user's line.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from traceback import FrameSummary
+
+import torch
+from torch import fx
+
+__all__ = ["why_it_ends"]
+
+_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+def why_it_ends(gm: fx.GraphModule) -> str | None:
+    """One sentence on why the program broke off behind a graph of Dynamo's; None if it returns.
+
+    For example "Failed to trace builtin operator: Dynamo does not know how to trace builtin
+    operator `print` (model.py:12)".
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return _sentence(reason.reason) + _place(reason.user_stack)
+
+
+def _sentence(text: str) -> str:
+    """Dynamo's title, and the first sentence of its explanation."""
+    if text.startswith("generic_jump"):
+        return "the program branches on the value of a tensor"
+    if text.startswith("step_unsupported"):
+        return "Dynamo can't go on from here within one graph"
+    title = text.partition("\n")[0].strip()
+    explained = re.search(r"^\s*Explanation: (.*)$", text, re.M)
+    said = f"{title}: {explained[1].partition('. ')[0]}" if explained else title
+    # An address would make two plans of the same model differ.
+    return re.sub(r" at 0x[0-9a-f]+", "", said).rstrip(".")
+
+
+def _place(stack: Iterable[FrameSummary]) -> str:
+    """`" (model.py:12)"`, the innermost of the user's lines, or `""`."""
+    theirs = [
+        frame
+        for frame in stack
+        if not any(Path(frame.filename).is_relative_to(root) for root in _NOT_THEIRS)
+    ]
+    return f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""

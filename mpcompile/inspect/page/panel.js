@@ -1,0 +1,120 @@
+// The right: everything that the plan knows about one node.
+
+const panel = byId("panel");
+
+// The planner's terms; the rows of the table of costs say them in words.
+const TERMS = {
+  stored: "writing and reading the value",
+  time: "predicted time",
+  doubt: "doubt about the prediction",
+  weights: "casting its weights",
+  view: "a view: half of what it shows",
+  cast: "casts beside it",
+};
+
+function showPanel(node) {
+  if (!node) {
+    panel.replaceChildren(el("h2", {}, "Why is a node in this precision?"),
+      el("p", { class: "note" }, "Choose a node in the list, or a module on the left and then one of its nodes. "
+        + "/ goes to the search, arrow keys move in lists, Enter chooses, Escape goes back."));
+    return;
+  }
+  panel.replaceChildren(
+    el("div", { class: "top" }, badge(node.kind, node.rule), el("h2", {}, node.name),
+      el("button", { type: "button", "aria-label": "close", onclick: () => choose("") }, "×")),
+    el("p", { class: `why ${node.kind}` }, node.reason),
+    facts(node),
+    ...section("To change it", el("p", {}, node.change)),
+    ...section("Cost terms", costs(node)),
+    ...section("Tensor Cores", product(node)),
+    ...section("Casts, pads and scaling beside it", links(node, beside(node))),
+    ...section("Reads", links(node, node.graph.reads.get(node.name) || [])),
+    ...section("Read by", links(node, node.graph.readers.get(node.name) || [])),
+    ...section("Backward", gradients(node)),
+    ...section("Your lines that led here, outermost first",
+      node.frames.length ? el("ol", { class: "mono" }, node.frames.map((frame) => el("li", {}, frame))) : null),
+  );
+  panel.scrollTop = 0;
+}
+
+function section(title, content) {
+  return content ? [el("h3", {}, title), content] : [];
+}
+
+function facts(node) {
+  const words = { LOW: `LOW: ${PLAN.low}`, FULL: "FULL: FP32", KEEP: "KEEP: the dtypes that it was made with" };
+  const all = {
+    precision: words[node.precision],
+    "decided by": node.rule in RULES ? RULES[node.rule] : node.rule,
+    operator: el("code", {}, node.op),
+    module: node.module
+      ? el("button", { type: "button", class: "link", onclick: () => chooseModule(node.module) }, node.module) : null,
+    source: node.source ? el("code", {}, node.source) : null,
+    before: node.captured ? el("code", {}, node.captured) : "not in the program",
+    after: el("code", {}, node.planned),
+    products: node.products ? `${node.products} inside; they stay FP32` : null,
+  };
+  return el("dl", {}, Object.entries(all).filter(([, value]) => value)
+    .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+function costs(node) {
+  if (!node.costs) return null;
+  const { low, full } = node.costs;
+  const terms = [...new Set([...Object.keys(low), ...Object.keys(full)])];
+  if (!terms.length) return el("p", {}, "None: either precision costs the same here, so its neighbours decide.");
+  const total = (side) => Object.values(side).reduce((sum, cost) => sum + cost, 0);
+  const row = (name, one, other, kind) => el("tr", { class: kind }, el("td", {}, name),
+    el("td", {}, scaled(one, "B")), el("td", {}, scaled(other, "B")));
+  return el("table", {},
+    el("thead", {}, el("tr", {}, ["bytes of memory traffic", `in ${PLAN.low}`, "in FP32"]
+      .map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {},
+      terms.map((term) => row(TERMS[term] || term, low[term] || 0, full[term] || 0)),
+      row("together", total(low), total(full), "total")));
+}
+
+function product(node) {
+  const op = node.product;
+  if (!op) return null;
+  const yes = (eligible) => (eligible ? "yes" : "no");
+  return el("div", {}, el("p", {}, op.reason),
+    el("table", {},
+      el("thead", {}, el("tr", {}, [`${op.kind}, ${scaled(op.flops, "FLOP")}`, "as captured", "as compiled"]
+        .map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {},
+        Object.keys(op.before).map((dim) => el("tr", {}, el("td", {}, dim),
+          el("td", {}, String(op.before[dim])), el("td", {}, String(op.after[dim])))),
+        el("tr", { class: "total" }, el("td", {}, "eligible"),
+          el("td", {}, yes(op.eligible_before)), el("td", {}, yes(op.eligible))))));
+}
+
+/** The added nodes among operands and readers. */
+function beside(node) {
+  const graph = node.graph;
+  const near = [...(graph.reads.get(node.name) || []), ...(graph.readers.get(node.name) || [])];
+  return near.filter((name) => (NODES.get(keyOf(graph, name)) || {}).added);
+}
+
+/** Nodes as links; inputs and the result are no nodes of the plan, and are text. */
+function links(node, names) {
+  if (!names.length) return null;
+  return el("ul", {}, names.map((name) => {
+    const other = NODES.get(keyOf(node.graph, name));
+    if (!other) return el("li", {}, el("code", {}, (node.graph.texts.get(name) || name).replace(" = input", "")));
+    return el("li", {}, badge(other.kind, other.rule), linkTo(other.key, `${name}: ${other.planned}`));
+  }));
+}
+
+function linkTo(key, text) {
+  return el("button", { type: "button", class: "link", onclick: () => choose(key) }, text);
+}
+
+function gradients(node) {
+  const found = node.graph.gradients.get(node.name);
+  if (!found) return null;
+  const show = () => change({ view: "backward", query: node.name, kind: "ALL", rule: "", module: "" });
+  return el("ul", {}, found.map((one) => el("li", {}, badge(one.precision, ""),
+    el("button", { type: "button", class: "link", onclick: show },
+      `${one.name}: ${one.result} = ${one.op}${one.recomputed ? " (computed again)" : ""}`))));
+}

@@ -1,0 +1,121 @@
+"""What `print(plan)` shows: each graph node by node, its backward, then the totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ..devices.cuda import AbsentGPU
+from ..ir import SHORT
+from .grid import ADDED, STYLES, Grid, Part
+
+if TYPE_CHECKING:
+    from .graph_plan import GraphPlan, PlanNode
+    from .plan import Plan
+
+HEADS = ("node", "op", "before -> after", "precision", "rule", "module", "source", "reason")
+
+
+def parts(plan: Plan) -> Iterator[Part]:
+    """The text of a plan, part by part."""
+    yield _where(plan)
+    for number, graph in enumerate(plan.graphs):
+        if graph.left is None:
+            yield from _graph(graph, f", graph {number}" if len(plan.graphs) > 1 else "")
+            yield ""
+    yield from totals(plan)
+
+
+def node_grid(nodes: Iterable[PlanNode]) -> Grid:
+    """One row for each node."""
+    grid = Grid(HEADS)
+    for node in nodes:
+        what = (node.precision, node.rule, node.module, node.source, node.reason)
+        grid.add(node.name, short(node.op), types(node), *what, style=style(node))
+    return grid
+
+
+def types(node: PlanNode) -> str:
+    """`"f32[8, 4] -> f16[8, 4]"`, or one type if they are the same."""
+    if node.captured == node.planned or node.is_added:
+        return node.planned
+    return f"{node.captured} -> {node.planned}"
+
+
+def style(node: PlanNode) -> str:
+    return ADDED if node.is_added else STYLES.get(node.precision, "")
+
+
+def short(op: str) -> str:
+    """`"aten::linear"` -> `"linear"`, as in the lines of a graph."""
+    return op.removeprefix("aten::")
+
+
+def _where(plan: Plan) -> str:
+    if plan.gpu is None:
+        return plan.device
+    return f"{plan.gpu.name}; Tensor Cores: {AbsentGPU(plan.gpu).units()}"
+
+
+def _graph(graph: GraphPlan, number: str) -> Iterator[Part]:
+    yield graph.head(number)
+    if graph.nodes:
+        yield node_grid(graph.nodes)
+    yield str(graph.tensor_cores)
+    yield from backward(graph)
+
+
+def backward(graph: GraphPlan) -> Iterator[Part]:
+    """The backward of one graph, if the plan has it."""
+    if graph.backward:
+        again = sum(node.recomputed for node in graph.backward)
+        yield f"backward: {len(graph.backward)} operators" + (
+            f", {again} of them compute a value of the forward again" if again else ""
+        )
+        grid = Grid(("node", "op", "result", "of", "recomputed"), indent=2)
+        for node in graph.backward:
+            recomputed = "recomputed" if node.recomputed else ""
+            grid.add(node.name, short(node.op), node.result, node.forward, recomputed)
+        yield grid
+
+
+def totals(plan: Plan) -> Iterator[str]:
+    """What holds for all graphs together, and what is not known."""
+    shares = plan.tensor_cores
+    yield f"Casts: {plan.casts}"
+    if shares.ops:
+        yield f"Tensor Core share of the FLOPs: {shares.share_before:.1%} -> {shares.share:.1%}"
+    for reason in plan.left:
+        yield f"a graph stays in FP32: {reason}"
+    for reason in plan.breaks:
+        yield f"graph break: {reason}"
+    for event in plan.repairs:
+        yield f"repaired: {event}"
+    yield _saved(plan)
+    if unknown := plan.unknown:
+        yield "\n".join(["Not known without the GPU:", *(f"  {line}" for line in unknown)])
+
+
+def _saved(plan: Plan) -> str:
+    notes = [f"{name} {size_text(count)}" for name, count in bytes_by_dtype(plan).items()]
+    if copied := sum(one.bytes for one in plan.saved if one.copied):
+        notes.append(f"of it copies of weights and other inputs {size_text(copied)}")
+    text = f"Saved for the backward: {size_text(plan.saved_bytes)}"
+    return text + (f" ({', '.join(notes)})" if notes else "")
+
+
+def bytes_by_dtype(plan: Plan) -> dict[str, int]:
+    """Dtype, as `"f16"` -> bytes that are kept for the backward."""
+    counts: Counter[str] = Counter()
+    for one in plan.saved:
+        counts[SHORT.get(one.dtype, str(one.dtype))] += one.bytes
+    return dict(counts)
+
+
+def size_text(count: int) -> str:
+    """`69632` -> `"69.63 kB"`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

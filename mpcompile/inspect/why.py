@@ -1,0 +1,161 @@
+"""The answer to "why is this node what it is?", and to the same question about a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import MPCompileError, did_you_mean
+from . import plan_text
+from .grid import Grid, Part, as_text
+
+if TYPE_CHECKING:
+    from .graph_plan import BackwardNode, GraphPlan, PlanNode
+
+Graphs = Mapping[int | None, "GraphPlan"]
+
+
+class Answer(str):
+    """A text that an interactive session shows as it prints: with its line ends."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def answer(graphs: Graphs, name: str, modules: Iterable[str] = ()) -> Answer:
+    """What is known of the nodes and modules of that name.
+
+    Args:
+        graphs: number of a graph, or None if there is one alone -> its plan.
+        name: of a node, of an operator of the backward, of a module; or the end of modules' paths,
+            if no module has just that path.
+        modules: the paths of all modules, those without an operator included.
+
+    Raises:
+        MPCompileError: nothing has that name.
+    """
+    paths = dict.fromkeys([*modules, *_modules(graphs)])
+    parts = [part for number, graph in graphs.items() for part in _named(graph, number, name)]
+    ends = [path for path in paths if path.endswith(f".{name}")] if name else []
+    for path in [name] if name in paths else ends:
+        parts += _module(graphs, path)
+    if not parts:
+        known = [line.name for graph in graphs.values() for line in graph.after]
+        known += [node.name for graph in graphs.values() for node in graph.nodes]
+        hint = did_you_mean(name, dict.fromkeys([*known, *paths]))
+        raise MPCompileError(f"the plan has no node and no module {name!r}{hint}")
+    return Answer(as_text(parts))
+
+
+def _modules(graphs: Graphs) -> Iterator[str]:
+    for graph in graphs.values():
+        yield from (node.module for node in graph.nodes if node.module)
+
+
+# -- a node ----------------------------------------------------------------------------------------
+
+
+def _named(graph: GraphPlan, number: int | None, name: str) -> Iterator[Part]:
+    """What one graph knows of a name: a node, an input, an operator of the backward."""
+    where = "" if number is None else f" in graph {number}"
+    nodes = {node.name: node for node in graph.nodes}
+    if name in nodes:
+        yield from _node(graph, nodes, nodes[name], where)
+    elif lines := _lines(graph, name):
+        yield f"{name}{where}: there was nothing to decide"
+        yield _facts(lines)
+    for one in graph.backward:
+        if one.name == name:
+            yield f"{name} in the backward{where}: {_computes(one)}"
+            if one.forward in nodes and one.forward != name:
+                yield from _node(graph, nodes, nodes[one.forward], where)
+
+
+def _node(
+    graph: GraphPlan, nodes: Mapping[str, PlanNode], node: PlanNode, where: str
+) -> Iterator[Part]:
+    yield f"{node.name}{where}: {node.precision}, decided by {node.rule}: {node.reason}"
+    facts = [*_lines(graph, node.name), ("operator", node.op), ("module", node.module)]
+    facts += [("source", frame) for frame in node.frames or (node.source,)]
+    facts += [("Tensor Cores", str(op)) for op in graph.tensor_cores.ops if op.name == node.name]
+    facts += [("backward", _computes(b)) for b in graph.backward if b.forward == node.name]
+    yield _facts([*facts, ("to change it", node.change)])
+    if around := [*_above(nodes, node), *_below(nodes, node)]:
+        lines = {line.name: line.text for line in graph.after}
+        grid = Grid(("casts and pads around it", "", ""), indent=2)
+        for label, other in around:
+            grid.add(label, lines.get(other.name, other.name), f"{other.rule}: {other.reason}")
+        yield grid
+    if node.costs is not None:
+        yield _costs(node.costs)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> Grid:
+    """A line for each fact; the label stands before the first of several lines alike."""
+    grid, previous = Grid((), indent=2), ""
+    for label, text in facts:
+        if text:
+            grid.add("" if label == previous else label, text)
+            previous = label
+    return grid
+
+
+def _lines(graph: GraphPlan, name: str) -> list[tuple[str, str]]:
+    """The node's line before and after, where there is one."""
+    sides = (("before", graph.before), ("after", graph.after))
+    return [(side, line.text) for side, lines in sides for line in lines if line.name == name]
+
+
+def _computes(one: BackwardNode) -> str:
+    what = f"{one.name}: {one.result} = {plan_text.short(one.op)}"
+    if not one.forward:
+        return what
+    return f"{what}, {'computes again' if one.recomputed else 'of the gradient of'} {one.forward}"
+
+
+def _above(nodes: Mapping[str, PlanNode], node: PlanNode) -> Iterator[tuple[str, PlanNode]]:
+    """What passes have put between the node and the operands that the program gives it."""
+    for name in node.reads:
+        if name in nodes and nodes[name].is_added:
+            yield from _above(nodes, nodes[name])
+            yield "it reads", nodes[name]
+
+
+def _below(nodes: Mapping[str, PlanNode], node: PlanNode) -> Iterator[tuple[str, PlanNode]]:
+    """What passes have put between the node and its readers."""
+    for reader in nodes.values():
+        if reader.is_added and node.name in reader.reads:
+            yield "is read by", reader
+            yield from _below(nodes, reader)
+
+
+def _costs(costs: Mapping[str, Mapping[str, int]]) -> Grid:
+    """The planner's terms side by side. A term that forbids a precision is not among them."""
+    grid = Grid(("costs in bytes of traffic", "low", "full"), indent=2)
+    low, full = costs.get("low", {}), costs.get("full", {})
+    for term in dict.fromkeys([*low, *full]):
+        grid.add(term, f"{low.get(term, 0):,}", f"{full.get(term, 0):,}")
+    grid.add("together", f"{sum(low.values()):,}", f"{sum(full.values()):,}")
+    return grid
+
+
+# -- a module --------------------------------------------------------------------------------------
+
+
+def _module(graphs: Graphs, path: str) -> Iterator[Part]:
+    """The nodes of a module and of the modules in it, graph by graph."""
+    title = f"module {path}" if path else "the model itself"
+    inside = f"{path}." if path else ""
+    empty = True
+    for number, graph in graphs.items():
+        nodes = [n for n in graph.nodes if n.module == path or n.module.startswith(inside)]
+        if nodes:
+            yield title if number is None else f"{title} in graph {number}"
+            yield plan_text.node_grid(nodes)
+            empty = False
+    if empty:
+        left = [graph.left for graph in graphs.values() if graph.left is not None]
+        because = f"; graphs stay in FP32: {'; '.join(left)}" if left else ""
+        yield f"{title}: no operator of a rewritten graph comes from it{because}"

@@ -1,0 +1,50 @@
+"""Takes the pictures in docs/figures/ of the page of a plan: `python tests/plan_pictures.py`.
+
+Needs selenium, Chromium and chromedriver.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from browser import browser, opened
+
+from benchmarks.models import resnet18
+from mpcompile import plan_for
+from mpcompile.demo.model import GPT, GPTConfig
+
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+
+
+def main() -> None:
+    tokens = torch.zeros(8, 128, dtype=torch.int64)
+    images, targets = torch.zeros(2, 3, 224, 224), torch.zeros(2, dtype=torch.int64)
+    plans = {
+        "gpt": plan_for(GPT(GPTConfig()), tokens, tokens, device="t4"),
+        "resnet": plan_for(resnet18(), images, targets, device="t4"),
+    }
+    with tempfile.TemporaryDirectory() as folder, browser("--window-size=1400,1000") as driver:
+        for name, plan in plans.items():
+            plan.to_html(Path(folder, f"{name}.html"))
+        opened(driver, Path(folder, "gpt.html"))
+        click(driver, "[data-kind='FULL']", ".row[data-key='0/embedding']")
+        driver.execute_script("window.scrollTo(0, 0)")
+        driver.save_screenshot(FIGURES / "plan_page.png")
+        scheme = {"name": "prefers-color-scheme", "value": "dark"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        opened(driver, Path(folder, "resnet.html"))
+        click(driver, "#tab-graph", "[data-path='stages.7']", ".row[data-key='0/batch_norm_19']")
+        driver.execute_script("document.querySelector('main').scrollIntoView()")
+        driver.save_screenshot(FIGURES / "plan_page_graph.png")
+
+
+def click(driver: Any, *selectors: str) -> None:
+    for selector in selectors:
+        driver.find_element("css selector", selector).click()
+
+
+if __name__ == "__main__":
+    main()

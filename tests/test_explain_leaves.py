@@ -1,0 +1,137 @@
+"""`explain` leaves everything as it was: the model, what it was compiled to, the process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from explained import MODELS, Broken, Pictures
+from torch import nn
+from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo.utils import counters
+
+from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
+from mpcompile.calls import uncalled
+from mpcompile.inspect import advice
+from mpcompile.preview.planner import Planner
+from mpcompile.state import guard, parameters
+
+Model = tuple[nn.Module, torch.Tensor, MPOptimizer]
+
+
+@pytest.fixture
+def trained() -> Model:
+    """A model in the middle of its training in FP16: with gradients, copies and a loss scale."""
+    model, x = Pictures(), MODELS[Pictures]()
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    mpcompile(model, dtype=torch.float16, level="O2", emit="eager")
+    model(x).sum().backward()
+    optimizer.step()
+    model(x).sum().backward()
+    return model, x, optimizer
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that training reads or writes."""
+    scale = loss_scale_of(model)
+    return copy.deepcopy(
+        {
+            "tensors": {name: t.tolist() for name, t in model.state_dict().items()},
+            "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
+            "types": [type(p).__name__ for p in model.parameters()],
+            "scale": (scale.value, scale.skipped_steps),
+            "plans": len(compiled_plans(model)),
+            "random": (torch.get_rng_state().tolist(), random.getstate()),
+            "numpy": np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
+            "known": (len(guard._live), parameters.changes(), len(uncalled._waiting)),
+            "dynamo": (dict(counters), set(cached_backends)),
+            "modes": (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                gc.isenabled(),
+            ),
+            "low": advice.say_nothing_runs_low.cache_info(),
+        }
+    )
+
+
+@pytest.mark.parametrize("device", [None, "t4"])
+def test_nothing_happens_in_the_middle_of_a_training(trained: Model, device: str | None) -> None:
+    model, x, optimizer = trained
+    called, before = model._compiled_call_impl, state(model)
+    assert explain(model, x, device=device).level == "O2"
+    assert state(model) == before
+    assert model._compiled_call_impl is called
+    optimizer.step()  # and it goes on
+    assert state(model)["tensors"] != before["tensors"]
+
+
+def test_the_training_ends_in_the_same_numbers() -> None:
+    """Steps with an `explain` before each are the steps without, to the bit."""
+
+    def train(*, explained: bool) -> list[Any]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = Broken(), torch.rand(4, 8)  # it draws a dropout
+        optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        mpcompile(model, dtype=torch.float16, level="O2", emit="eager")
+        for _ in range(3):
+            if explained:
+                explain(model, x)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.tolist() for p in model.parameters()]
+
+    assert train(explained=True) == train(explained=False)
+
+
+def test_what_is_compiled_is_not_compiled_again(trained: Model) -> None:
+    model, x, _ = trained
+    for rows in (2, 3, 4):
+        explain(model, torch.rand(rows, *x.shape[1:]))
+    model(x)
+    assert len(compiled_plans(model)) == 1
+
+
+def test_the_hint_about_a_slow_device_stays_for_the_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes once in a process: `explain` must not use it up."""
+    from mpcompile.devices.cpu import CPU
+
+    monkeypatch.setattr(CPU, "has_units", lambda *_: False)
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    advice.say_nothing_runs_low.cache_clear()
+    model = nn.Sequential(nn.Linear(8, 8))
+    with caplog.at_level(logging.WARNING, "mpcompile"):
+        explain(model, torch.ones(4, 8))
+        assert "so they stay in FP32" not in caplog.text
+        mpcompile(model, emit="eager")(torch.ones(4, 8))
+    assert "so they stay in FP32" in caplog.text
+    advice.say_nothing_runs_low.cache_clear()
+
+
+def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what planned, nor the graphs that it planned."""
+    kept: list[weakref.ref[Any]] = []
+    plan = Planner.__call__
+
+    def spy(self: Planner, gm: Any, example_inputs: Any) -> Any:
+        kept.extend(map(weakref.ref, (self, gm)))
+        return plan(self, gm, example_inputs)
+
+    monkeypatch.setattr(Planner, "__call__", spy)
+    model, x = Pictures(), MODELS[Pictures]()
+    for _ in range(2):
+        explain(model, x, dtype=torch.float16)
+    gc.collect()
+    assert len(kept) == 4
+    assert [ref() for ref in kept] == [None] * 4
