@@ -27,7 +27,7 @@ from faulty_models import (
 from ranks import on_each_rank
 from torch import nn
 
-from mpcompile import LossScale, MPCompileError, compiled_plans, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
 from mpcompile.calls import verdict
 from mpcompile.state import repairs
@@ -209,7 +209,8 @@ def _train_in_one_function(model: nn.Module, options: dict[str, Any]) -> None:
     for _ in range(16):
         loss = step(torch.randn(8, 16))
     assert bool(loss.isfinite())
-    assert counters["unique_graphs"] == graphs + 1  # the repaired one, and none of the watching
+    # The repaired one, the optimizer's first step and its second; none of what watches.
+    assert counters["unique_graphs"] == graphs + 3
 
 
 def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,6 +227,19 @@ def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFix
     square = next(n for n in after.nodes if n.source == line_of(Square))
     assert square.precision == "FULL"
     assert pinned[square.name].startswith("pinned by repair=True: its result, up to ")
+
+
+def test_explain_shows_the_repair() -> None:
+    model = compiled(Square, repair=True)
+    Training(model).run(10)
+    plan = explain(model, torch.randn(8, 16))
+    assert plan.repairs == repairs_of(model)
+    assert len(plan.repairs) == 1
+    (square,) = (n for n in plan.nodes if n.source == line_of(Square) and not n.is_added)
+    assert square.precision == "FULL"
+    assert "pinned by repair=True" in square.reason
+    assert f"repaired: {plan.repairs[0]}" in str(plan)
+    assert explain(net(Square), torch.randn(8, 16)).repairs == ()
 
 
 def test_a_pin_holds_for_other_sizes() -> None:
