@@ -84,6 +84,7 @@ class Watched:
         """
         devices = {x.device for x in given if isinstance(x, torch.Tensor)}
         random, before = RandomState(devices), self._copies(inputs)
+        versions = [x._version if isinstance(x, torch.Tensor) else 0 for x in inputs]
         look = Look(self)
         try:
             with unchanged(devices):
@@ -96,7 +97,10 @@ class Watched:
             logs.event("repair", logging.WARNING, "unwatched", text, error=_text(error))
             trouble.give_up()
             random.restore()
-            self._put_back(inputs, before)
+            with torch.no_grad():
+                for x, old, version in zip(inputs, before, versions, strict=True):
+                    if isinstance(x, torch.Tensor) and x._version != version:
+                        x.copy_(old)
             return compiled(*inputs)
         trouble.looks.append(look)
         return results
@@ -119,12 +123,6 @@ class Watched:
             x.clone() if self._writes and isinstance(x, torch.Tensor) and not _is_leaf(x) else x
             for x in inputs
         ]
-
-    @torch.no_grad()
-    def _put_back(self, inputs: Sequence[Any], before: Sequence[Any]) -> None:
-        for x, old in zip(inputs, before, strict=True):
-            if x is not old:
-                x.copy_(old)
 
 
 def _text(error: Exception) -> str:

@@ -121,7 +121,7 @@ class Trouble:
         if backward_running() == -1:
             if not self._watching:
                 self._count = self._live.state.skipped_steps
-            self._watching = True
+            self._watching, self._over = True, False
         return self._watching
 
     def _conclude(self) -> None:
@@ -140,7 +140,8 @@ class Trouble:
 
     def give_up(self) -> None:
         """A graph can't be watched: don't look again."""
-        self._gave_up, self.pending, self._watching = True, False, False
+        self._gave_up = True
+        self.pending = self._watching = self._over = False
         self.looks.clear()
 
     def look_at_floor(self) -> bool:
