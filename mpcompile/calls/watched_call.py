@@ -67,7 +67,11 @@ class Watched:
         assert kept.rewritten is not None
         self.captured, self.rewritten = kept.captured, kept.rewritten
         self.plan, self.code, self.repair = plan, code, repair
-        self._writes = any(ir.written(n) for n in self.captured.graph.nodes if ir.is_op(n))
+        graph = self.captured.graph
+        targets = [target for n in graph.nodes if ir.is_op(n) for target in ir.written(n)]
+        memory = {ir.storage(target) for target in targets} - {None}
+        inputs = enumerate(graph.find_nodes(op="placeholder"))
+        self._written = [i for i, n in inputs if ir.storage(n) in memory]
 
     def run(
         self, compiled: Callable[..., Any], inputs: Sequence[Any], given: Sequence[Any],
@@ -84,7 +88,6 @@ class Watched:
         """
         devices = {x.device for x in given if isinstance(x, torch.Tensor)}
         random, before = RandomState(devices), self._copies(inputs)
-        versions = [x._version if isinstance(x, torch.Tensor) else 0 for x in inputs]
         look = Look(self)
         try:
             with unchanged(devices):
@@ -98,9 +101,9 @@ class Watched:
             trouble.give_up()
             random.restore()
             with torch.no_grad():
-                for x, old, version in zip(inputs, before, versions, strict=True):
-                    if isinstance(x, torch.Tensor) and x._version != version:
-                        x.copy_(old)
+                for i in self._written:
+                    if not torch.equal(inputs[i], before[i]):
+                        inputs[i].copy_(before[i])
             return compiled(*inputs)
         trouble.looks.append(look)
         return results
@@ -118,16 +121,12 @@ class Watched:
 
     @torch.no_grad()
     def _copies(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs, with copies of those that the graph may write to; parameters are read."""
-        return [
-            x.clone() if self._writes and isinstance(x, torch.Tensor) and not _is_leaf(x) else x
-            for x in inputs
-        ]
+        """The inputs, with copies of those that the graph may write to."""
+        found = list(inputs)
+        for i in self._written:
+            found[i] = inputs[i].clone()
+        return found
 
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _is_leaf(x: torch.Tensor) -> bool:
-    return x.requires_grad and x.is_leaf
