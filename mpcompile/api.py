@@ -62,6 +62,7 @@ def mpcompile(
     fuse_head: bool = False,
     recompute: bool = False,
     disable_passes: Collection[str] = (),
+    repair: bool = False,
     strict: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -210,6 +211,15 @@ def compiled_plans(model: Any) -> list[GraphPlan]:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
     return list(_record_of(model).plans)
+
+
+def repairs_of(model: Any) -> tuple[str, ...]:
+    """What `repair=True` has pinned to FP32 while the model trained, one sentence for each repair.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return tuple(loss_scale_of(model).repairs.events)
 
 
 def recorded(model: Any) -> _Record | None:

@@ -25,6 +25,7 @@ from . import (
 )
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
+from .calls.watched_call import Watched
 from .capture.breaks import why_it_ends
 from .capture.capture import capture
 from .capture.provenance import Names, nobody
@@ -33,6 +34,7 @@ from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
 from .emit.islands import has_rnn
 from .emit.joint import JointPass, joint_passes
+from .emit.retrace import traced_code
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
 from .inspect.graph_plan import GraphPlan, plan_of_left
@@ -48,6 +50,7 @@ from .rules.policy import Config, Level
 from .settings import Settings
 from .state import copies, fit_scale, hooks, parameters
 from .state.loss_scale import LossScale
+from .state.repairs import Repairs
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
 Listener = Callable[[GraphPlan], None]
@@ -141,7 +144,8 @@ def _compile(
     owned = _owned(example_inputs) if settings.level is Level.O2 else {}
     copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
     config = config_for(target, settings, scaled=scale is not None, copied=copied)
-    captured, plan = rewrite(gm, example_inputs, config, settings)
+    kept, repairs = (pipeline.Kept(), scale.repairs) if scale is not None else (None, None)
+    captured, plan = rewrite(gm, example_inputs, config, settings, kept, repairs)
     inputs = GraphInputs.of(captured.graph)
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)
@@ -158,7 +162,11 @@ def _compile(
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
     reader = _reader(inputs, owned, target.low, scale)
-    return with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device), plan
+    watched = None
+    if scale is not None and kept is not None:
+        watched = Watched(kept, plan, traced_code(), repair=settings.repair)
+    call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
+    return call, plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)
@@ -206,10 +214,11 @@ def rewrite(
     config: Config,
     settings: Settings,
     keep: pipeline.Kept | None = None,
+    repairs: Repairs | None = None,
 ) -> tuple[fx.GraphModule, GraphPlan]:
     """Capture Dynamo's graph and run every pass over it. Returns the graph to emit, and its plan.
 
-    `keep` takes copies of the graph before and after the passes.
+    `keep` takes copies of the graph before and after the passes; `repairs` pins operators to FP32.
 
     Raises:
         CannotRewrite: the graph can't be captured, or a pass found it unsafe to rewrite.
@@ -219,6 +228,8 @@ def rewrite(
     with _unseen():
         captured = capture(gm, example_inputs, planned_for=config.device.type, names=settings.names)
     spent = time.perf_counter() - start
+    if repairs is not None:
+        config = replace(config, repaired=repairs.in_graph(captured.graph))
     with _unseen(), torch._C._DisableAutocast():
         return captured, pipeline.run(
             captured,

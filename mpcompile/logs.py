@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["TOPICS", "event", "is_heard"]
 
-TOPICS = ("compile", "fallback", "optim", "passes", "profile", "scale")
+TOPICS = ("compile", "fallback", "optim", "passes", "profile", "repair", "scale")
 """The loggers, each `mpcompile.<topic>`."""
 
 _loggers = {topic: logging.getLogger(f"mpcompile.{topic}") for topic in TOPICS}
@@ -26,7 +26,7 @@ def event(topic: str, level: int, name: str, text: str, /, **data: Any) -> None:
 
     Args:
         topic: one of `TOPICS`.
-        level: of the record, `logging.INFO` or `logging.DEBUG`.
+        level: of the record, such as `logging.INFO`.
         name: what happened, for a program that reads the records.
         text: what happened, for people; `%(key)s` stands for an entry of `data`.
         **data: plain values, such as JSON can hold.

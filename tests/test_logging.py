@@ -269,7 +269,7 @@ def fail(*_, **__):
 trace.GraphPlan.to_dict = trace._with_reasons = trace.ir.render = fail
 """
     assert ran(failing) == ""
-    assert [logging.getLogger(f"mpcompile.{t}").handlers for t in logs.TOPICS] == [[]] * 6
+    assert [logging.getLogger(f"mpcompile.{t}").handlers for t in logs.TOPICS] == [[]] * 7
 
 
 def test_torch_logs_takes_our_name() -> None:

@@ -59,6 +59,7 @@ def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPat
         fuse_head=False,
         recompute=False,
         disable_passes=(),
+        repair=False,
         strict=False,
         mode=None,
         options=None,

@@ -6,6 +6,7 @@ place of parameters, and the loss scale (`ir/inputs.py`).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from ..ir.inputs import GraphInputs
 from ..state import guard
 from ..state.copies import Reader
 from ..state.loss_scale import LossScale
+from .verdict import judge
+from .watched_call import Watched
 
 __all__ = ["is_leaf", "with_extra_inputs"]
 
@@ -29,6 +32,7 @@ def with_extra_inputs(
     scale: LossScale | None,
     examples: Sequence[Any],
     device: torch.device,
+    watched: Watched | None,
 ) -> Function:
     """Wrap the compiled graph in the function that Dynamo calls.
 
@@ -39,9 +43,11 @@ def with_extra_inputs(
         scale: the loss scale; None where the graph is not scaled.
         examples: the caller's inputs that the graph was compiled with.
         device: the device on which the graph reads the scale.
+        watched: runs it node by node after steps were skipped; None where it is not scaled.
     """
     if scale is not None:
-        return _scaled(compiled, inputs, reader, scale, examples, device)
+        assert watched is not None
+        return _scaled(compiled, inputs, reader, scale, examples, device, watched)
     if reader is not None:
         return _reading(compiled, inputs, reader)
     return compiled
@@ -64,6 +70,7 @@ def _scaled(
     scale: LossScale,
     examples: Sequence[Any],
     device: torch.device,
+    watched: Watched,
 ) -> Function:
     """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
@@ -74,6 +81,8 @@ def _scaled(
         return [weakref.ref(args[i]) for i in leaves]
 
     known = watch(examples)
+    trouble = scale.trouble
+    trouble.judge = functools.partial(judge, scale)
 
     def call(*args: Any) -> Any:
         nonlocal known
@@ -81,11 +90,13 @@ def _scaled(
         if any(ref() is not args[i] for ref, i in zip(known, leaves, strict=True)):
             known = watch(args)
         scale.saw_forward()
-        scaling = scale.inputs(device)
-        if reader is None:
-            return compiled(*args, *scaling)
-        copies = reader.read([args[i] for i in masters])
-        return compiled(*inputs.assembled(args, copies, scaling))
+        given: Sequence[Any] = (*args, *scale.inputs(device))
+        if reader is not None:
+            copies = reader.read([args[i] for i in masters])
+            given = inputs.assembled(args, copies, given[-2:])
+        if trouble.pending and trouble.is_watched():
+            return watched.run(compiled, given, args, trouble)
+        return compiled(*given)
 
     return call
 

@@ -104,11 +104,14 @@ class Watch(fx.Interpreter):
         for step in _between(grad_fns(result), known):
             step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
+    # Where a whole training step is compiled, Dynamo would trace what runs in its backward.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:  # autograd's zero, in torch 2.11
             self.saw_gradient(n, number, gradient.detach())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
         step = BackwardStep(node, name, Numbers.of(received), Numbers.of(passed_on))
@@ -137,7 +140,8 @@ class Watch(fx.Interpreter):
                 self.record.steps.append(step)
             return result
 
-        return run
+        untraced: Callable[..., Any] = torch.compiler.disable(run)
+        return untraced
 
 
 class Keeping(Watch):

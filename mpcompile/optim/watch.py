@@ -12,14 +12,18 @@ from ..state.loss_scale import LossScale
 
 class Watch:
     """Reports that a step was skipped, warns once if a loss scale is stuck at its floor, and logs
-    its moves. On a GPU the message comes a step late, without waiting.
+    its moves. On a GPU the message comes a step late, without waiting. Tells the scales of each
+    step.
     """
 
     def __init__(self) -> None:
         self._looks: dict[int, tuple[_Look, ...]] = {}
+        self._scales: tuple[LossScale, ...] = ()
 
     def follow(self, scales: Iterable[LossScale]) -> None:
-        for scale in scales:
+        """A generated step has run over the gradients of these scales."""
+        self._scales = tuple(scales)
+        for scale in self._scales:
             if scale.kind == "dynamic" and id(scale) not in self._looks:
                 self._looks[id(scale)] = (
                     _Look(scale, "floor", scale.warn_at_floor),
@@ -27,6 +31,9 @@ class Watch:
                 )
 
     def look(self) -> None:
+        for scale in self._scales:
+            scale.trouble.stepped()
+        self._scales = ()
         for looks in self._looks.values():
             for look in looks:
                 look.look()

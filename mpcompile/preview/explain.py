@@ -25,7 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .._version import __version__
-from ..api import matched_nothing, recorded
+from ..api import loss_scale_of, matched_nothing, recorded
 from ..backend import place_of
 from ..calls.half_inputs import widened, widens_inputs
 from ..capture.provenance import names_in
@@ -37,6 +37,7 @@ from ..inspect.plan import ModuleLine, Plan
 from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
+from ..state.repairs import Repairs
 from .failures import described, place
 from .leave_no_trace import LeaveNoTrace
 from .planner import Planner
@@ -123,7 +124,8 @@ def plan_call(
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
     settings = dataclasses.replace(settings, names=names_in(twin))
-    planner = Planner(settings, absent, stand_ins, mp_optimizer)
+    repairs = loss_scale_of(model).repairs if recorded(model) else Repairs()
+    planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), LeaveNoTrace(), stand_ins:
         _run(twin, planner, *given)
@@ -146,6 +148,7 @@ def plan_call(
         modules=tuple(ModuleLine(path, type(m).__name__) for path, m in model.named_modules()),
         versions={"mpcompile": __version__, "torch": torch.__version__},
         gpu=sheet,
+        repairs=tuple(repairs.events),
     )
 
 

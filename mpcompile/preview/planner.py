@@ -24,6 +24,7 @@ from ..planner.target import Target, target_of
 from ..rules.policy import Config, Level
 from ..settings import Settings
 from ..state import copies, parameters
+from ..state.repairs import Repairs
 from .stand_ins import StandIns
 
 __all__ = ["Planner"]
@@ -40,6 +41,7 @@ class Planner:
         absent: the GPU to plan for, which isn't there; None: the device that a graph lies on.
         stand_ins: made the model and the inputs.
         mp_optimizer: whether an `MPOptimizer` holds the parameters; None: ask each of them.
+        repairs: what `repair=True` has pinned while the model trained.
         graphs: the plan of each graph so far.
     """
 
@@ -47,6 +49,7 @@ class Planner:
     absent: Target | None
     stand_ins: StandIns
     mp_optimizer: bool | None
+    repairs: Repairs
     graphs: list[GraphPlan] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -55,7 +58,7 @@ class Planner:
         ends_with = why_it_ends(gm)
         try:
             config = self._config(example_inputs)
-            graph, plan = rewrite(gm, example_inputs, config, self.settings)
+            graph, plan = rewrite(gm, example_inputs, config, self.settings, repairs=self.repairs)
         except MPCompileError:
             raise
         except Exception as error:

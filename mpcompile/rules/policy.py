@@ -314,6 +314,7 @@ class Config:
         format: the low number format.
         device: where the graph's parameters live.
         policy: the user's overrides.
+        repaired: nodes that `repair=True` has pinned to FP32 -> the reason.
         scaled: whether gradients are scaled inside the graph.
         pad: "never", "auto" (where it pays) or "always".
         cores: the sizes that the device's matrix units require of dimensions.
@@ -329,6 +330,7 @@ class Config:
     format: Format
     device: torch.device
     policy: Policy = Policy()
+    repaired: Mapping[str, str] = field(default_factory=dict)
     scaled: bool = False
     pad: str = "never"
     cores: TensorCores = TensorCores()

@@ -8,6 +8,8 @@
       live_scale.py        its current values, and when they move
       overflows.py         the count of backward passes that overflowed
       scale_search.py      whether its start is still searched for
+      trouble.py           how many steps were skipped in a row, and when to look why
+      repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         the search: the first backward is run again at lower scales
     gradient_readers.py  who else reads a gradient, so that it must be FP32
     async_read.py        a number on the device that the host reads later

@@ -60,6 +60,11 @@ def is_needed() -> bool:
     return bool(_live)
 
 
+def scales() -> list[LossScale]:
+    """The scales that some graph uses."""
+    return list(_live)
+
+
 def skips_by_itself(optimizer: Optimizer) -> None:
     """Leave this optimizer's steps alone: they check the gradients themselves."""
     optimizers.state_of(optimizer).skips_by_itself = True

@@ -19,13 +19,14 @@ class LiveScale:
 
     Attributes:
         moves: grows whenever the scale may have changed: while it is equal, so is the scale.
+        forwards: how many training forwards there were; the scale moves once for each.
     """
 
     def __init__(self, state: ScaleState) -> None:
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
-        self._forwards = 0  # training forwards; the scale moves once for each
+        self.forwards = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
@@ -112,10 +113,10 @@ class LiveScale:
 
     def forward_begins(self) -> None:
         """A training forward is about to run: the next step may move the scale again."""
-        self._forwards += 1
+        self.forwards += 1
 
     def _is_first_step(self) -> bool:
-        first, self._moved_at = self._moved_at != self._forwards, self._forwards
+        first, self._moved_at = self._moved_at != self.forwards, self.forwards
         return first
 
     def settle(self, rule: ScaleRule, overflow: bool) -> bool:

@@ -30,7 +30,9 @@ from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
 from .live_scale import LiveScale
 from .overflows import Overflows
+from .repairs import Repairs
 from .scale_search import Search, backward_running
+from .trouble import Trouble
 
 log = logging.getLogger("mpcompile")
 
@@ -76,7 +78,8 @@ class LossScale:
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
         fp16_only: it was made by default, not by the user: BF16 does without it.
         restored, loaded: whether its state was loaded; whether no forward has used that state yet.
-        live, overflows, search: its parts.
+        live, overflows, search, trouble: its parts.
+        repairs: what `repair=True` has pinned to FP32 in its graphs.
 
     Raises:
         MPCompileError: a factor, interval or bound that makes no sense.
@@ -106,6 +109,8 @@ class LossScale:
         self.live = LiveScale(state)
         self.search = Search(fitting=fitting)
         self.overflows = Overflows()
+        self.trouble = Trouble(self.live)
+        self.repairs = Repairs()
         self.restored = self.loaded = False
         self.used: torch.Tensor | None = None
         self._optimized = False  # whether some optimizer's step checks it
@@ -311,7 +316,10 @@ class LossScale:
         self._step_looks()
         if overflow:
             self.say_skipped()
-        if self.live.settle(self.rule, overflow):
+            self.trouble.skipping()
+        at_floor = self.live.settle(self.rule, overflow)
+        self.trouble.settled(overflow=overflow)
+        if at_floor:
             self.warn_at_floor()
 
     def begin_step(self) -> bool:
@@ -346,7 +354,14 @@ class LossScale:
             )
 
     def warn_at_floor(self) -> None:
-        """Warn once that the scale can't get lower and gradients still overflow."""
+        """Warn once that the scale can't get lower and gradients still overflow, unless a look says
+        what it is that overflows.
+        """
+        if not self.trouble.look_at_floor():
+            self.warn_of_floor()
+
+    def warn_of_floor(self) -> None:
+        """Warn once that the scale can't get lower, where nothing more is known."""
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -63,3 +65,14 @@ def backward_running() -> int:
     Read as torch.utils.checkpoint reads it (torch 2.13; the same in 2.11).
     """
     return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call `function` once the backward that runs in this thread has ended; at once if none does.
+
+    Done as DistributedDataParallel does it (torch 2.13; the same in 2.11).
+    """
+    if backward_running() == -1:
+        function()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -4,7 +4,8 @@ The first rule that applies wins:
 
 1. the node can't change: opaque calls, dtypes other than FP32, memory written in place,
    values that parameters are updated from                                             -> KEEP
-2. the user's policy by node, by module, by operator                                   -> as asked
+2. an operator that `repair=True` has pinned                                           -> FULL
+   the user's policy by node, by module, by operator                                   -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
 4. the table (rules/table.py); an operator in no row                                   -> KEEP
 5. no low-precision kernel on this device                                              -> FULL
@@ -86,6 +87,8 @@ def _hands_off(node: fx.Node) -> str | None:
 
 def _policy(node: fx.Node, config: Config) -> Mark | None:
     policy = config.policy
+    if (reason := config.repaired.get(node.name)) is not None:
+        return Mark(Precision.FULL, By.POLICY, reason, config.format)
     if node.name in policy.nodes:
         low = _format(policy.low_dtypes.get(("nodes", node.name)), config)
         reason = policy.reasons.get(node.name, f"node {node.name!r}")

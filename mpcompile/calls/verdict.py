@@ -1,0 +1,127 @@
+"""What is done about an overflow that comes in every step: a warning, or a repair."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from .. import logs
+from ..emit.retrace import reset_code
+from ..errors import MPCompileWarning
+from ..ir.places import Place
+from ..observe.fault import Fault, Kind
+from ..state import guard
+from ..state.loss_scale import LossScale
+from ..state.repairs import MOST
+from ..state.trouble import Verdict
+from .watched_call import Look, Watched
+
+__all__ = ["judge"]
+
+_ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows from what comes before
+
+
+def judge(scale: LossScale) -> Verdict:
+    """Name the first node that overflowed in the watched step, and repair it if the user wants."""
+    looks: Iterable[Look] = scale.trouble.looks
+    faults = [(fault, look.graph) for look in looks if (fault := look.fault()) is not None]
+    if not faults:
+        if scale.trouble.at_floor:
+            scale.warn_of_floor()
+        return Verdict.WAIT
+    fault, graph = min(faults, key=lambda found: _ORDER.index(found[0].kind))
+    if fault.kind is Kind.BACKWARD and scale.trouble.may_still_fall(scale.rule):
+        return Verdict.WAIT
+    if not graph.repair:
+        _warn(scale, fault, _advice(fault))
+        return Verdict.TOLD
+    return _repair(scale, fault, graph)
+
+
+def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
+    pins = graph.places(fault.pins)
+    if (why := _why_not(scale, pins, graph)) is not None:
+        made = f"; it has made {len(scale.repairs.events)} repairs" if scale.repairs.events else ""
+        _warn(scale, fault, f"repair=True does nothing about it: {why}{made}")
+        return Verdict.TOLD
+    event = f"{_named(fault)}; pinned to FP32: {', '.join(pins)}"
+    scale.repairs.add(event, [(place, _reason(fault, name)) for name, place in pins.items()])
+    logs.event(
+        "repair", logging.WARNING, "repaired", "after %(skipped)d skipped steps: %(fault)s",
+        skipped=scale.trouble.skipped, fault=event, pins=list(pins),
+    )  # fmt: skip
+    _restore()
+    assert graph.code is not None
+    reset_code(graph.code)
+    return Verdict.REPAIRED
+
+
+def _why_not(scale: LossScale, pins: dict[str, Place], graph: Watched) -> str | None:
+    """Why a repair isn't made, or None."""
+    if not pins:
+        return "no operator can be kept in FP32 against it"
+    if not scale.repairs.lacks(pins.values()):
+        return f"{', '.join(pins)} are in FP32 already"
+    if scale.repairs.used_up:
+        return f"{MOST} repairs are the most that it makes"
+    if _processes() > 1:
+        return "each process would repair by itself, and all of a group must run the same program"
+    if graph.code is None:
+        return "torch.compile did not compile this graph"
+    return None
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if grouped else 1
+
+
+def _restore() -> None:
+    """Set back each scale whose steps are being skipped (also of a critic behind the generator that
+    overflows) to where it was at its last good step: it was not the scale's fault. While its start
+    is searched for, a scale has not moved.
+    """
+    for scale in guard.scales():
+        before = scale.trouble.before
+        if scale.trouble.skipped and before is not None and not scale.fitting:
+            state = dataclasses.replace(
+                scale.state, scale=float(before), good_steps=0, overflows_left=scale.hysteresis
+            )
+            scale.live.set(state)
+
+
+def _warn(scale: LossScale, fault: Fault, advice: str) -> None:
+    lowest = scale.rule.dynamic and scale.value <= scale.min_scale
+    at = f"at its floor ({scale.min_scale:g})" if lowest else f"{scale.value:g}"
+    warnings.warn(
+        f"{scale.trouble.skipped} optimizer steps in a row were skipped. What overflows first: "
+        f"{_named(fault)}. {advice}. The loss scale is {at}.",
+        MPCompileWarning,
+        stacklevel=2,
+    )
+
+
+def _named(fault: Fault) -> str:
+    """`block.3.fc2 (model.py:12), linear_7 = aten::linear: its result, up to ...`."""
+    node = fault.node
+    where = (node.module or "the model itself") + (f" ({node.source})" if node.source else "")
+    return f"{where}, {node.name} = {node.op}: {fault.reason}"
+
+
+def _advice(fault: Fault) -> str:
+    if not fault.pins:
+        return "No policy helps against that"
+    pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
+    return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
+
+
+def _reason(fault: Fault, name: str) -> str:
+    """Why a node is pinned, for the plan."""
+    if name == fault.node.name:
+        return f"pinned by repair=True: {fault.reason}"
+    return f"pinned by repair=True, together with {fault.node.name}: {fault.reason}"

@@ -1,0 +1,132 @@
+"""A call of a scaled graph, run node by node in place of the compiled one.
+
+The results go to the caller as usual, so that the caller's own loss and backward complete the
+record. Beside it the captured graph runs once in FP32, forward alone, on the same inputs and random
+numbers: that shows which values don't fit the low dtype. Checkpoints are not folded back here, so
+this one step stores what they would not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from .. import ir, logs
+from ..devices.generators import RandomState, unchanged
+from ..inspect.graph_plan import GraphPlan
+from ..ir.places import Place, places
+from ..observe.fault import Fault, Kind, Runs
+from ..observe.faults import find
+from ..observe.record import Record
+from ..observe.watch import Watch
+from ..pipeline import Kept
+from ..state.scale_search import backward_running
+from ..state.trouble import Trouble
+
+__all__ = ["Look", "Watched"]
+
+_SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # makes values or gradients that aren't finite
+
+
+class Look:
+    """What one watched call recorded, once its backward has run."""
+
+    def __init__(self, graph: Watched) -> None:
+        self.graph = graph
+        self.low = Record()
+        self.full: Record | None = None
+
+    def fault(self) -> Fault | None:
+        """The first node that made something that isn't finite."""
+        try:
+            found = find(self.graph.rewritten.graph, self.graph.plan, Runs(self.low, self.full))
+        except Exception as error:  # of ours, in the middle of somebody's training
+            text = "what a watched step recorded can't be read: %(error)s"
+            logs.event("repair", logging.WARNING, "unread", text, error=_text(error))
+            return None
+        return next((fault for fault in found if fault.kind in _SERIOUS), None)
+
+
+class Watched:
+    """One scaled graph that can be watched.
+
+    Args:
+        kept: copies of the graph.
+        plan: its plan.
+        code: the user's code that Dynamo made it of, which is traced anew for a repair; None if
+            that isn't known.
+        repair: whether the user asked for repairs.
+    """
+
+    def __init__(self, kept: Kept, plan: GraphPlan, code: CodeType | None, *, repair: bool) -> None:
+        assert kept.captured is not None
+        assert kept.rewritten is not None
+        self.captured, self.rewritten = kept.captured, kept.rewritten
+        self.plan, self.code, self.repair = plan, code, repair
+        graph = self.captured.graph
+        targets = [target for n in graph.nodes if ir.is_op(n) for target in ir.written(n)]
+        memory = {ir.storage(target) for target in targets} - {None}
+        inputs = enumerate(graph.find_nodes(op="placeholder"))
+        self._written = [i for i, n in inputs if ir.storage(n) in memory]
+
+    def run(
+        self, compiled: Callable[..., Any], inputs: Sequence[Any], given: Sequence[Any],
+        trouble: Trouble,
+    ) -> Any:  # fmt: skip
+        """The results of a call. Where the graph can't be run node by node, the compiled one runs,
+        and nothing is watched any more.
+
+        Args:
+            compiled: the compiled graph.
+            inputs: all inputs of it.
+            given: the caller's inputs, which the captured graph takes.
+            trouble: takes the look.
+        """
+        devices = {x.device for x in given if isinstance(x, torch.Tensor)}
+        random, before = RandomState(devices), self._copies(inputs)
+        look = Look(self)
+        try:
+            with unchanged(devices):
+                look.full = self._in_fp32(given)
+            results = Watch(self.rewritten, look.low).run(*inputs)
+        except Exception as error:  # whatever it is, it isn't the user's: training goes on
+            if backward_running() != -1:
+                raise  # torch.utils.checkpoint ends a second forward by an exception
+            text = "a graph can't be run node by node, so no step is watched: %(error)s"
+            logs.event("repair", logging.WARNING, "unwatched", text, error=_text(error))
+            trouble.give_up()
+            random.restore()
+            with torch.no_grad():
+                for i in self._written:
+                    if not torch.equal(inputs[i], before[i]):
+                        inputs[i].copy_(before[i])
+            return compiled(*inputs)
+        trouble.looks.append(look)
+        return results
+
+    def places(self, pins: Sequence[str]) -> dict[str, Place]:
+        """The places of these nodes, by name; without those that a pass made of several."""
+        known = places(self.captured.graph)
+        return {name: known[name] for name in pins if name in known}
+
+    @torch.no_grad()
+    def _in_fp32(self, given: Sequence[Any]) -> Record:
+        record = Record()
+        Watch(self.captured, record).run(*self._copies(given))
+        return record
+
+    @torch.no_grad()
+    def _copies(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with copies of those that the graph may write to."""
+        found = list(inputs)
+        for i in self._written:
+            found[i] = inputs[i].clone()
+        return found
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,301 @@
+"""Steps skipped one after the other: the node that overflows is named, or pinned by repair=True."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faulty_models import (
+    Activation,
+    Make,
+    Net,
+    Own,
+    Square,
+    Steep,
+    Steepest,
+    Training,
+    adamw,
+    compiled,
+    line_of,
+    net,
+    sgd,
+)
+from ranks import on_each_rank
+from torch import nn
+
+from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
+from mpcompile.api import repairs_of
+from mpcompile.calls import verdict
+from mpcompile.state import repairs
+
+PARTS = [Activation, Square, Steep]
+HOW = [("O1", False), ("O1", True), ("O2", False), ("O2", True)]  # level, whether MPOptimizer
+
+
+@pytest.fixture(autouse=True)
+def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are: a device profile would leave them in FP32."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
+
+
+# -- named -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("level", "generated"), HOW)
+def test_the_part_that_overflows_is_named_once(
+    part: type[Activation], level: str, generated: bool
+) -> None:
+    model = compiled(part, level=level)
+    run = Training(model, generated=generated).run(40)
+    (warning,) = run.warnings
+    assert f"part ({line_of(part)})" in warning
+    assert "policy=Policy(nodes={'" in warning
+    assert "repair=True" in warning
+    assert loss_scale_of(model).skipped_steps == 40
+    assert repairs_of(model) == ()
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "dynamic", "aot_eager"])
+@pytest.mark.parametrize("part", [Activation, Steep])
+def test_it_is_named_however_the_graph_is_compiled(part: type[Activation], how: str) -> None:
+    model = {
+        "checkpointed": lambda: compiled(part, checkpointed=True),
+        "dynamic": lambda: compiled(part, dynamic=True),
+        "aot_eager": lambda: compiled(part, emit="aot_eager", checkpointed=True, level="O2"),
+    }[how]()
+    (warning,) = Training(model, sizes=(32, 24, 16)).run(8).warnings
+    assert f"part ({line_of(part)})" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [Activation, Steep])
+@pytest.mark.parametrize(("level", "generated"), [("O1", False), ("O2", True)])
+def test_it_is_named_and_repaired_under_inductor(
+    part: type[Activation], level: str, generated: bool
+) -> None:
+    model = compiled(part, level=level, emit="inductor", checkpointed=True)
+    (warning,) = Training(model, generated=generated, emit="inductor").run(16).warnings
+    assert f"part ({line_of(part)})" in warning
+    torch.compiler.reset()
+    model = compiled(part, level=level, emit="inductor", repair=True)
+    run = Training(model, generated=generated, emit="inductor").run(16)
+    (event,) = repairs_of(model)
+    assert f"part ({line_of(part)})" in event
+    assert loss_scale_of(model).skipped_steps < 16
+    assert math.isfinite(run.losses[-1])
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_what_no_precision_helps_against_is_said_and_left_alone(repair: bool) -> None:
+    model = compiled(Own, repair=repair)
+    (warning,) = Training(model).run(20).warnings
+    assert f"part ({line_of(Own)})" in warning
+    assert "does so in FP32" in warning
+    assert "Policy(" not in warning
+    assert repairs_of(model) == ()
+    assert len(compiled_plans(model)) == 1
+
+
+def test_a_scale_on_its_way_down_is_left_alone() -> None:
+    """The gradients of `Steep` fit FP16 at a small scale, which the rule finds by itself."""
+    model = compiled(Steep, loss_scale="grad_scaler", repair=True)
+    run = Training(model).run(30)
+    assert 4 < loss_scale_of(model).skipped_steps < 20
+    assert run.warnings == []
+    assert repairs_of(model) == ()
+
+
+def test_a_scale_that_can_fall_no_further_is_not_waited_for() -> None:
+    model = compiled(Steep, loss_scale=LossScale.dynamic(2.0**10, min_scale=2.0**8))
+    (warning,) = Training(model).run(20).warnings
+    assert f"part ({line_of(Steep)})" in warning
+    assert "at its floor (256)" in warning
+
+
+@pytest.mark.parametrize("start", [2.0**16, None])
+def test_a_scale_that_has_fallen_far_is_not_waited_for(start: float | None) -> None:
+    """Without a start, the first backward searches for one, in vain."""
+    model = compiled(Steepest, loss_scale=LossScale.dynamic(start), repair=True)
+    Training(model).run(40)
+    assert 16 < loss_scale_of(model).skipped_steps < 30
+    assert "part (" in repairs_of(model)[0]
+
+
+# -- repaired --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("level", "generated"), HOW)
+def test_a_repaired_model_trains_as_in_fp32(
+    part: type[Activation], level: str, generated: bool
+) -> None:
+    _trains_as_in_fp32(part, sgd, level=level, generated=generated)
+
+
+def test_and_with_adam() -> None:
+    _trains_as_in_fp32(Activation, adamw, level="O1", generated=False)
+
+
+def _trains_as_in_fp32(part: type[Activation], make: Make, *, level: str, generated: bool) -> None:
+    model = compiled(part, level=level, repair=True)
+    mixed = Training(model, make=make, generated=generated).run(50)
+    skipped = loss_scale_of(model).skipped_steps
+    assert 4 < skipped < 12  # one look: after 4 skipped steps, or 8 that a device counts
+    plain = Training(net(part), make=make).run(50, idle=skipped)
+    late = slice(-8, None)
+    torch.testing.assert_close(mixed.losses[late], plain.losses[late], rtol=0.03, atol=0.003)
+    assert plain.losses[-1] < 0.8 * plain.losses[0]  # it does train
+    assert loss_scale_of(model).value == 128.0
+    assert mixed.warnings == []
+
+
+@pytest.mark.parametrize("how", ["function", "backend", "whole step", "graph breaks"])
+def test_however_torch_compile_was_called(how: str) -> None:
+    torch.manual_seed(0)
+    scale = LossScale.static(128.0)
+    options: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True,
+                               "repair": True, "loss_scale": scale}  # fmt: skip
+    model = net(Activation)
+    if how == "whole step":
+        _train_in_one_function(model, options)
+    else:
+        call: Any = {
+            "function": lambda: mpcompile(lambda x: model(x), **options),
+            "backend": lambda: torch.compile(model, backend="mpcompile", options=options),
+            "graph breaks": lambda: mpcompile(Broken(model), **options),
+        }[how]()
+        Training(model, call).run(20)
+    (event,) = scale.repairs.events
+    assert f"part ({line_of(Activation)})" in event
+    assert scale.skipped_steps == 5
+
+
+class Broken(nn.Module):
+    """The part is in a graph of its own."""
+
+    def __init__(self, inner: Net) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.inner.first(x))
+        torch._dynamo.graph_break()
+        x = self.inner.part(x)
+        torch._dynamo.graph_break()
+        y: torch.Tensor = self.inner.last(x)
+        return y
+
+
+def _train_in_one_function(model: nn.Module, options: dict[str, Any]) -> None:
+    optimizer = sgd(model.parameters())
+
+    @mpcompile(**options)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    counters = torch._dynamo.utils.counters["stats"]
+    for _ in range(4):
+        loss = step(torch.randn(8, 16))
+    graphs = counters["unique_graphs"]
+    for _ in range(16):
+        loss = step(torch.randn(8, 16))
+    assert bool(loss.isfinite())
+    # The repaired one, the optimizer's first step and its second; none of what watches.
+    assert counters["unique_graphs"] == graphs + 3
+
+
+def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(Square, repair=True)
+    with caplog.at_level(logging.WARNING, logger="mpcompile.repair"):
+        Training(model).run(10)
+    (event,) = repairs_of(model)
+    assert event.startswith(f"part ({line_of(Square)})")
+    (record,) = [r for r in caplog.records if r.name == "mpcompile.repair"]
+    assert event in record.getMessage()
+    before, after = compiled_plans(model)
+    pinned = {n.name: n.reason for n in after.nodes if "repair=True" in n.reason}
+    assert not any("repair=True" in n.reason for n in before.nodes)
+    square = next(n for n in after.nodes if n.source == line_of(Square))
+    assert square.precision == "FULL"
+    assert pinned[square.name].startswith("pinned by repair=True: its result, up to ")
+
+
+def test_explain_shows_the_repair() -> None:
+    model = compiled(Square, repair=True)
+    Training(model).run(10)
+    plan = explain(model, torch.randn(8, 16))
+    assert plan.repairs == repairs_of(model)
+    assert len(plan.repairs) == 1
+    (square,) = (n for n in plan.nodes if n.source == line_of(Square) and not n.is_added)
+    assert square.precision == "FULL"
+    assert "pinned by repair=True" in square.reason
+    assert f"repaired: {plan.repairs[0]}" in str(plan)
+    assert explain(net(Square), torch.randn(8, 16)).repairs == ()
+
+
+def test_a_pin_holds_for_other_sizes() -> None:
+    """Dynamo traces once more, with symbolic sizes; operators are found again by their place."""
+    model = compiled(Activation, repair=True)
+    Training(model, sizes=(32,) * 8 + (24, 16, 12, 8)).run(12)
+    assert loss_scale_of(model).skipped_steps == 5
+    assert len(repairs_of(model)) == 1
+    assert len(compiled_plans(model)) == 3
+    symbolic = compiled_plans(model)[-1]
+    assert any("f32[s" in n.captured for n in symbolic.nodes if n.source == line_of(Activation))
+
+
+def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repairs, "MOST", 1)
+
+    class Two(nn.Module):
+        """The second part is only reached once the first is repaired."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Activation(), Steep()
+            self.last = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.last(self.b(self.a(x)))
+            return y
+
+    torch.manual_seed(0)
+    model = mpcompile(
+        Two(), dtype=torch.float16, emit="eager", strict=True, loss_scale=128.0, repair=True
+    )
+    (warning,) = Training(model).run(20).warnings
+    assert f"b ({line_of(Steep)})" in warning
+    assert "it has made 1 repairs" in warning
+    assert len(repairs_of(model)) == 1
+
+
+def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "_processes", lambda: 2)
+    model = compiled(Activation, repair=True)
+    (warning,) = Training(model).run(20).warnings
+    assert "each process would repair by itself" in warning
+    assert repairs_of(model) == ()
+
+
+def _count_processes(rank: int) -> None:
+    assert verdict._processes() == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_processes_are_those_of_the_group() -> None:
+    assert verdict._processes() == 1
+    on_each_rank(_count_processes)
+
+
+def test_repairs_are_asked_of_a_compiled_model() -> None:
+    with pytest.raises(MPCompileError, match="not compiled by mpcompile"):
+        repairs_of(net(Activation))
