@@ -26,6 +26,7 @@ from .rules.policy import Level, Policy
 from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
 from .state.loss_scale import LossScale
+from .state.repairs import Repairs
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -220,6 +221,11 @@ def repairs_of(model: Any) -> tuple[str, ...]:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
     return tuple(loss_scale_of(model).repairs.events)
+
+
+def pinned_in(model: Any) -> Repairs:
+    """What `repair=True` has pinned in a model while it trained; nothing if it isn't compiled."""
+    return loss_scale_of(model).repairs if recorded(model) else Repairs()
 
 
 def recorded(model: Any) -> _Record | None:

@@ -148,7 +148,7 @@ def test_dynamic_and_fullgraph_pass_through() -> None:
 
 
 def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
-    def refuse(gm: Any, inputs: Any, planned_for: str) -> Any:
+    def refuse(gm: Any, inputs: Any, **rest: Any) -> Any:
         raise mp.errors.CannotRewrite("the moon is full")
 
     x = torch.randn(4, 8)

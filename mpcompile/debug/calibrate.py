@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..api import recorded
+from ..api import pinned_in, recorded
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..observe.numbers import Numbers
@@ -75,7 +75,7 @@ def calibrate(
     held = any(parameters.owner_of(p) is not None for p in model.parameters())
     twin, _ = copied(model, None)
     check_module(twin, settings)
-    sides = Sides(twin, (), {}, loss_of, settings, held)
+    sides = Sides(twin, (), {}, loss_of, settings, held, pinned_in(model))
     seen = _Seen(float(margin))
     for batch in batches:
         step = functools.partial(_step, loss_fn, batch)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import ir
-from ..api import recorded
+from ..api import pinned_in, recorded
 from ..errors import MPCompileError, did_you_mean
 from ..inspect.graph_plan import PlanNode
 from ..observe.fault import Fault, Kind, Runs
@@ -95,7 +95,7 @@ def diagnose_call(
     twin, optimizer = copied(model, usable(optimizer, model))
     check_module(twin, settings)
     optimizer = optimizer or default_optimizer(twin)
-    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held)
+    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held, pinned_in(model))
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
         report = _step(sides, optimizer, scale, type(model).__name__)

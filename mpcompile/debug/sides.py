@@ -33,6 +33,7 @@ from ..pipeline import Kept
 from ..planner.target import target_of
 from ..rules.policy import Config, Level
 from ..settings import Settings
+from ..state.repairs import Repairs
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]
@@ -108,6 +109,7 @@ class Sides:
         loss: of the model's result.
         settings: how the model is rewritten.
         mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2.
+        repairs: what `repair=True` has pinned while the model trained.
 
     Attributes:
         graphs: those traced so far.
@@ -124,10 +126,12 @@ class Sides:
         loss: Loss,
         settings: Settings,
         mp_optimizer: bool,
+        repairs: Repairs,
     ) -> None:
         self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
         self.settings = replace(settings, names=names_in(twin))
         self.copied = mp_optimizer and settings.level is Level.O2
+        self.repairs = repairs
         self.graphs: list[Graph] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
         has_rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
@@ -193,8 +197,9 @@ class Sides:
         device, kept = device_of(example_inputs), Kept()
         try:
             rewritten, plan = rewrite(
-                gm, example_inputs, self._config(device, example_inputs), self.settings, kept
-            )
+                gm, example_inputs, self._config(device, example_inputs), self.settings, kept,
+                self.repairs,
+            )  # fmt: skip
         except MPCompileError:
             raise
         except Exception as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import os
 import warnings
 import weakref
@@ -25,8 +24,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .._version import __version__
-from ..api import loss_scale_of, matched_nothing, recorded
+from ..api import matched_nothing, pinned_in, recorded
 from ..backend import place_of
+from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
 from ..capture.provenance import names_in
 from ..devices.cuda import AbsentGPU
@@ -37,9 +37,8 @@ from ..inspect.plan import ModuleLine, Plan
 from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
-from ..state.repairs import Repairs
 from .failures import described, place
-from .leave_no_trace import LeaveNoTrace
+from .leave_no_trace import no_trace
 from .planner import Planner
 from .stand_ins import StandIns
 
@@ -124,10 +123,10 @@ def plan_call(
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
     settings = dataclasses.replace(settings, names=names_in(twin))
-    repairs = loss_scale_of(model).repairs if recorded(model) else Repairs()
+    repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), LeaveNoTrace(), stand_ins:
+    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
         _run(twin, planner, *given)
     if not planner.graphs:
         raise MPCompileError(
@@ -179,20 +178,8 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
-_calls = itertools.count()
-
-# Plans should not use up Dynamo's limit of compiles for a function (torch 2.11 has no such option).
-_APART: dict[str, Any] = {"isolate_recompiles": True}
-if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
-    _APART = {}
-
-
 def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model, so that Dynamo passes each graph to the planner."""
-
-    # As in calls/module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         planning = planner_now()
@@ -201,9 +188,7 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
 
     # Dynamo keeps each backend that it was given for as long as the process runs.
     planner_now = weakref.ref(planner)
-    module, name = twin, type(twin).__name__
-    forward.__code__ = forward.__code__.replace(co_name=f"plan_{next(_calls)}_of_{name}")
-    run = torch.compile(forward, backend=backend, dynamic=False, **_APART)
+    name, run = type(twin).__name__, compiled_apart(twin, backend, "plan")
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
         run = with_rnns(run)
     if widens_inputs(twin):

@@ -8,50 +8,37 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import random
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
-import torch
-from torch._dynamo import pgo
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.utils import counters
 
-__all__ = ["LeaveNoTrace"]
+from ..calls.apart import nothing_happened
+
+__all__ = ["no_trace"]
 
 
-class LeaveNoTrace:
+@contextlib.contextmanager
+def no_trace() -> Iterator[None]:
     """A context. Behind it are as before: the random states of Python, NumPy and torch's CPU; and
     Dynamo's sizes, from which it infers which are dynamic, its counters, and its list of backends.
 
     What Dynamo compiled for the user's functions behind a graph break stays until
     `torch._dynamo.reset()`; their own compilations are kept apart from it (from torch 2.12 on).
     """
-
-    def __enter__(self) -> LeaveNoTrace:
-        self._collects = gc.isenabled()
-        gc.disable()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = torch.random.fork_rng(devices=[])
-        self._torch.__enter__()
-        self._sizes, self._counts = copy.deepcopy(pgo.get_code_state()), copy.deepcopy(counters)
-        self._backends = set(cached_backends)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._collects:
+    collects, counts = gc.isenabled(), copy.deepcopy(counters)
+    backends = set(cached_backends)
+    gc.disable()
+    try:
+        with nothing_happened():
+            yield
+    finally:
+        if collects:
             gc.enable()
-        self._torch.__exit__(*error)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        _restore(pgo.get_code_state(), self._sizes)
-        _restore(counters, self._counts)
-        for new in cached_backends.keys() - self._backends:
+        counters.clear()
+        counters.update(counts)
+        for new in cached_backends.keys() - backends:
             del cached_backends[new]
-
-
-def _restore(kept: dict[Any, Any], was: dict[Any, Any]) -> None:
-    kept.clear()
-    kept.update(was)
