@@ -198,7 +198,11 @@ def loss_scale_of(model: Any) -> LossScale:
     Raises:
         MPCompileError: it was not compiled with `mpcompile()`.
     """
-    own = _record_of(model).loss_scale
+    return _scale_of(model, _record_of(model))
+
+
+def _scale_of(model: Any, record: _Record) -> LossScale:
+    own = record.loss_scale
     if own.fp16_only and isinstance(model, nn.Module):
         return parameters.given_scale(model.parameters()) or own
     return own
@@ -225,13 +229,44 @@ def repairs_of(model: Any) -> tuple[str, ...]:
 
 def pinned_in(model: Any) -> Repairs:
     """What `repair=True` has pinned in a model while it trained; nothing if it isn't compiled."""
-    return loss_scale_of(model).repairs if recorded(model) else Repairs()
+    record = recorded(model)
+    return _scale_of(model, record).repairs if record else Repairs()
 
 
 def recorded(model: Any) -> _Record | None:
-    """What is known about a model, or None if `mpcompile()` has not compiled it."""
-    found: _Record | None = _records.get(model)
-    return found
+    """What is known about a model, or else about the one compiled module inside of it; None if
+    `mpcompile()` has compiled none.
+
+    Raises:
+        MPCompileError: several modules inside were compiled, each by itself.
+    """
+    if model in _records or not isinstance(model, nn.Module):
+        own: _Record | None = _records.get(model)
+        return own
+    inside = [(path, _records[m]) for path, m in model.named_modules() if m in _records]
+    if len(inside) > 1:
+        names = ", ".join(path for path, _ in inside)
+        raise MPCompileError(
+            f"{type(model).__name__} holds several modules that mpcompile() compiled ({names}): "
+            "ask about one of them"
+        )
+    return inside[0][1] if inside else None
+
+
+def studied(model: Any, who: str) -> nn.Module:
+    """The module that `who` ("explain") is asked about: of what torch.compile returned, the module
+    in it.
+
+    Raises:
+        MPCompileError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise MPCompileError(
+            f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "
+            "compiled_plans(function) has the plans after its first call"
+        )
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def _record_of(model: Any) -> _Record:

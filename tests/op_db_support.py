@@ -376,10 +376,13 @@ def _overflowed(ours: list[Result], theirs: list[Result]) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The operators' own warnings are not ours to answer for; a fallback of ours is."""
+    """The operators' own warnings are not ours to answer for; a fallback of ours is. That samples
+    overflow, one after the other, is none.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", MPCompileWarning)
+        warnings.filterwarnings("ignore", ".*optimizer steps in a row were skipped")
         yield
 
 

@@ -132,7 +132,7 @@ def test_an_infinite_loss_fails(capsys: Captured) -> None:
     ("arguments", "message"),
     [
         (["some_nets:unnamed"], "some_nets:unnamed() returned a int as loss_fn; factory() must"),
-        (["some_nets:lossless"], "loss_fn returned 'a tensor of shape (8, 8)': it must make one"),
+        (["some_nets:lossless"], "loss_fn returned a tensor of shape (8, 8): it must make one"),
         (["some_nets:good", "--steps", "0"], "steps=0: give a whole number from 1"),
         (["some_nets:good", "--loss-scale", "dynamo"], "loss_scale='dynamo': use 'dynamic', "),
         (["some_nets:good", "--loss-scale", "-1"], "-1.0"),

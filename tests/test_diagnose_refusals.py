@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer": (lambda: diagnose(Ones(), torch.ones(4, 8), optimizer="adam"), "give a torch"),  # type: ignore[arg-type]
     "nothing": (
         lambda: diagnose(Ones().requires_grad_(False), torch.ones(4, 8)),
-        "nothing that has a gradient",
+        "no parameter of Ones requires a gradient",
     ),
     "skipped": (lambda: diagnose(Skipped(), torch.ones(4, 8)), "no part of Skipped was compiled"),
 }

@@ -46,7 +46,7 @@ def test_explain(
     assert cli.main(why) == 0
     assert "layer_norm" in capsys.readouterr().out
     assert cli.main([*conditions, "--device", "p100"]) == 1  # it has no Tensor Cores
-    assert "--fail-under-tensor-core-share: the Tensor Core share" in capsys.readouterr().err
+    assert "P100-SXM2-16GB has no Tensor Cores for float16" in capsys.readouterr().err
 
 
 def test_diagnose(recipe: dict[str, list[list[str]]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares, histogram
 from mpcompile.observe.record import Record
 from mpcompile.observe.watch import Watch, gradient_units
 from mpcompile.settings import Settings
+from mpcompile.state.repairs import Repairs
 
 
 def numbers(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -107,7 +108,9 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
 def sides_of(model: nn.Module, **options: object) -> Sides:
     settings = Settings.parse({"dtype": "float16", "pad": "never", **options})
     torch.manual_seed(1)
-    return Sides(model, (torch.randn(4, 8),), {}, loss_of, settings, mp_optimizer=False)
+    return Sides(
+        model, (torch.randn(4, 8),), {}, loss_of, settings, mp_optimizer=False, repairs=Repairs()
+    )
 
 
 def records(run: Run) -> Record:

@@ -20,7 +20,10 @@ from hypothesis.stateful import (
 
 from mpcompile.state.overflows import Count
 
-pytestmark = pytest.mark.filterwarnings("ignore:the loss scale is at its floor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the loss scale is at its floor"),
+    pytest.mark.filterwarnings("ignore:.*What overflows first"),  # overflows are planted here
+]
 
 
 @st.composite

@@ -52,4 +52,5 @@ PIECES = (
     _benchmark("planning", 300),
     _benchmark("parity", 480),
     _benchmark("first_steps", 480),
+    _benchmark("watching", 360),
 )  # fmt: skip

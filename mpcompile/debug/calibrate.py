@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..api import pinned_in, recorded
+from ..api import pinned_in, recorded, studied
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..observe.numbers import Numbers
@@ -24,6 +24,7 @@ from ..observe.watch import source_of_value
 from ..rules.policy import Level, Policy
 from ..settings import Settings, check_module
 from ..state import parameters
+from .checks import check_loss_fn, check_trained
 from .diagnose import loss_of
 from .sides import Graph, Run, Side, Sides, copied
 
@@ -62,8 +63,10 @@ def calibrate(
         MPCompileError: a bad argument, no batch, a model that mpcompile refuses or that can't be
             copied, or a loss_fn that returns no loss.
     """
-    if not isinstance(model, nn.Module):
-        raise MPCompileError(f"calibrate({type(model).__name__}): give an nn.Module")
+    model = studied(model, "calibrate")
+    check_trained(model, "calibrate")
+    example = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+    check_loss_fn(loss_fn, "model, batch", example)
     if not margin >= 1:
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
     record = recorded(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import ir
-from ..api import pinned_in, recorded
+from ..api import pinned_in, recorded, studied
 from ..errors import MPCompileError, did_you_mean
 from ..inspect.graph_plan import PlanNode
 from ..observe.fault import Fault, Kind, Runs
@@ -30,6 +31,7 @@ from ..observe.watch import relative_error
 from ..rules.policy import Level
 from ..settings import OPTIONS, Settings, check_module
 from ..state import parameters
+from .checks import check_loss_fn, check_trained
 from .low_side import low_dtype_of, run_low
 from .moves import default_optimizer, updates, usable
 from .report import NodeNumbers, Report
@@ -84,7 +86,10 @@ def diagnose_call(
     options: Mapping[str, Any],
 ) -> Report:
     """`diagnose`, for models whose arguments may have the names of options."""
+    model = studied(model, "diagnose")
     _check(model, args, kwargs, steps)
+    check_trained(model, "diagnose")
+    check_loss_fn(loss_fn, "result", "lambda result: F.cross_entropy(result, y)")
     record = recorded(model)
     asked = {**(record.request if record else {}), **options}
     # Pads change no result, and would shift random numbers.
@@ -198,6 +203,13 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
     for left in dict.fromkeys(graph.plan.left for graph in sides.graphs):
         if left is not None:
             yield f"a graph was left in FP32, and not looked at: {left}"
+    known = Counter(node.name for graph in sides.graphs for node in graph.plan.nodes)
+    common = [name for fault in faults for name in fault.pins if known[name] > 1]
+    if common:
+        yield (
+            f"{', '.join(dict.fromkeys(common))}: several graphs have a node of this name, and "
+            "Policy(nodes=...) pins it in each; Policy(modules=...) pins the one module"
+        )
     if any(fault.kind not in HARMLESS_ALONE for fault in faults):
         return
     if not math.isfinite(low.loss):
@@ -220,8 +232,6 @@ def _zeros(graph: Graph, record: Record) -> int:
 
 
 def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise MPCompileError(f"diagnose({type(model).__name__}): give an nn.Module")
     if not isinstance(steps, int) or steps < 1:
         raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
     try:

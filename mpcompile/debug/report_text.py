@@ -66,7 +66,9 @@ def _losses(report: Report) -> Grid:
 def _faults(report: Report) -> Iterator[Part]:
     if not report.faults:
         finite = math.isfinite(report.losses["low"])
-        yield Text("no fault found", style="green" if finite else "bold red")
+        looked = not report.graphs or any(graph.left is None for graph in report.graphs)
+        text = "no fault found" if looked else "nothing was looked at: no graph was rewritten"
+        yield Text(text, style="green" if finite and looked else "bold red")
     for fault in report.faults:
         head, *rest = str(fault).splitlines()
         yield Text(head, style="bold red")

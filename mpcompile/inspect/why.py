@@ -36,6 +36,8 @@ def answer(graphs: Graphs, name: str, modules: Iterable[str] = ()) -> Answer:
     Raises:
         MPCompileError: nothing has that name.
     """
+    if not isinstance(name, str):
+        raise MPCompileError(f"why({name!r}): give the name of a node or of a module")
     paths = dict.fromkeys([*modules, *_modules(graphs)])
     parts = [part for number, graph in graphs.items() for part in _named(graph, number, name)]
     ends = [path for path in paths if path.endswith(f".{name}")] if name else []

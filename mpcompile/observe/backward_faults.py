@@ -26,6 +26,8 @@ def overflow(case: Case) -> Fault | None:
     """The first step of the backward that made of finite gradients some that are not."""
     full = case.runs.full.steps if case.runs.full is not None else ()
     own = {step.node for step in full if _overflows(step)}
+    if not case.gradients_arrive_bad():
+        return None
     for step in case.runs.low.steps:
         if not _overflows(step):
             continue

@@ -43,6 +43,20 @@ class Case:
             n = n.all_input_nodes[0]
         return self.runs.low.values.get(n.name, Numbers())
 
+    def gradients_arrive_bad(self) -> bool:
+        """Whether a gradient that is not finite leaves the graph, to a parameter or another input.
+        One that meets a zero on its way does no harm, as behind a relu.
+        """
+        return any(
+            step.passed_on.bad
+            for name, steps in self.steps.items()
+            if any(source_of_value(x).op == "placeholder" for x in self._reads(name))
+            for step in steps
+        )
+
+    def _reads(self, name: str) -> list[fx.Node]:
+        return [x for x in self.nodes[name].all_input_nodes if x.op != "get_attr"]
+
     def excess(self, n: fx.Node) -> int | None:
         """How many more elements of a value are not finite than in FP32; None if FP32's are not
         known.

@@ -17,6 +17,7 @@ from .. import ir
 from ..ir.dtypes import HALF
 from .case import NEAR, Case, dtype_of, low_name, readers, text
 from .fault import Fault, Kind
+from .numbers import Numbers
 from .watch import source_of_value
 
 # A value that is off by more than this share of its norm is a fault, if it is also off ten times as
@@ -95,8 +96,8 @@ def own(case: Case) -> Fault | None:
     results = [x for x in pytree.tree_leaves(case.graph.output_node().args) if _is_node(x)]
     loss = case.runs.loss
     harm = any(case.value(x).nans for x in results)
-    harm |= any(case.value(x).bad for x in results) and (loss is None or not isfinite(loss))
-    harm |= any(step.passed_on.bad for step in case.runs.low.steps)
+    harm |= any(case.value(x).bad and _is_hurt(case, x, loss) for x in results)
+    harm |= case.gradients_arrive_bad()
     inputs = case.graph.find_nodes(op="placeholder")
     if not harm or any((case.excess(x) or 0) > 0 for x in inputs):
         return None
@@ -107,10 +108,20 @@ def own(case: Case) -> Fault | None:
     return None
 
 
+def _is_hurt(case: Case, result: fx.Node, loss: float | None) -> bool:
+    """Whether an infinite result does harm: by the loss, or else by the gradient that it gets."""
+    if loss is not None:
+        return not isfinite(loss)
+    return bool(case.runs.low.gradients.get(result.name, Numbers()).bad)
+
+
 def _why_own(case: Case, n: fx.Node) -> str:
     word = "NaN" if case.value(n).nans else "infinite"
     read = [case.value(operand) for operand in n.all_input_nodes]
     reason = f"it makes {word} of finite values, and does so in FP32"
+    given = [x.name for x in n.all_input_nodes if x.op == "placeholder" and case.value(x).bad]
+    if given:
+        return f"it reads {given[0]}, an input of the graph that is not finite itself"
     if any(numbers.bad for numbers in read):
         reason = f"it makes {word} of infinite values, and does so in FP32"
         if "softmax" in ir.op_name(n):

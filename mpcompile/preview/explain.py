@@ -24,7 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .._version import __version__
-from ..api import matched_nothing, pinned_in, recorded
+from ..api import matched_nothing, pinned_in, recorded, studied
 from ..backend import place_of
 from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
@@ -108,15 +108,10 @@ def plan_call(
     options: Mapping[str, Any],
 ) -> Plan:
     """`explain`, for models whose arguments may have the names of options."""
-    sheet = None if device is None else gpu(device)
+    sheet, model = None if device is None else gpu(device), studied(model, "explain")
     settings = _settings(model, options)
     if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
-    if not isinstance(model, nn.Module):
-        raise MPCompileError(
-            f"explain({type(model).__name__}): give an nn.Module. Of a compiled function, "
-            "compiled_plans(function) has the plans after its first call"
-        )
     _check_call(model, args, kwargs)
     absent = None if sheet is None else target_for(AbsentGPU(sheet), settings.dtype)
     stand_ins = StandIns()

@@ -1,0 +1,145 @@
+"""What `explain`, `diagnose` and `calibrate` may be asked about, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import MPCompileError, calibrate, diagnose, explain, mpcompile
+
+X = torch.ones(2, 4)
+
+
+def hot() -> nn.Module:
+    """Its result leaves FP16's range."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1000.0)  # type: ignore[operator, union-attr]
+        model[1].weight.fill_(1000.0)  # type: ignore[operator, union-attr]
+    return model
+
+
+class Wrapper(nn.Module):
+    """As a trainer's or DDP's."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.inner:
+            x = module(x)
+        return x
+
+
+def compiled(**options: Any) -> nn.Module:
+    return mpcompile(hot(), dtype=torch.float16, level="O2", emit="eager", **options)
+
+
+def test_a_wrappers_options_are_those_of_the_module_inside() -> None:
+    wrapper = Wrapper(compiled())
+    report = diagnose(wrapper, X)
+    assert (report.level, report.dtype) == ("O2", "float16")
+    assert report.first is not None
+    assert report.first.node.module == "inner.0.1"
+    assert (explain(wrapper, X).level, explain(wrapper, X).dtype) == ("O2", "float16")
+    assert calibrate(wrapper, [X]).nodes
+
+
+def test_several_modules_inside_are_refused() -> None:
+    wrapper = Wrapper(compiled(), compiled())
+    for ask in (explain, diagnose):
+        with pytest.raises(MPCompileError, match=r"\(inner\.0, inner\.1\): ask about one of them"):
+            ask(wrapper, X)
+
+
+def test_what_torch_compile_returned_is_looked_into() -> None:
+    optimized = torch.compile(hot(), backend="eager")
+    report = diagnose(optimized, X, dtype=torch.float16)
+    assert (report.model, report.first is not None) == ("Sequential", True)
+    assert explain(optimized, X, dtype=torch.float16).nodes
+    assert calibrate(optimized, [X], dtype=torch.float16).nodes
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    "ask", [explain, diagnose, lambda model, x: calibrate(model, [x])], ids=["e", "d", "c"]
+)
+def test_a_function_is_refused(ask: Callable[..., Any]) -> None:
+    with pytest.raises(MPCompileError, match=r"give an nn.Module. .* compiled_plans\(function\)"):
+        ask(function, X)
+
+
+def frozen() -> nn.Module:
+    return hot().requires_grad_(False)
+
+
+@pytest.mark.parametrize("make", [nn.Identity, frozen])
+def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(MPCompileError, match=r"diagnose: no parameter of .* requires a gradient"):
+        diagnose(make(), X)
+    with pytest.raises(MPCompileError, match=r"calibrate: no parameter of .* requires a gradient"):
+        calibrate(make(), [X])
+
+
+@pytest.mark.parametrize("loss_fn", [3, F.mse_loss, lambda: None, lambda model, batch: None])
+def test_a_loss_function_of_another_kind(loss_fn: Any) -> None:
+    with pytest.raises(MPCompileError, match=r"called as loss_fn\(result\), as in `lambda"):
+        diagnose(hot(), X, loss_fn=loss_fn)
+
+
+def test_the_loss_function_of_calibrate_takes_model_and_batch() -> None:
+    with pytest.raises(MPCompileError, match=r"called as loss_fn\(model, batch\), as in `lambda"):
+        calibrate(hot(), [X], lambda out: out.square().mean())
+
+
+def test_a_gradient_that_meets_a_zero_is_no_fault() -> None:
+    """The derivative of the root is infinite where relu's is zero."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+            with torch.no_grad():
+                self.layer.weight.copy_(torch.eye(4) - 0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(self.layer(x)).sqrt()
+
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    model = Root()
+    model(x).sum().backward()
+    assert model.layer.weight.grad is not None
+    assert model.layer.weight.grad.isfinite().all()  # the premise
+    assert diagnose(Root(), x, dtype=torch.float16).faults == ()
+
+
+def test_an_input_that_is_not_finite_is_named() -> None:
+    report = diagnose(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), X / 0, dtype=torch.float16)
+    assert report.first is not None
+    assert "an input of the graph that is not finite itself" in report.first.reason
+
+
+def test_a_name_in_several_graphs_is_told() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = hot()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(y)
+
+    report = diagnose(Broken(), X, dtype=torch.float16)
+    assert report.first is not None
+    assert report.first.node.module == "second"
+    assert any("several graphs have a node of this name" in note for note in report.notes)
