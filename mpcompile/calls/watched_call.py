@@ -96,17 +96,22 @@ class Watched:
         except Exception as error:  # whatever it is, it isn't the user's: training goes on
             if backward_running() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
-            text = "a graph can't be run node by node, so no step is watched: %(error)s"
-            logs.event("repair", logging.WARNING, "unwatched", text, error=_text(error))
-            trouble.give_up()
-            random.restore()
-            with torch.no_grad():
-                for i in self._written:
-                    if not torch.equal(inputs[i], before[i]):
-                        inputs[i].copy_(before[i])
-            return compiled(*inputs)
-        trouble.looks.append(look)
-        return results
+            why = _text(error)
+        else:
+            trouble.looks.append(look)
+            return results
+        # Outside of `except`: the error holds what the failed run has made, which may be out of
+        # memory.
+        text = "a graph can't be run node by node, so no step is watched: %(error)s"
+        logs.event("repair", logging.WARNING, "unwatched", text, error=why)
+        trouble.give_up()
+        random.restore()
+        with torch.no_grad():
+            for i in self._written:
+                if not torch.equal(inputs[i], before[i]):
+                    inputs[i].copy_(before[i])
+        del before
+        return compiled(*inputs)
 
     def places(self, pins: Sequence[str]) -> dict[str, Place]:
         """The places of these nodes, by name; without those that a pass made of several."""
@@ -129,4 +134,6 @@ class Watched:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """An error in one line; torch.fx adds a dump of the graph."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"

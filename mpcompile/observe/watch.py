@@ -45,8 +45,13 @@ class Watch(fx.Interpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the graph on these inputs; the caller's grad mode is as before."""
-        with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
-            return super().run(*args, **kwargs)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
+                return super().run(*args, **kwargs)
+        finally:
+            # Autograd's nodes hold this object, by its hooks: what it holds of them is never freed.
+            self.env.clear()
+            self.args_iter = iter(())
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and record what it made."""
