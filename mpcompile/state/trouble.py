@@ -25,7 +25,7 @@ from .scale_search import after_backward, backward_running
 
 FIRST_LOOK = 4  # skipped steps in a row
 EVERY = 8  # generated steps between two reads of their count
-MOST_LOOKS = 256  # kept at a time: a loop may call the model without any step
+MOST_LOOKS = 64  # kept at a time, with their inputs: a loop may call the model without any step
 # A dynamic scale that has come down by this factor without a good step was not just too large.
 FALL = 2.0**-16
 
