@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
+from mpcompile.calls.watched_call import Look
+from mpcompile.observe.fault import Fault, Kind
 from mpcompile.observe.watch import Watch
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -196,3 +198,50 @@ def test_a_step_within_the_backward_is_judged_as_well() -> None:
         steep(y)(model(x)).backward()
     (event,) = repairs_of(model)
     assert all(f"linear_{i}" in event for i in range(1, DEPTH + 1))
+
+
+class Masked(nn.Module):
+    """Returns a mask that is meant to be infinite. The gradients fit at a small scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(x), torch.log(mask)
+
+
+def test_infinite_values_do_not_end_the_looking_while_the_scale_falls() -> None:
+    torch.manual_seed(0)
+    model = mixed(Masked(), loss_scale="grad_scaler")
+    mask = (torch.rand(8, 4) > 0.5).float()
+
+    def loss_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        out, bias = results
+        return torch.where(bias == 0, out, 0).square().mean() * 1e4
+
+    _, said = trained(model, loss_of, torch.randn(8, 16), mask, steps=24)  # type: ignore[arg-type]
+    assert said == []
+    assert 5 < loss_scale_of(model).skipped_steps < 20
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_what_is_in_fp32_already_is_no_advice(
+    monkeypatch: pytest.MonkeyPatch, repair: bool
+) -> None:
+    def fault(self: Look) -> Fault:
+        line = next(n for n in self.graph.plan.nodes if n.name == "linear_1")
+        assert line.precision == "FULL"
+        return Fault(Kind.BACKWARD, line, "a reason", pins=("linear_1",))
+
+    monkeypatch.setattr(Look, "fault", fault)
+    x, y = data()
+    model = mixed(
+        deep(), loss_scale=128.0, repair=repair, policy=Policy(nodes={"linear_1": "fp32"})
+    )
+    _, (warning,) = trained(model, steep(y), x, steps=8)
+    assert "linear_1 = aten::linear: a reason" in warning
+    assert "'linear_1'" not in warning
+    assert ("no operator can be kept" if repair else "No policy helps") in warning
+    assert "mpcompile.diagnose(model, inputs, loss_fn=...)" in warning
+    assert repairs_of(model) == ()

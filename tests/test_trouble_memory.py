@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ class Alive:
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alive]:
+def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
     monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
     seen, init, saw = Alive(), Watch.__init__, Watch.saw
 
@@ -72,7 +72,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alive]:
 
     monkeypatch.setattr(Watch, "__init__", started)
     monkeypatch.setattr(Watch, "saw", noted)
-    yield seen
+    return seen
 
 
 def _model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
