@@ -77,7 +77,7 @@ class InFP32:
                 into = [(results[i], grad) for i, grad in self._received.items()]
                 into = [(x, grad.to(x.dtype)) for x, grad in into if x.requires_grad]
                 if into:
-                    torch.autograd.backward(*map(list, zip(*into, strict=True)))
+                    torch.autograd.backward([x for x, _ in into], [grad for _, grad in into])
         except Exception:  # memory ran out, perhaps; what is known already has its use
             return Record(values=record.values) if record.values else None
         return record
