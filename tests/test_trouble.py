@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
 from mpcompile.ir.inputs import SCALE
-from mpcompile.ir.scale import ScaleState
+from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.observe.watch import Watch
 from mpcompile.state.live_scale import LiveScale
 from mpcompile.state.scale_search import after_backward
@@ -137,6 +137,7 @@ def test_steps_on_a_device_are_counted_now_and_then() -> None:
     counts = []
     for step in range(3 * EVERY):
         overflow = step >= 3  # three good steps, then none
+        live.forward_begins()
         state["skipped_steps"].add_(overflow)
         state["scale"].mul_(0.5 if overflow else 1.0)
         trouble.stepped()
@@ -144,6 +145,69 @@ def test_steps_on_a_device_are_counted_now_and_then() -> None:
     assert [counts[i] for i in (EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1)] == [0, EVERY, 2 * EVERY]
     assert trouble.pending
     assert trouble.before == 2.0**16
+
+
+class OnDevice:
+    """The generated steps of a loss scale, without a model."""
+
+    def __init__(self, state: ScaleState) -> None:
+        self.live = LiveScale(state)
+        self.trouble = Trouble(self.live)
+        self.trouble.judge = lambda: Verdict.WAIT
+        self.state = self.live.reside(torch.device("cpu"))
+
+    def run(self, overflows: str, *, optimizers: int = 1) -> None:
+        """One forward, and a step of each optimizer, for each letter: "x" overflows."""
+        for letter in overflows:
+            self.live.forward_begins()
+            for _ in range(optimizers):
+                self.state["skipped_steps"].add_(letter == "x")
+                self.trouble.stepped()
+
+
+@pytest.mark.parametrize("loaded", ["before", "between"])
+def test_what_a_loaded_run_has_skipped_is_no_trouble_of_this_one(loaded: str) -> None:
+    old = ScaleState(2.0**10, skipped_steps=100)
+    steps = OnDevice(old if loaded == "before" else ScaleState(2.0**16))
+    if loaded == "between":
+        steps.run("." * (EVERY + 3))
+        steps.live.set(old)
+    steps.run("." * 2 * EVERY)
+    assert steps.trouble.skipped == 0
+    assert not steps.trouble.pending
+
+
+def test_what_other_optimizers_skipped_before_the_first_generated_step_is_none_of_its() -> None:
+    steps = OnDevice(ScaleState(2.0**16))
+    for _ in range(2 * EVERY):
+        steps.live.forward_begins()
+        steps.live.settle(ScaleRule("static"), overflow=True)
+    steps.run("." * 2 * EVERY)
+    assert not steps.trouble.pending
+
+
+def test_two_generated_optimizers_of_one_forward_count_once() -> None:
+    steps = OnDevice(ScaleState(2.0**16))
+    steps.run("x" * (EVERY // 2), optimizers=2)
+    assert steps.trouble.skipped == 0  # too early to be asked
+    steps.run("x" * (EVERY // 2), optimizers=2)
+    assert steps.trouble.skipped == EVERY
+    steps = OnDevice(ScaleState(2.0**16))
+    steps.run("x." * EVERY, optimizers=2)
+    assert steps.trouble.skipped == 0  # half of the steps were good
+    assert not steps.trouble.pending
+
+
+def test_a_watched_generated_step_that_is_good_starts_the_count_anew() -> None:
+    steps = OnDevice(ScaleState(2.0**16))
+    steps.run("x" * EVERY)
+    assert steps.trouble.pending
+    assert steps.trouble.is_watched()
+    steps.trouble.looks.append("a look")
+    steps.run(".")
+    assert steps.trouble.skipped == 0
+    steps.run("...")
+    assert not steps.trouble.pending
 
 
 def test_after_a_backward() -> None:
@@ -250,6 +314,23 @@ def test_the_critic_of_a_repaired_generator_gets_its_scale_back() -> None:
     assert loss_scale_of(generator).value == 2.0**10
     # The critic's last bad backward, in the generator's step, counts once more, after the repair.
     assert loss_scale_of(critic).value == 2.0**9
+
+
+def test_the_scale_of_an_unrelated_model_is_left_where_it_is() -> None:
+    """It is on its way down by itself, while the other model is repaired."""
+    torch.manual_seed(0)
+    other = mpcompile(
+        nn.Linear(16, 4), dtype=torch.float16, emit="eager", loss_scale=LossScale.dynamic(2.0**16)
+    )
+    model = compiled(Activation, repair=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-9) for m in (other, model)]
+    for _ in range(FIRST_LOOK + 1):
+        for m, optimizer, size in zip((other, model), optimizers, (1e6, 1.0), strict=True):
+            optimizer.zero_grad()
+            (m(torch.randn(8, 16)).square().mean() * size).backward()
+            optimizer.step()
+    assert len(repairs_of(model)) == 1
+    assert loss_scale_of(other).value == 2.0 ** (16 - FIRST_LOOK - 1)
 
 
 def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:

@@ -22,6 +22,7 @@ from .watched_call import Look, Watched
 
 __all__ = ["judge"]
 
+_DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...)"
 _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows from what comes before
 
 
@@ -34,8 +35,12 @@ def judge(scale: LossScale) -> Verdict:
             scale.warn_of_floor()
         return Verdict.WAIT
     fault, graph = min(faults, key=lambda found: _ORDER.index(found[0].kind))
-    if fault.kind is Kind.BACKWARD and scale.trouble.may_still_fall(scale.rule):
+    # Behind a value that is meant to be infinite, a scale that is too high may be all there is.
+    at_lower_scale = fault.kind in (Kind.BACKWARD, Kind.OWN)
+    if at_lower_scale and scale.trouble.may_still_fall(scale.rule):
         return Verdict.WAIT
+    if fault.kind is Kind.BACKWARD:
+        fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
     if not graph.repair:
         _warn(scale, fault, _advice(fault))
         return Verdict.TOLD
@@ -54,7 +59,7 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
         "repair", logging.WARNING, "repaired", "after %(skipped)d skipped steps: %(fault)s",
         skipped=scale.trouble.skipped, fault=event, pins=list(pins),
     )  # fmt: skip
-    _restore()
+    _restore(scale)
     assert graph.code is not None
     reset_code(graph.code)
     return Verdict.REPAIRED
@@ -81,26 +86,36 @@ def _processes() -> int:
     return distributed.get_world_size() if grouped else 1
 
 
-def _restore() -> None:
-    """Set back each scale whose steps are being skipped (also of a critic behind the generator that
-    overflows) to where it was at its last good step: it was not the scale's fault. While its start
-    is searched for, a scale has not moved.
+def _restore(repaired: LossScale) -> None:
+    """Set back the scale, and those that it may have brought down with it, to where they were at
+    their last good step: it was not their fault. While its start is searched for, a scale has not
+    moved.
     """
     for scale in guard.scales():
         before = scale.trouble.before
-        if scale.trouble.skipped and before is not None and not scale.fitting:
+        mine = scale is repaired or _depends(scale, repaired)
+        if mine and scale.trouble.skipped and before is not None and not scale.fitting:
             state = dataclasses.replace(
                 scale.state, scale=float(before), good_steps=0, overflows_left=scale.hysteresis
             )
             scale.live.set(state)
 
 
+def _depends(scale: LossScale, other: LossScale) -> bool:
+    """Whether a scale's steps may be skipped for what the graphs of another one made: an optimizer
+    looks at both, or its graphs come behind another network, as a critic's behind a generator.
+    """
+    shared = set(scale.overflows.lookers) & set(other.overflows.lookers)
+    return bool(shared) or scale.open
+
+
 def _warn(scale: LossScale, fault: Fault, advice: str) -> None:
     lowest = scale.rule.dynamic and scale.value <= scale.min_scale
+    more = f" {_DIAGNOSE} shows all of it." if fault.kind is Kind.BACKWARD else ""
     at = f"at its floor ({scale.min_scale:g})" if lowest else f"{scale.value:g}"
     warnings.warn(
         f"{scale.trouble.skipped} optimizer steps in a row were skipped. What overflows first: "
-        f"{_named(fault)}. {advice}. The loss scale is {at}.",
+        f"{_named(fault)}. {advice}.{more} The loss scale is {at}.",
         MPCompileWarning,
         stacklevel=2,
     )
@@ -118,6 +133,12 @@ def _advice(fault: Fault) -> str:
         return "No policy helps against that"
     pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
     return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
+
+
+def _low(pins: Iterable[str], graph: Watched) -> tuple[str, ...]:
+    """Those that are not in FP32 already."""
+    full = {line.name for line in graph.plan.nodes if line.precision == "FULL"}
+    return tuple(name for name in pins if name not in full)
 
 
 def _reason(fault: Fault, name: str) -> str:

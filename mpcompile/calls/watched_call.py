@@ -1,9 +1,9 @@
 """A call of a scaled graph, run node by node in place of the compiled one.
 
 The results go to the caller as usual, so that the caller's own loss and backward complete the
-record. Beside it the captured graph runs once in FP32, forward alone, on the same inputs and random
-numbers: that shows which values don't fit the low dtype. Checkpoints are not folded back here, so
-this one step stores what they would not.
+record. If something in it was not finite, the captured graph runs once in FP32 after the step
+(`in_fp32.py`): that shows which values and gradients don't fit the low dtype. Checkpoints are not
+folded back here, so this one step stores what they would not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from .. import ir, logs
-from ..devices.generators import RandomState, unchanged
+from ..devices.generators import RandomState
 from ..inspect.graph_plan import GraphPlan
+from ..ir.inputs import GraphInputs
 from ..ir.places import Place, places
 from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
@@ -26,6 +27,7 @@ from ..observe.watch import Watch
 from ..pipeline import Kept
 from ..state.scale_search import backward_running
 from ..state.trouble import Trouble
+from .in_fp32 import InFP32
 
 __all__ = ["Look", "Watched"]
 
@@ -33,21 +35,32 @@ _SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # makes values or gradients
 
 
 class Look:
-    """What one watched call recorded, once its backward has run."""
+    """What one watched call recorded, once its backward has run.
 
-    def __init__(self, graph: Watched) -> None:
-        self.graph = graph
+    Args:
+        graph: the graph that was called.
+        again: the call in FP32.
+        scale: the loss scale that the call multiplied by: 0-d.
+    """
+
+    def __init__(self, graph: Watched, again: InFP32, scale: torch.Tensor) -> None:
+        self.graph, self.again, self.scale = graph, again, scale
         self.low = Record()
-        self.full: Record | None = None
 
     def fault(self) -> Fault | None:
         """The first node that made something that isn't finite."""
+        made = (*self.low.values.values(), *(step.passed_on for step in self.low.steps))
+        if not any(numbers.bad for numbers in made):
+            return None
         try:
-            found = find(self.graph.rewritten.graph, self.graph.plan, Runs(self.low, self.full))
+            runs = Runs(self.low, self.again.run(), scale=float(self.scale))
+            found = find(self.graph.rewritten.graph, self.graph.plan, runs)
         except Exception as error:  # of ours, in the middle of somebody's training
             text = "what a watched step recorded can't be read: %(error)s"
             logs.event("repair", logging.WARNING, "unread", text, error=_text(error))
             return None
+        if runs.full is None:  # then nobody knows what FP32 does
+            found = [fault for fault in found if fault.kind is not Kind.OWN]
         return next((fault for fault in found if fault.kind in _SERIOUS), None)
 
 
@@ -71,6 +84,7 @@ class Watched:
         targets = [target for n in graph.nodes if ir.is_op(n) for target in ir.written(n)]
         memory = {ir.storage(target) for target in targets} - {None}
         inputs = enumerate(graph.find_nodes(op="placeholder"))
+        self._inputs = GraphInputs.of(self.rewritten.graph)
         self._written = [i for i, n in inputs if ir.storage(n) in memory]
 
     def run(
@@ -86,38 +100,44 @@ class Watched:
             given: the caller's inputs, which the captured graph takes.
             trouble: takes the look.
         """
-        devices = {x.device for x in given if isinstance(x, torch.Tensor)}
-        random, before = RandomState(devices), self._copies(inputs)
-        look = Look(self)
+        random = RandomState({x.device for x in given if isinstance(x, torch.Tensor)})
+        before = self._copies(inputs)
         try:
-            with unchanged(devices):
-                look.full = self._in_fp32(given)
+            look = self._look(inputs, given, before, random)
             results = Watch(self.rewritten, look.low).run(*inputs)
+            look.again.watch(results)
         except Exception as error:  # whatever it is, it isn't the user's: training goes on
             if backward_running() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
-            text = "a graph can't be run node by node, so no step is watched: %(error)s"
-            logs.event("repair", logging.WARNING, "unwatched", text, error=_text(error))
-            trouble.give_up()
-            random.restore()
-            with torch.no_grad():
-                for i in self._written:
-                    if not torch.equal(inputs[i], before[i]):
-                        inputs[i].copy_(before[i])
-            return compiled(*inputs)
-        trouble.looks.append(look)
-        return results
+            why = _text(error)
+        else:
+            trouble.looks.append(look)
+            return results
+        # Outside of `except`: the error holds what the failed run has made, which may be out of
+        # memory.
+        text = "a graph can't be run node by node, so no step is watched: %(error)s"
+        logs.event("repair", logging.WARNING, "unwatched", text, error=why)
+        trouble.give_up()
+        random.restore()
+        with torch.no_grad():
+            for i in self._written:
+                if not torch.equal(inputs[i], before[i]):
+                    inputs[i].copy_(before[i])
+        return compiled(*inputs)
 
     def places(self, pins: Sequence[str]) -> dict[str, Place]:
         """The places of these nodes, by name; without those that a pass made of several."""
         known = places(self.captured.graph)
         return {name: known[name] for name in pins if name in known}
 
-    @torch.no_grad()
-    def _in_fp32(self, given: Sequence[Any]) -> Record:
-        record = Record()
-        Watch(self.captured, record).run(*self._copies(given))
-        return record
+    def _look(
+        self, inputs: Sequence[Any], given: Sequence[Any], before: Sequence[Any],
+        random: RandomState,
+    ) -> Look:  # fmt: skip
+        tracked = [isinstance(x, torch.Tensor) and x.requires_grad for x in given]
+        kept = [before[i] if i in self._written else x for i, x in enumerate(given)]
+        _, scale, _ = self._inputs.scaling_apart(inputs)
+        return Look(self, InFP32(self.captured, kept, tracked, random), scale)
 
     @torch.no_grad()
     def _copies(self, inputs: Sequence[Any]) -> list[Any]:
@@ -129,4 +149,6 @@ class Watched:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """An error in one line; torch.fx adds a dump of the graph."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"

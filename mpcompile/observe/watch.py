@@ -31,6 +31,7 @@ __all__ = [
     "Keeping",
     "Watch",
     "gradient_units",
+    "passed",
     "relative_error",
     "source_of_value",
 ]
@@ -45,8 +46,13 @@ class Watch(fx.Interpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the graph on these inputs; the caller's grad mode is as before."""
-        with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
-            return super().run(*args, **kwargs)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
+                return super().run(*args, **kwargs)
+        finally:
+            # Autograd's nodes hold this object, by its hooks: what it holds of them is never freed.
+            self.env.clear()
+            self.args_iter = iter(())
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and record what it made."""
@@ -153,7 +159,7 @@ class Keeping(Watch):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """As above; the gradients of parameters are recorded, too."""
-        return super().run(*map(_passed, args), **kwargs)
+        return super().run(*map(passed, args), **kwargs)
 
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record and keep a value."""
@@ -239,7 +245,7 @@ class Comparing(Watch):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """As above; the gradients of parameters are recorded, too."""
-        return super().run(*map(_passed, args), **kwargs)
+        return super().run(*map(passed, args), **kwargs)
 
     def saw(self, n: fx.Node, result: Any) -> None:
         """Record a value, and how far it is off."""
@@ -359,7 +365,10 @@ class _Pass(torch.autograd.Function):
         return grads[0]
 
 
-def _passed(value: Any) -> Any:
+def passed(value: Any) -> Any:
+    """An input of a run; the gradient of a leaf is recorded, too, if the run gets this in its
+    place. Writes to it reach the input.
+    """
     if not _is_float(value) or not value.requires_grad or not value.is_leaf:
         return value
     return _Pass.apply(value)  # type: ignore[no-untyped-call]

@@ -20,13 +20,14 @@ class LiveScale:
     Attributes:
         moves: grows whenever the scale may have changed: while it is equal, so is the scale.
         forwards: how many training forwards there were; the scale moves once for each.
+        replaced: how many times a state was loaded, or set back.
     """
 
     def __init__(self, state: ScaleState) -> None:
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
-        self.forwards = 0
+        self.forwards = self.replaced = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
@@ -41,6 +42,11 @@ class LiveScale:
         return ScaleState(**numbers)  # type: ignore[arg-type]
 
     @property
+    def skipped_before(self) -> int:
+        """How many steps were skipped before generated steps counted; known to the host."""
+        return self._numbers.skipped_steps
+
+    @property
     def scale(self) -> float:
         """The scale alone. Where it is kept on a GPU, this waits for it."""
         if not self._resident:
@@ -49,6 +55,7 @@ class LiveScale:
 
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
+        self.replaced += 1
         self._log.start_at(state.scale, state.skipped_steps)
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from .scale_search import after_backward, backward_running
 
 FIRST_LOOK = 4  # skipped steps in a row
 EVERY = 8  # generated steps between two reads of their count
-MOST_LOOKS = 256  # kept at a time: a loop may call the model without any step
+MOST_LOOKS = 64  # kept at a time, with their inputs: a loop may call the model without any step
 # A dynamic scale that has come down by this factor without a good step was not just too large.
 FALL = 2.0**-16
 
@@ -88,16 +88,18 @@ class Trouble:
         self._after_step()
 
     def stepped(self) -> None:
-        """A generated step has run; whether it was skipped is known to the device."""
+        """A generated step has run; whether it was skipped is known to the device. Several steps of
+        one forward count once.
+        """
         if self.judge is None:
             return
         window = self._device.stepped()
         if window is not None:
-            steps, skipped, start = window
-            if skipped < steps:
+            forwards, all_skipped, start = window
+            if not all_skipped:
                 self.skipped, self._next, self.before = 0, FIRST_LOOK, start
             else:
-                self.skipped += steps
+                self.skipped += forwards
                 self.before = start if self.before is None else self.before
         self._after_step()
 
@@ -128,7 +130,9 @@ class Trouble:
         """Judge what was recorded, if the step was skipped."""
         assert self.judge is not None
         self.pending = self._watching = self._over = False
-        if self.looks and self._live.state.skipped_steps != self._count:
+        if self._live.state.skipped_steps == self._count:
+            self.skipped, self._next = 0, FIRST_LOOK
+        elif self.looks:
             verdict = self.judge()
             self._told |= verdict is Verdict.TOLD
             if verdict is Verdict.REPAIRED:
@@ -164,17 +168,28 @@ class _OnDevice:
 
     def __init__(self, live: LiveScale) -> None:
         self._live = live
-        self._steps = self._asked = self._known = self._skipped = 0
+        self._replaced = -1  # the first step starts the count
+
+    def _restart(self) -> None:
+        """Count from here on: what was skipped before, or in a run that was loaded, is known."""
+        self._now = self._asked = self._known = _Steps()
+        self._forward, self._replaced = -1, self._live.replaced
+        self._skipped = self._live.skipped_before
         self._arriving: Later | None = None
         self._scale: torch.Tensor | None = None  # at the start of the steps being counted
 
-    def stepped(self) -> tuple[int, int, torch.Tensor] | None:
-        """Count a step. Once in a while returns how many steps there were since the last time, how
-        many of them were skipped, and the scale at their start.
+    def stepped(self) -> tuple[int, bool, torch.Tensor] | None:
+        """Count a step. Once in a while returns how many forwards had steps since the last time,
+        whether all of these were skipped, and the scale at their start.
         """
-        self._steps += 1
+        if self._replaced != self._live.replaced:
+            self._restart()
+        new = self._forward != self._live.forwards
+        self._forward = self._live.forwards
+        self._now = _Steps(self._now.taken + 1, self._now.forwards + new)
         if self._arriving is None:
-            if self._steps - self._asked < EVERY and self._scale is not None:
+            due = self._now.forwards - self._asked.forwards >= EVERY
+            if not due and self._scale is not None:
                 return None
             count, scale = self._live.resident("skipped_steps"), self._live.resident("scale")
             if count is None or scale is None:
@@ -182,12 +197,20 @@ class _OnDevice:
             if self._scale is None:
                 self._scale = scale.clone()
                 return None
-            self._asked, self._arriving = self._steps, Later(count)
+            self._asked, self._arriving = self._now, Later(count)
             self._start, self._scale = self._scale, scale.clone()
         number = self._arriving.read()
         if number is None:
             return None
         self._arriving = None
-        window = self._asked - self._known, int(number) - self._skipped, self._start
+        taken, skipped = self._asked.taken - self._known.taken, int(number) - self._skipped
+        window = self._asked.forwards - self._known.forwards, skipped >= taken, self._start
         self._known, self._skipped = self._asked, int(number)
         return window
+
+
+class _Steps(NamedTuple):
+    """How many generated steps were taken, of how many forwards."""
+
+    taken: int = 0
+    forwards: int = 0
