@@ -113,9 +113,11 @@ def _warn(scale: LossScale, fault: Fault, advice: str) -> None:
     lowest = scale.rule.dynamic and scale.value <= scale.min_scale
     more = f" {_DIAGNOSE} shows all of it." if fault.kind is Kind.BACKWARD else ""
     at = f"at its floor ({scale.min_scale:g})" if lowest else f"{scale.value:g}"
+    steps = scale.trouble.skipped
+    skipped = f"{steps} optimizer steps in a row were" if steps > 1 else "An optimizer step was"
     warnings.warn(
-        f"{scale.trouble.skipped} optimizer steps in a row were skipped. What overflows first: "
-        f"{_named(fault)}. {advice}.{more} The loss scale is {at}.",
+        f"{skipped} skipped. What overflows first: {_named(fault)}. {advice}.{more} "
+        f"The loss scale is {at}.",
         MPCompileWarning,
         stacklevel=2,
     )

@@ -92,7 +92,9 @@ def _too_large(case: Case) -> Iterator[str]:
 
 
 def own(case: Case) -> Fault | None:
-    """The first value that FP32 makes infinite or NaN as well, if that does harm."""
+    """The first value that FP32 is known to make infinite or NaN as well, if that does harm."""
+    if case.runs.full is None:
+        return None
     results = [x for x in pytree.tree_leaves(case.graph.output_node().args) if _is_node(x)]
     loss = case.runs.loss
     harm = any(case.value(x).nans for x in results)
