@@ -336,7 +336,7 @@ def test_the_file_in_the_guide(tmp_path: Path) -> None:
     assert op  # registers mylib::op
     (shown,) = re.findall(r"^```toml\n(.*?)^```$", USAGE.read_text(), re.M | re.S)
     (tmp_path / "pins.toml").write_text(shown)
-    (block,) = (block for block in blocks(USAGE) if "policy.save(" in block)
+    (block,) = (block for block in blocks(USAGE) if "policy = Policy(" in block)
     written = re.search(r"^policy = (Policy\(.*?^\))", block, re.M | re.S)
     assert written is not None
     assert Policy.load(tmp_path / "pins.toml") == eval(written[1])
