@@ -28,12 +28,12 @@ def rendered(
     """A page.
 
     Args:
-        template: its HTML; it may include or import others from its folder.
+        template: its HTML; it may include others from its folder and this one (`head.html`).
         styles, scripts: the files whose text becomes its one style and its one script.
         **values: what the template reads.
     """
     environment = Environment(
-        loader=FileSystemLoader(template.parent),
+        loader=FileSystemLoader([template.parent, HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
