@@ -37,6 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
+REDUCTIONS = ("auto", "low", "fp32")
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 
@@ -195,6 +196,11 @@ class Settings:
         'fit), "none", a number, or a `LossScale`. BF16 needs none and gets none unless you give '
         "a `LossScale`.",
     )  # fmt: skip
+    reduce: str = _choice(
+        "auto", REDUCTIONS,
+        "the dtype in which data-parallel processes exchange gradients and FSDP's shards of "
+        'matrices: "low" (half the bytes), "fp32", or "auto": low at O2 and O3.',
+    )  # fmt: skip
     pad: str = _choice(
         "auto", PADS,
         '"auto" pads odd dims of matrix products where that pays on the device, "always" '
@@ -240,6 +246,12 @@ class Settings:
     )
     scale_any_dtype: bool = False
     names: Names = nobody
+
+    @property
+    def reduces_low(self) -> bool:
+        """Whether processes exchange gradients in the low dtype."""
+        low_by_default = self.level in (Level.O2, Level.O3)
+        return self.reduce == "low" or (self.reduce == "auto" and low_by_default)
 
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:

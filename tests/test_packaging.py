@@ -34,7 +34,7 @@ PASSES = ROOT / "passes"
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
-    {"devices"},
+    {"devices", "ranks"},
     {"operators"},
     {"profile"},
     {"rules"},
