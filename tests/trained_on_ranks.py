@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 
@@ -86,6 +87,9 @@ class Training:
         if way.generated:
             self.optimizer = MPOptimizer(self.optimizer, emit="eager")
 
+    def before_backward(self) -> None:
+        """For what happens in the middle of a step."""
+
     @property
     def scale(self) -> LossScale:
         return loss_scale_of(self.net)
@@ -99,6 +103,7 @@ class Training:
             mine = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(x[mine]), y[mine])
+            self.before_backward()
             (loss * (1e30 if step == OVERFLOWS else 1)).backward()
             self.optimizer.step()
 
@@ -122,3 +127,9 @@ class Training:
         options = StateDictOptions(full_state_dict=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer, "scale": self.scale.state_dict()}
+
+
+def leaves(state: Any) -> list[tuple[Any, Any]]:
+    """Each tensor as a list of its numbers, so that `==` compares bit for bit."""
+    found, _ = pytree.tree_flatten_with_path(state)
+    return [(path, v.tolist() if isinstance(v, torch.Tensor) else v) for path, v in found]
