@@ -84,15 +84,28 @@ def holders() -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def process_groups(tensors: Iterable[torch.Tensor]) -> list[tuple[dist.ProcessGroup, torch.device]]:
-    """The process groups over which the DTensors among these are distributed, each once, in the
-    order of the tensors; and the device on which each communicates.
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that hold shards of some parameters.
+
+    Attributes:
+        groups: the process groups that connect them; none for plain parameters.
+        device: the kind of device whose tensors the groups exchange.
     """
-    found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
-    for mesh in dict.fromkeys(m for t in tensors if (m := getattr(t, "device_mesh", None))):
-        for group in mesh.get_all_groups():
-            found.setdefault(group.group_name, (group, torch.device(mesh.device_type)))
-    return list(found.values())
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    device: torch.device = torch.device("cpu")
+
+
+def ranks_of(tensors: Iterable[torch.Tensor]) -> Ranks:
+    """The ranks that hold parts of the DTensors among these."""
+    found = dict.fromkeys(getattr(t, "device_mesh", None) for t in tensors)
+    meshes = [mesh for mesh in found if mesh is not None]
+    if not meshes:
+        return Ranks()
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    distinct = {group.group_name: group for group in groups}
+    return Ranks(tuple(distinct.values()), torch.device(meshes[0].device_type))
 
 
 def _state_of(module: nn.Module) -> Any:
