@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..ranks import fsdp
@@ -132,7 +133,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     for scale, answer in answers.items():
         scale.settle(answer)
     skip = upstream or any(answers.values())
-    skip |= asked and _upstream_overflowed(optimizer, after, bad, alike=_sharded(others))
+    skip |= asked and _upstream_overflowed(optimizer, after, bad)
     if skip:
         optimizers.state_of(optimizer).hidden += gradients
         for parameter, _ in gradients:
@@ -163,8 +164,9 @@ def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
     return together.tolist()  # type: ignore[no-any-return]
 
 
-def _sharded(gradients: Sequence[torch.Tensor]) -> bool:
-    return any(hasattr(gradient, "device_mesh") for gradient in gradients)
+def _alike() -> bool:
+    """Whether other ranks train the same parameters, so that all must decide alike."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _upstream_of(
@@ -173,34 +175,30 @@ def _upstream_of(
     """The scales of graphs that read none of the optimizer's parameters, have run backward since
     its last look, and may come after its other parameters (a critic after its generator).
     """
-    state, alike = optimizers.state_of(optimizer), _sharded(others)
-    before = [s for s in set(_live).difference(own) if s.open or alike] if others else []
-    return [s for s in before if s.overflows.count().passes > state.looks.get(s, Count()).passes]
+    looks = optimizers.state_of(optimizer).looks
+    before = [s for s in set(_live).difference(own) if s.open] if others else []
+    return [s for s in before if s.overflows.count().passes > looks.get(s, Count()).passes]
 
 
-def _upstream_overflowed(
-    optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool, *, alike: bool
-) -> bool:
+def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool) -> bool:
     """Whether gradients of parameters that no graph reads came out of an overflow in some graph.
 
     Args:
         ran: see `_upstream_of`.
         overflow: whether one of these gradients is not finite.
-        alike: all ranks must decide alike, but the count of overflows is this rank's own. So the
-            gradients alone decide, and they move the scale.
     """
     state = optimizers.state_of(optimizer)
     if not ran and not state.poisoned:
         return False
-    if alike:
-        for scale in ran:
-            look(optimizer, scale)
-            scale.settle(overflow)
-        return overflow
     looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]
     if not overflow:
         state.poisoned = False
         return False
+    if _alike():  # the gradients are the same on all ranks, but each counts its own overflows
+        for scale in ran:
+            scale.settle(True)
+        state.poisoned = True
+        return True
     guilty = [scale for scale, overflows in looked if overflows is not None and bool(overflows)]
     for scale in guilty:
         scale.skip_for()
