@@ -22,10 +22,13 @@ class Later:
             self._mirror.copy_(value, non_blocking=True)
             self._event = device.record_event()
 
-    def read(self, *, wait: bool = False) -> int | float | bool | None:
-        """The number, or None if it has not arrived yet and this is not to wait for it."""
-        if wait and self._event is not None:
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> int | float | bool | None:
+        """The number, or None if it has not arrived yet."""
         if self._event is not None and not self._event.query():
             return None
         # Read the memory directly: the tensor's `.item()` would synchronise.

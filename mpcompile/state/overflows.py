@@ -4,6 +4,9 @@ Each scaled graph has one more input, a 0-d leaf. Its "gradient" is nonzero if a
 the graph was not finite. Autograd adds it up over the graphs of one backward pass, and the count is
 taken from it. The count is never reset, so one optimizer's look hides no overflow from the next:
 each optimizer remembers how far the count had come when it looked.
+
+Where DistributedDataParallel averages the gradients, one rank's leaf is not asked: the averages are
+(`reductions.py`), which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
 from ..ranks.agree import all_max
 from ..ranks.fsdp import Ranks
 from .async_read import Later
+
+if TYPE_CHECKING:
+    from .reductions import Reduction
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Overflows:
     Attributes:
         void: overflows before this count left no gradients behind in the parameters.
         lookers: the optimizers that look at this count.
+        reductions: those that average gradients of the graphs; they are counted behind these.
         ranks: those that hold shards of the parameters: each counts its own overflows, and what is
             concluded from them here is made common to all.
     """
@@ -66,14 +74,65 @@ class Overflows:
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ranks = Ranks()
         self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
+        self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
 
     def leaf(self, device: torch.device) -> torch.Tensor:
         """The input of the graphs on this device whose "gradient" is counted: 0-d FP32."""
-        if device not in self._leaves:
-            self._leaves[device] = torch.zeros(
-                (), dtype=torch.float32, device=device, requires_grad=True
-            )
-        return self._leaves[device]
+        leaf = self._leaves.get(device)
+        if leaf is None:
+            leaf = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
+            self._leaves[device] = leaf
+            if self._hooks:
+                self._leave_alone(leaf)
+        return leaf
+
+    # -- behind a reduction -----------------------------------------------------------------------
+
+    def leave_to(self, reduction: Reduction) -> None:
+        """Count in the gradients behind this reduction from now on, not in the graphs."""
+        if reduction not in self.reductions:
+            self.reductions.add(reduction)
+            if not self._hooks:
+                for leaf in self._leaves.values():
+                    self._leave_alone(leaf)
+
+    def _leave_alone(self, leaf: torch.Tensor) -> None:
+        leaf.grad = None
+        me = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def arrived(leaf: torch.Tensor) -> None:
+            overflows = me()
+            if overflows is not None and overflows._await_reductions():
+                leaf.grad = None
+
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
+
+    def _await_reductions(self) -> bool:
+        """A graph runs backward. Returns whether its overflows are counted behind a reduction."""
+        reductions = list(self.reductions)
+        for reduction in reductions:
+            reduction.backward_runs()
+        if not reductions:  # the last module has gone
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        return bool(reductions)
+
+    def saw_reduced(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Count a backward whose gradients have been averaged over ranks: these."""
+        self._add(any_nonfinite(gradients))
+
+    def _add(self, *overflowed: torch.Tensor) -> None:
+        """Count one backward pass, with a 0-d bool for each device that ran it."""
+        total = self._count.overflows
+        for flag in overflowed:
+            one = flag.to(torch.int64)
+            total = one if total is None else total + one.to(total.device)
+        self._count = Count(self._count.passes + 1, total)
+
+    # -- the count --------------------------------------------------------------------------------
 
     def watch(self, parameters: Iterable[torch.Tensor], ranks: Ranks = Ranks()) -> None:
         """Note parameters whose gradients come out of the graphs, and the ranks they lie on."""
@@ -86,17 +145,15 @@ class Overflows:
         """How far the backward passes have come by now."""
         flags = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         if flags:
-            total = self._count.overflows
             for leaf in self._leaves.values():
                 leaf.grad = None
-            for flag in flags:
-                one = flag > 0
-                total = one.to(torch.int64) if total is None else total + one.to(total.device)
-            self._count = Count(self._count.passes + 1, total)
+            self._add(*(flag > 0 for flag in flags))
         return self._count
 
     def saw(self, gradients: Sequence[torch.Tensor]) -> None:
         """Count an overflow in gradients that are multiplied by the scale as they leave a graph."""
+        if self._hooks and self._await_reductions():
+            return
         for leaf in self._leaves.values():
             flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
             leaf.grad = flag if leaf.grad is None else leaf.grad + flag
@@ -140,11 +197,10 @@ class Overflows:
             self._looked = count
             if not accumulating:
                 self.void = count
-            # Ranks that act alike must not ask when it has arrived.
-            wait = bool(self.ranks.groups)
-            while self._arriving and (
-                overflows := self._arriving[0][0].read(wait=wait)
-            ) is not None:
+            if self.reductions or self.ranks.groups:  # on all ranks in the same forward
+                for later, _ in self._arriving:
+                    later.wait()
+            while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
                 _, held = self._arriving.pop(0)
                 if overflows:
                     self._check_parameters()
