@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
+from ..ranks.agree import all_max
+from ..ranks.fsdp import Ranks
 from .async_read import Later
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Overflows:
         void: overflows before this count left no gradients behind in the parameters.
         lookers: the optimizers that look at this count.
         reductions: those that average gradients of the graphs; they are counted behind these.
+        ranks: those that hold shards of the parameters: each counts its own overflows, and what is
+            concluded from them here is made common to all.
     """
 
     def __init__(self) -> None:
@@ -68,6 +72,7 @@ class Overflows:
         self._by_hand = Count()  # at the last handwritten update
         self.void = Count()
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ranks = Ranks()
         self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
         self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
@@ -129,8 +134,10 @@ class Overflows:
 
     # -- the count --------------------------------------------------------------------------------
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note parameters whose gradients come out of the graphs."""
+    def watch(self, parameters: Iterable[torch.Tensor], ranks: Ranks = Ranks()) -> None:
+        """Note parameters whose gradients come out of the graphs, and the ranks they lie on."""
+        groups = dict.fromkeys((*self.ranks.groups, *ranks.groups))
+        self.ranks = Ranks(tuple(groups), ranks.device)
         for parameter in parameters:
             self._parameters[parameter] = True
 
@@ -164,7 +171,10 @@ class Overflows:
         count = self.count()
         new = count.since(self._by_hand.or_later(self.void))
         self._by_hand = count
-        return bool(any_nonfinite(gradients)) or (new is not None and bool(new))
+        overflow = any_nonfinite(gradients)
+        if new is not None:
+            overflow = overflow.to(new.device) | (new > 0)
+        return bool(self._on_any_rank(overflow))
 
     # -- backward passes that no optimizer's step checked ------------------------------------------
 
@@ -183,11 +193,11 @@ class Overflows:
         if self._arriving or count.passes != self._looked.passes:
             accumulating = self._accumulating()
             if (new := count.since(self._looked)) is not None:
-                self._arriving.append((Later(new), accumulating))
+                self._arriving.append((Later(self._on_any_rank(new)), accumulating))
             self._looked = count
             if not accumulating:
                 self.void = count
-            if self.reductions:  # on all ranks in the same forward, whenever it arrives
+            if self.reductions or self.ranks.groups:  # on all ranks in the same forward
                 for later, _ in self._arriving:
                     later.wait()
             while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
@@ -200,12 +210,18 @@ class Overflows:
         ):
             self.void = count  # some optimizer may have looked during the backward
 
+    def _on_any_rank(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of this 0-d number on all ranks."""
+        if not self.ranks.groups:
+            return number
+        return all_max(number.to(self.ranks.device, torch.int64), self.ranks.groups)
+
     def _accumulating(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p in self._parameters:
+        for p in map(_local, self._parameters):
             held = p.untyped_storage().size() > 0  # FSDP frees a parameter between uses
             if held and not bool(p.isfinite().all()):
                 raise MPCompileError(
@@ -216,16 +232,21 @@ class Overflows:
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether some element of some gradient is inf or nan: 0-d bool; for DTensors, over all ranks.
+    """Whether some element of some gradient is inf or nan: 0-d bool; of a DTensor, some element
+    that this rank holds.
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    own = map(_local, gradients)
+    dense = [g.coalesce().values() if g.is_sparse else g for g in own]
     dense = [g for g in dense if g.numel() > 0]
     if not dense:
         return torch.tensor(False)
     # The largest magnitude of all elements is inf or nan exactly if some element is.
-    norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
-    full = getattr(norm, "full_tensor", None)  # of a DTensor: all ranks must decide alike
-    whole: torch.Tensor = norm if full is None else full()
-    return whole.isfinite().logical_not()
+    return torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite().logical_not()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor (torch 2.13)
+    return held
