@@ -17,10 +17,13 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-def torchrun(*arguments: str, restarts: int = 0) -> str:
-    """Two ranks of a program; returns what they and the agent print."""
+def torchrun(*arguments: str, restarts: int) -> None:
+    """Two ranks of a program, which torchrun's elastic agent may start anew."""
     path = os.pathsep.join([str(HERE), str(HERE.parent)])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPCOMPILE_PROFILE": "none"}
+    # A store of its own for each start. In the one that torchrun shares between them, gloo may find
+    # the addresses of the ranks that were killed (torch 2.13, dynamic_rendezvous.py).
+    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*agent, f"--max-restarts={restarts}", "--monitor-interval=0.1", *arguments],
@@ -28,7 +31,6 @@ def torchrun(*arguments: str, restarts: int = 0) -> str:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
 
 
 SLOW = pytest.mark.slow
@@ -40,11 +42,11 @@ CASES = [
 
 @pytest.mark.parametrize("way", CASES)
 def test_a_killed_rank(way: Way, tmp_path: Path) -> None:
-    said = torchrun(str(HERE / "elastic_program.py"), str(tmp_path), str(way), restarts=2)
-    assert "Signal 9 (SIGKILL)" in said
+    torchrun(str(HERE / "elastic_program.py"), str(tmp_path), str(way), restarts=2)
+    assert (tmp_path / "died").exists()
     for rank in range(2):
         found = torch.load(tmp_path / f"end_{rank}.pt", weights_only=True)
-        assert found["start"] == 4
+        assert found["start"] == 4  # the last checkpoint before it was killed
         assert leaves(found["resumed"]) == leaves(found["straight"])
         scale = found["straight"]["scale"]
         # Halved by the overflow in step 1; doubled after steps 2 to 4, and not yet after 5 and 6.
