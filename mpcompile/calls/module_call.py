@@ -150,7 +150,10 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
-        if not torch.compiler.is_compiling() and (engines := fsdp.engines(self._module)) != self._engines:
+        if (
+            not torch.compiler.is_compiling()
+            and (engines := fsdp.engines(self._module)) != self._engines
+        ):
             self._engines = engines
             sharded = self._sharded_now()
             if sharded != self._sharded:

@@ -124,6 +124,8 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     before = [scale for scale in own if scale.open]
     after = _upstream_of(optimizer, others, own)
     asked = bool(before or after or optimizers.state_of(optimizer).poisoned) and bool(others)
+    if not own and not asked:
+        return
     found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
     *overflowed, bad = _common([*found, any_nonfinite(others if asked else ())], ranks)
     answers = dict(zip(own, overflowed, strict=True))
