@@ -1,4 +1,4 @@
-"""Trainings of a small model that FSDP2 shards, beside one process with the batches of all ranks."""
+"""Trainings of a small model that FSDP2 shards, beside one process with all ranks' batches."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _clipped_by_value(rank: int) -> None:
         run.step()
         before = [p.detach().clone() for p in run.model.parameters()]
         run.backward(run.batches(), OVERFLOW if rank == 1 else 1.0)
-            for p in run.model.parameters():
+        for p in run.model.parameters():
             assert p.grad is not None
             p.grad.to_local().nan_to_num_(nan=0.5, posinf=0.5, neginf=-0.5)  # type: ignore[attr-defined]
         run.optimizer.step()
