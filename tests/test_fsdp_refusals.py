@@ -1,4 +1,4 @@
-"""What mpcompile can't train under torch's sharding engines is refused, before it trains wrongly."""
+"""What mpcompile can't train under torch's sharding engines is refused, not trained wrongly."""
 
 from __future__ import annotations
 
