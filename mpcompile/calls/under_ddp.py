@@ -37,10 +37,7 @@ def noticing_ddp(
             graph.
     """
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
-    fits = low is torch.bfloat16 or scale is not None  # an unscaled FP16 gradient might overflow
-    wish = None
-    if low is not None and fits:
-        wish = reductions.Low(low, scale if low is torch.float16 else None)
+    wish = reductions.gradients_in(low, scale)
 
     def run(*args: Any) -> Any:
         module = ddp.active()

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import copies, guard, optimizers, reductions
+from . import copies, guard, optimizers, reductions, shardings
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def register() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    reductions.before_step(optimizer)
+    _agree(optimizer)
     if optimizers.state_of(optimizer).skips_by_itself:
         return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -47,10 +47,16 @@ def _before_step(
     return (args[0], *args[2:]), {**kwargs, "closure": checked}
 
 
+def _agree(optimizer: Optimizer) -> None:
+    """Let ranks agree on what is open between them."""
+    reductions.before_step(optimizer)
+    shardings.before_step(optimizer)
+
+
 def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         loss = closure()
-        reductions.before_step(optimizer)
+        _agree(optimizer)
         _check_gradients(optimizer)
         return loss
 

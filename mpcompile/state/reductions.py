@@ -46,6 +46,23 @@ class Low:
     dtype: torch.dtype
     scale: LossScale | None
 
+    def multiplier(self, device: torch.device) -> torch.Tensor | float | None:
+        """What it is multiplied by: 1, or 0-d FP32 on `device`; None while ranks have not agreed on
+        the scale (it was loaded), so that it must travel in FP32.
+        """
+        if self.scale is None:
+            return 1.0
+        return self.scale.live.tensor(device, shared=False) if self.scale.agreed else None
+
+
+def gradients_in(low: torch.dtype | None, scale: LossScale | None) -> Low | None:
+    """How gradients may travel that a graph of this scale makes, if they are to in `low`. Without a
+    scale they might overflow FP16.
+    """
+    if low is torch.float16:
+        return None if scale is None else Low(low, scale)
+    return None if low is None else Low(low, None)
+
 
 def enter(
     module: DistributedDataParallel,
