@@ -109,7 +109,231 @@ def _two(rank: int) -> None:
     for make in (adamw, momentum, amsgrad):
         for norm in (None, 0.05):
             train(rank, 2, make, norm)
+    checkpoint(rank)
+    refusals()
+
+
+def test_two_ranks_follow_one_process() -> None:
+    on_each_rank(_two)
+
+
+def _four(rank: int) -> None:
+    train(rank, 4, adamw, 0.05)  # rank 3 has no row of `fc2`
+    tensor_parallel(rank)
+    replicated_and_sharded(rank)
+    on_parts_of_a_mesh(rank)
+
+
+def test_four_ranks() -> None:
+    on_each_rank(_four, ranks=4)
+
+
+def _inductor(rank: int) -> None:
+    train(rank, 2, adamw, 0.05, emit="inductor")
+
+
+def test_inductor() -> None:
+    on_each_rank(_inductor)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def checkpoint(rank: int) -> None:
+    """The state is as plain AdamW keeps it: it is saved, and goes on in either kind."""
+    start = Net()
+    data = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(2 + rank))
+
+    def go_on(net: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Tensor) -> Any:
+        for batch in batches:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+        return whole(net.parameters())
+
+    def made(kind: type, of: nn.Module = start) -> Any:
+        net = copy.deepcopy(of)
+        fully_shard(net)
+        plain = adamw(net.parameters())
+        if kind is not MPOptimizer:
+            return net, plain
+        scale = LossScale.dynamic(init_scale=8.0)
+        return net, MPOptimizer(plain, emit="eager", loss_scale=scale, max_grad_norm=100.0)
+
+    net, optimizer = made(MPOptimizer)
+    go_on(net, optimizer, data[:2])
+    weight = net.fc1.weight
+    entry = optimizer.state[weight]["exp_avg"]
+    assert isinstance(entry, DTensor)
+    assert entry.placements == weight.placements
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+    wanted = go_on(net, optimizer, data[2:])
+    for kind in (MPOptimizer, torch.optim.AdamW):
+        other, resumed = made(kind)
+        other.load_state_dict(weights)
+        theirs = {k: v for k, v in saved.items() if kind is MPOptimizer or k != "loss_scale"}
+        resumed.load_state_dict(copy.deepcopy(theirs))  # it keeps the tensors that it is given
+        torch.testing.assert_close(go_on(other, resumed, data[2:]), wanted, rtol=1e-5, atol=1e-7)
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+
+def _distributed(net: nn.Module, mesh: Any, placements: dict[str, tuple[Any, ...]]) -> None:
+    """Make each parameter a DTensor."""
+    for name, parameter in list(net.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        sharded = distribute_tensor(parameter.detach(), mesh, placements[name])
+        setattr(net.get_submodule(owner), last, nn.Parameter(sharded))
+
+
+def follows(
+    net: nn.Module, reference: nn.Module, norm: float | None, make: Make = adamw
+) -> None:
+    """Two steps on gradients made by hand; the second overflows on one rank, the third does not."""
+    scale = LossScale.dynamic(init_scale=8.0)
+    mine = MPOptimizer(
+        make(net.parameters()), emit="eager", loss_scale=scale, max_grad_norm=norm
+    )
+    plain = make(reference.parameters())
+    generator = torch.Generator().manual_seed(3)
+    for step in range(3):
+        for p, r in zip(net.parameters(), reference.parameters(), strict=True):
+            r.grad = torch.randn(r.shape, generator=generator)
+            p.grad = r.grad.clone()
+            if isinstance(p, DTensor):
+                p.grad = distribute_tensor(r.grad, p.device_mesh, p.placements)
+        if step == 1 and dist.get_rank() == 2:
+            next(g for p in net.parameters() if isinstance(g := p.grad, DTensor)).to_local().fill_(
+                torch.nan
+            )
+        mine.step()
+        assert bool(mine.skipped) == (step == 1)
+        if step != 1:
+            if norm is not None:
+                wanted = nn.utils.clip_grad_norm_(reference.parameters(), norm)
+                torch.testing.assert_close(mine.grad_norm, wanted)
+            plain.step()
+    assert scale.value == 4.0
+    torch.testing.assert_close(whole(net.parameters()), whole(reference.parameters()))
+
+
+BY_ROW = {"fc1.weight": Shard(0), "fc1.bias": Shard(0), "fc2.weight": Shard(1),
+          "fc2.bias": Replicate()}  # fmt: skip
+
+
+def tensor_parallel(rank: int) -> None:
+    """Column- and row-wise, one parameter whole on each rank; and with plain parameters beside."""
+    mesh = init_device_mesh("cpu", (4,))
+    net = Net()
+    reference = copy.deepcopy(net)
+    _distributed(net, mesh, {name: (placement,) for name, placement in BY_ROW.items()})
+    begun = copy.deepcopy(reference)
+    follows(net, reference, norm=0.5)
+    net, reference = copy.deepcopy(begun), copy.deepcopy(begun)
+    _distributed(net, mesh, {name: (placement,) for name, placement in BY_ROW.items()})
+    follows(net, reference, norm=0.5, make=LateState)
+    net, reference = copy.deepcopy(begun), copy.deepcopy(begun)
+    _distributed(net.fc1, mesh, {"weight": (Shard(0),), "bias": (Shard(0),)})
+    with pytest.raises(MPCompileError, match="max_grad_norm needs the norm over all processes"):
+        MPOptimizer(adamw(net.parameters()), max_grad_norm=1.0)
+    follows(net, reference, norm=None)
+
+
+def replicated_and_sharded(rank: int) -> None:
+    """HSDP; and FSDP over tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = Net()
+    reference = copy.deepcopy(net)
+    fully_shard(net, mesh=mesh)
+    follows(net, reference, norm=0.5)
+    net = copy.deepcopy(reference)
+    _distributed(net, mesh, {name: (Shard(0), placement) for name, placement in BY_ROW.items()})
+    follows(net, reference, norm=0.5)
+
+
+def on_parts_of_a_mesh(rank: int) -> None:
+    """A parameter on one row of the mesh beside one on all of it: flags agree on the whole mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = Net()
+    reference = copy.deepcopy(net)
+    _distributed(net.fc1, mesh["data"], {"weight": (Shard(0),), "bias": (Shard(0),)})
+    _distributed(net.fc2, mesh, {"weight": (Shard(0), Shard(1)), "bias": (Shard(0), Replicate())})
+    with pytest.raises(MPCompileError, match="max_grad_norm needs the norm over all processes"):
+        MPOptimizer(adamw(net.parameters()), max_grad_norm=1.0)
+    follows(net, reference, norm=None)
+    net = copy.deepcopy(reference)
+    _distributed(net.fc1, mesh["data"], {"weight": (Shard(0),), "bias": (Shard(0),)})
+    _distributed(net.fc2, mesh["tensor"], {"weight": (Shard(0),), "bias": (Shard(0),)})
+    with pytest.raises(MPCompileError, match="of which neither contains the other"):
+        MPOptimizer(adamw(net.parameters()))
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+class Normalised(torch.optim.Optimizer):
+    """Divides each gradient by its own norm, as LAMB and LARS do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
+
+
+class ByPosition(Normalised):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = torch.arange(p.shape[-1], dtype=p.dtype)
+                p.sub_(p.grad * rows)
+
+
+class WholeState(Normalised):
+    """Its state is a plain tensor of the whole parameter's shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("seen", torch.zeros(p.shape))
+                p.sub_(p.grad)
+
+
+class LateState(Normalised):
+    """Makes its state inside its first step, elementwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "sum" not in self.state[p]:
+                    self.state[p]["sum"] = torch.zeros_like(p)
+                self.state[p]["sum"].add_(p.grad)
+                p.sub_(self.state[p]["sum"], alpha=0.1)
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def parameter() -> nn.Parameter:
+        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        sharded.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        return sharded
+
+    classes = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Adafactor)
+    for cls in classes:
+        optimizer = MPOptimizer(cls([parameter()]), emit="eager")
+        with pytest.raises(MPCompileError, match="parameters are sharded over processes, and its"):
+            optimizer.step()
+            optimizer.step()
 
 
 if __name__ == "__main__":
-    on_each_rank(_two, ranks=2)
+    import sys
+    on_each_rank(globals()[sys.argv[1]], ranks=int(sys.argv[2]))

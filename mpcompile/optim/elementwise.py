@@ -25,13 +25,12 @@ from .pieces import is_pointwise
 _CONSTANT = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
 
 
-def refuse_mixing(graph: fx.Graph, members: Sequence[Member], optimizer: Optimizer) -> None:
+def refuse_mixing(graph: fx.Graph, members: Sequence[Member]) -> None:
     """Check the graph of a step, before any pass, over parameters that may be DTensors.
 
     Raises:
         CannotRewrite: an operator isn't elementwise; says which.
     """
-    _check_state(members, optimizer)
     layouts = {i: layout_of(member.param) for i, member in enumerate(members)}
     reached: dict[fx.Node, set[Layout | None]] = {}  # how what each value depends on is laid out
     for node in graph.nodes:
@@ -72,8 +71,12 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _check_state(members: Sequence[Member], optimizer: Optimizer) -> None:
-    """Refuse state of a DTensor that doesn't lie on the ranks as the parameter does."""
+def check_state(members: Sequence[Member], optimizer: Optimizer) -> None:
+    """Refuse state of a DTensor that doesn't lie on the ranks as the parameter does.
+
+    Raises:
+        CannotRewrite: some state doesn't; says which.
+    """
     for member in members:
         layout = layout_of(member.param)
         for key, value in optimizer.state.get(member.param, {}).items() if layout else ():

@@ -17,7 +17,7 @@ from ..state import guard
 from . import pipeline
 from .assumptions import Assumptions
 from .compile_piece import Emit
-from .elementwise import refuse_mixing
+from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
 from .inputs import Setting
 from .key import StepKey
@@ -154,8 +154,10 @@ def _traced(
 ) -> Trace:
     """The step, traced and rewritten by all passes."""
     start = time.perf_counter()
+    if key.connected is not None:
+        check_state(key.members, optimizer)
     traced = trace(optimizer, key.members, foreach=config.foreach, varying=varying)
     if key.connected is not None:
-        refuse_mixing(traced.graph.graph, key.members, optimizer)
+        refuse_mixing(traced.graph.graph, key.members)
     pipeline.run(traced.graph, config, traced_in=time.perf_counter() - start, dump=dump)
     return traced
