@@ -18,7 +18,7 @@ def eager_step(
 ) -> None:
     """One step as the optimizer's class does it, after the same checks, made on the host."""
     true = _true_gradients(key)
-    overflows, norm = _measured(optimizer, key, true)
+    overflows, norm = _measured(optimizer, key, true, clipped=max_grad_norm is not None)
     for scale, overflow in zip(key.scales, overflows, strict=key.checked):
         scale.settle(overflow)
     skip = any(overflows)
@@ -56,10 +56,11 @@ def _true_gradients(key: StepKey) -> list[torch.Tensor]:
 
 
 def _measured(
-    optimizer: Optimizer, key: StepKey, true: list[torch.Tensor]
+    optimizer: Optimizer, key: StepKey, true: list[torch.Tensor], *, clipped: bool
 ) -> tuple[list[bool], torch.Tensor]:
     """For each loss scale whether one of its gradients is not finite, and the norm of all. Where
-    ranks share the parameters, of all ranks.
+    ranks share the parameters, of all ranks: the norm only if gradients are clipped. The ranks
+    exchange what a compiled step exchanges.
     """
     overflows: list[bool] = []
     for k, scale in enumerate(key.scales if key.checked else ()):
@@ -71,6 +72,7 @@ def _measured(
     norm = torch.nn.utils.get_total_norm(shares)
     if key.connected is None:
         return overflows, norm
-    mine = [*map(float, overflows), float(norm) ** 2]
-    *flags, square = key.connected.sum(torch.tensor(mine, dtype=torch.float64)).unbind()
-    return [bool(flag) for flag in flags], square.sqrt().to(norm)
+    mine = [*map(float, overflows), *([float(norm) ** 2] if clipped else [])]
+    sums = key.connected.sum(torch.tensor(mine, dtype=torch.float64))
+    flags = sums[: len(overflows)].tolist()
+    return [flag > 0 for flag in flags], sums[-1].sqrt().to(norm) if clipped else norm

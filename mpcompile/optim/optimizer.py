@@ -344,6 +344,12 @@ class MPOptimizer(Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Of a ZeroRedundancyOptimizer: bring the state of all ranks to the rank `to`, which may
+        then call `state_dict()`. All ranks must call this.
+        """
+        self._inner.consolidate_state_dict(to)  # type: ignore[attr-defined]
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's own state, as in plain PyTorch, plus `"loss_scale"`."""
         state = self._inner.state_dict()

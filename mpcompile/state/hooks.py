@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..ranks.zero import is_zero, partition_of
 from . import copies, guard, optimizers
 
 
@@ -36,6 +37,8 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if optimizers.state_of(optimizer).skips_by_itself:
         return None
+    if is_zero(optimizer):  # this look is also that of the optimizer that it steps
+        guard.skips_by_itself(partition_of(optimizer))
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if closure is None:
         _check_gradients(optimizer)
