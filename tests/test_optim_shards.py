@@ -187,14 +187,10 @@ def _distributed(net: nn.Module, mesh: Any, placements: dict[str, tuple[Any, ...
         setattr(net.get_submodule(owner), last, nn.Parameter(sharded))
 
 
-def follows(
-    net: nn.Module, reference: nn.Module, norm: float | None, make: Make = adamw
-) -> None:
+def follows(net: nn.Module, reference: nn.Module, norm: float | None, make: Make = adamw) -> None:
     """Two steps on gradients made by hand; the second overflows on one rank, the third does not."""
     scale = LossScale.dynamic(init_scale=8.0)
-    mine = MPOptimizer(
-        make(net.parameters()), emit="eager", loss_scale=scale, max_grad_norm=norm
-    )
+    mine = MPOptimizer(make(net.parameters()), emit="eager", loss_scale=scale, max_grad_norm=norm)
     plain = make(reference.parameters())
     generator = torch.Generator().manual_seed(3)
     for step in range(3):
@@ -332,8 +328,3 @@ def refusals() -> None:
         with pytest.raises(MPCompileError, match="parameters are sharded over processes, and its"):
             optimizer.step()
             optimizer.step()
-
-
-if __name__ == "__main__":
-    import sys
-    on_each_rank(globals()[sys.argv[1]], ranks=int(sys.argv[2]))

@@ -27,6 +27,12 @@ with warnings.catch_warnings():  # it uses a part of torch that is deprecated
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
+@pytest.fixture(autouse=True)
+def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are: a device profile would leave them in FP32."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -260,8 +266,3 @@ def test_a_step_sends_nothing_but_the_partitions(tmp_path: Any) -> None:
         assert counts == {"c10d.broadcast_": len(list(net.parameters()))}
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    import sys
-    on_each_rank(globals()[sys.argv[1]], ranks=int(sys.argv[2]))
