@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_each_rank
+from ranks import join, on_each_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mpcompile import LossScale, MPOptimizer
-from mpcompile.errors import MPCompileError
+from mpcompile.errors import CannotRewrite, MPCompileError
+from mpcompile.optim.elementwise import refuse_mixing
+from mpcompile.optim.first_state import initialise_state
+from mpcompile.optim.inputs import Member
+from mpcompile.optim.trace import trace
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -110,7 +115,6 @@ def _two(rank: int) -> None:
         for norm in (None, 0.05):
             train(rank, 2, make, norm)
     checkpoint(rank)
-    refusals()
 
 
 def test_two_ranks_follow_one_process() -> None:
@@ -199,6 +203,8 @@ def follows(net: nn.Module, reference: nn.Module, norm: float | None, make: Make
             p.grad = r.grad.clone()
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(r.grad, p.device_mesh, p.placements)
+                if p.placements == (Replicate(),):  # as under sequence parallelism
+                    p.grad = DTensor.from_local(r.grad / 4, p.device_mesh, [Partial()])
         if step == 1 and dist.get_rank() == 2:
             next(g for p in net.parameters() if isinstance(g := p.grad, DTensor)).to_local().fill_(
                 torch.nan
@@ -314,17 +320,65 @@ class LateState(Normalised):
                 p.sub_(self.state[p]["sum"], alpha=0.1)
 
 
-def refusals() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+REFUSED = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Adafactor)
 
-    def parameter() -> nn.Parameter:
-        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-        sharded.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        return sharded
 
-    classes = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Adafactor)
-    for cls in classes:
-        optimizer = MPOptimizer(cls([parameter()]), emit="eager")
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of this process alone; a step over it is judged as over several."""
+    join(0, 1, str(tmp_path))
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: Any) -> nn.Parameter:
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    return parameter
+
+
+def test_a_step_that_is_not_elementwise_is_refused(mesh: Any) -> None:
+    for cls in REFUSED:
+        optimizer = MPOptimizer(cls([sharded(mesh)]), emit="eager")  # type: ignore[arg-type]
+        if cls is WholeState:
+            optimizer.step()  # as plain torch does it: it makes the state
         with pytest.raises(MPCompileError, match="parameters are sharded over processes, and its"):
             optimizer.step()
-            optimizer.step()
+
+
+def test_the_multi_tensor_form_is_elementwise(mesh: Any) -> None:
+    """As on CUDA: the one of AdamW is, one with a norm is not."""
+
+    class Clipped(Normalised):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                gradients = [p.grad for p in group["params"]]
+                norms = torch._foreach_norm(gradients)
+                torch._foreach_div_(gradients, norms)
+                torch._foreach_sub_(group["params"], gradients)
+
+    def prove(optimizer: torch.optim.Optimizer) -> None:
+        members = [Member(0, p) for p in optimizer.param_groups[0]["params"]]
+        initialise_state(optimizer, members)
+        graph = trace(optimizer, members, foreach=True).graph.graph
+        assert any("_foreach_" in str(node.target) for node in graph.nodes)
+        refuse_mixing(graph, members)
+
+    for make in (adamw, momentum, amsgrad):
+        prove(make([sharded(mesh), sharded(mesh)]))
+    with pytest.raises(CannotRewrite, match="is not elementwise"):
+        prove(Clipped([sharded(mesh), sharded(mesh)]))
+
+
+def test_a_partial_parameter_is_refused(mesh: Any) -> None:
+    partial = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    with pytest.raises(MPCompileError, match="a sum of one part on each rank"):
+        MPOptimizer(adamw([partial]))
+
+
+def test_a_plain_gradient_of_a_sharded_parameter_is_refused(mesh: Any) -> None:
+    parameter = sharded(mesh)
+    parameter.grad = torch.ones(4, 4)
+    with pytest.raises(MPCompileError, match="is no DTensor of the same mesh"):
+        MPOptimizer(adamw([parameter]), emit="eager").step()

@@ -90,6 +90,6 @@ def check_state(members: Sequence[Member], optimizer: Optimizer) -> None:
 def _refuse(node: fx.Node) -> NoReturn:
     name = str(node.target).removeprefix("aten.").split(".")[0]
     raise CannotRewrite(
-        f"its parameters are sharded over processes, and its operator {name} is not elementwise, so "
-        "that a process can't do it on its shards"
+        f"its parameters are sharded over processes, and its operator {name} is not elementwise, "
+        "so that a process can't do it on its shards"
     )

@@ -23,8 +23,9 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], li
     Raises:
         MPCompileError: a gradient is sparse, or lies on other ranks than its parameter.
     """
-    own = {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
-    divided = is_zero(optimizer)
+    own: set[int] | None = None  # all
+    if is_zero(optimizer):
+        own = {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
     members: list[Member] = []
     facts: list[Hashable] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -39,6 +40,6 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], li
                     f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
                     "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                 )
-            members.append(Member(index, param, not divided or id(param) in own))
+            members.append(Member(index, param, own is None or id(param) in own))
             facts.append((index, id(param), grad.dtype, grad.stride()))
     return members, facts
