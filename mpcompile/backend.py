@@ -173,7 +173,8 @@ def _compile(
     call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
 
 
-return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=settings.reduces_low), plan
+    hooked = settings.reduces_low
+    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)
