@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,11 @@ class Training:
         )  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
-        """Everything that training goes on from: whole tensors and plain values."""
+        """A copy of all that training goes on from: whole tensors and plain values."""
         options = StateDictOptions(full_state_dict=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optimizer": optimizer, "scale": self.scale.state_dict()}
+        state = {"model": model, "optimizer": optimizer, "scale": self.scale.state_dict()}
+        return copy.deepcopy(state)
 
 
 def leaves(state: Any) -> list[tuple[Any, Any]]:
