@@ -1,4 +1,4 @@
-"""A training on several ranks that can be saved with `torch.distributed.checkpoint`, as users do."""
+"""A training on several ranks, saved with `torch.distributed.checkpoint` as users do."""
 
 from __future__ import annotations
 

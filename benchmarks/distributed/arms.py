@@ -1,4 +1,4 @@
-"""The trainings that are compared: an engine, and how its gradients become a mixed-precision step."""
+"""The trainings that are compared: an engine, and how its gradients become a step."""
 
 from __future__ import annotations
 
