@@ -10,6 +10,7 @@ doesn't do.
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
+* FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ..emit.rnn_tracing import with_rnns
 from ..errors import MPCompileError
+from ..ranks import fsdp
+from ..ranks.refuse import check_engines
 from ..state import parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
+from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
 
@@ -51,6 +55,17 @@ def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., An
             raise
 
     return run
+
+
+def _entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`function(module, ...)`, as a function with a code object of its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    name = f"{type(module).__name__}_{next(_numbers)}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    return forward
 
 
 class ModuleCall:
@@ -77,6 +92,8 @@ class ModuleCall:
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
+        self._sharded = self._sharded_now()
+        self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,15 +108,34 @@ class ModuleCall:
         return result
 
     def _compile(self) -> Callable[..., Any]:
+        """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
+        check_engines(module)
+        for part in parts_of(module):
+            if part._compiled_call_impl is None:
+                part._compiled_call_impl = self._of_part(part)
+        if fsdp.is_sharded(module):
+            return between_hooks(module, self._traced(own_forward(module)))
+        return self._traced(type(module)._call_impl)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
+    def _of_part(self, part: nn.Module) -> Callable[..., Any]:
+        """The call of a module inside of this one. If it is not sharded, and a graph is traced
+        around it, it becomes part of that graph; otherwise Dynamo compiles it as a frame.
+        """
+        if not fsdp.is_sharded(part):
+            return _entry(type(part)._call_impl, part)
+        return ends_graph(
+            ModuleCall(
+                part, self._compile_kwargs, reads_copies=self._reads_copies, called=lambda _: True
+            )
+        )
 
-        name = f"{type(module).__name__}_{next(_numbers)}"
-        forward.__code__ = forward.__code__.replace(co_name=name)
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(module, ...)`, compiled."""
+        module = self._module
         has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        run = running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+        compiled = torch.compile(_entry(function, module), **self._compile_kwargs)
+        run = running(compiled, has_rnns=has_rnns)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)
@@ -115,7 +151,18 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
-        return stale
+        return self._is_sharded_anew() or stale
+
+    def _is_sharded_anew(self) -> bool:
+        """Whether an engine has taken charge of the module, or of parts of it."""
+        if torch.compiler.is_compiling() or (
+            self._engines == (engines := fsdp.engines(self._module))
+        ):
+            return False
+        self._engines = engines
+        check_engines(self._module)
+        before, self._sharded = self._sharded, self._sharded_now()
+        return before != self._sharded
 
     def _hooks_now(self) -> tuple[int, ...]:
         module = self._module
@@ -125,3 +172,6 @@ class ModuleCall:
 
     def _owners_now(self) -> list[int]:
         return [id(parameters.owner_of(p)) for p in self._module.parameters()]
+
+    def _sharded_now(self) -> list[bool]:
+        return [fsdp.is_sharded(m) for m in self._module.modules()]
