@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
@@ -120,12 +121,16 @@ def _compiled(
         compile_kwargs["options"]["_names"] = names_in(model)
         # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
         # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
-        model._compiled_call_impl = ModuleCall(
-            model,
-            compile_kwargs,
+        compiled_call = functools.partial(
+            ModuleCall,
+            compile_kwargs=compile_kwargs,
             reads_copies=settings.level is Level.O2,
+            check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
         )
+        model._compiled_call_impl = compiled_call(model)
+        if has_steps(model):
+            compile_steps(model, compiled_call)
         _records[model] = record
         uncalled.expect(model)
         return model
@@ -143,6 +148,17 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
         if name not in theirs:
             hint = did_you_mean(name, (*own, *theirs))
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
+
+
+def _check_again(settings: Settings, module: nn.Module) -> None:
+    """Check the module at its first call: it may have been cast since it was compiled."""
+    try:
+        check_module(module, settings)
+    except MPCompileError as error:
+        raise MPCompileError(
+            f"{error}. It was cast after mpcompile(): if the trainer does that, as Lightning's "
+            "Trainer(precision='16-true'), leave it to mpcompile"
+        ) from None
 
 
 def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:

@@ -60,7 +60,9 @@ class ModuleCall:
         module: the module.
         compile_kwargs: arguments of torch.compile.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
+        method: what a call runs: a method of the module, or, by default, the module.
     """
 
     def __init__(
@@ -69,10 +71,13 @@ class ModuleCall:
         compile_kwargs: Mapping[str, Any],
         *,
         reads_copies: bool,
+        check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
+        method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
-        self._reads_copies, self._called = reads_copies, called
+        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._method, self._checked = method, False
         self._widens = widens_inputs(module)
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
@@ -80,20 +85,26 @@ class ModuleCall:
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._checked:
+            self._check(self._module)
+            self._checked = True
         if self._is_stale():
             self._compiled = self._compile()
         if self._widens:
             args, kwargs = widened(args, kwargs)
         result = self._compiled(*args, **kwargs)
         if not self._told and not torch.compiler.is_compiling():
-            uncalled.called(self._module)
+            if torch.is_grad_enabled():
+                uncalled.called(self._module)
             self._told = self._called(self._module)
         return result
 
     def _compile(self) -> Callable[..., Any]:
-        module = self._module
+        module, method = self._module, self._method
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if method is not None:
+                return method(*args, **kwargs)
             return module._call_impl(*args, **kwargs)
 
         name = f"{type(module).__name__}_{next(_numbers)}"

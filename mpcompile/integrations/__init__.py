@@ -1,0 +1,1 @@
+"""Trainers of other packages, each in a module that imports that package."""
