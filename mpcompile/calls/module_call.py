@@ -7,6 +7,7 @@ doesn't do.
 * Recurrent layers break the graph unless that is prevented (`emit/rnn_tracing.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
+* Somebody may replace the module's forward by one under autocast: refused (`state/foreign.py`).
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
@@ -25,7 +26,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ..emit.rnn_tracing import with_rnns
 from ..errors import MPCompileError
-from ..state import parameters
+from ..state import foreign, parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
 
@@ -82,12 +83,15 @@ class ModuleCall:
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
+        self._forward: Any = None
+        self._look_at_forward()
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._checked:
             self._check(self._module)
             self._checked = True
+        self._look_at_forward()
         if self._is_stale():
             self._compiled = self._compile()
         if self._widens:
@@ -127,6 +131,11 @@ class ModuleCall:
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
         return stale
+
+    def _look_at_forward(self) -> None:
+        if (forward := foreign.replaced_forward(self._module)) is not self._forward:
+            foreign.refuse_autocast_forward(self._module)
+            self._forward = forward
 
     def _hooks_now(self) -> tuple[int, ...]:
         module = self._module

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..api import loss_scale_of, mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from ..state.clipping import clip_grad_norm_, clip_grad_value_
 
 if TYPE_CHECKING:
     _Base = Any

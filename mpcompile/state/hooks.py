@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import copies, guard, optimizers
+from . import copies, foreign, guard, optimizers
 
 
 @functools.cache
@@ -34,6 +34,8 @@ def register() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if guard.is_needed():
+        foreign.look_for_scaler(optimizer)
     if optimizers.state_of(optimizer).skips_by_itself:
         return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
