@@ -134,7 +134,7 @@ def _compiled(
         _records[model] = record
         uncalled.expect(model)
         return model
-    compiled = running(torch.compile(model, **compile_kwargs), has_rnns=True)
+    compiled = running(torch.compile(model, **compile_kwargs), allow_rnn=True)
     _records[compiled] = record
     return compiled
 

@@ -4,7 +4,7 @@ doesn't do.
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
   gets an entry function in this file, with a code object of its own.
-* Recurrent layers break the graph unless that is prevented (`emit/rnn_tracing.py`).
+* Recurrent layers break the graph unless that is prevented (`emit/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
 * Somebody may replace the module's forward by one under autocast: refused (`state/foreign.py`).
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..emit.rnn_tracing import with_rnns
+from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError
 from ..state import foreign, parameters
 from . import uncalled
@@ -35,11 +35,11 @@ __all__ = ["ModuleCall", "running"]
 _numbers = itertools.count()
 
 
-def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Wrap a function that torch.compile returned: while it runs, Dynamo traces recurrent layers,
-    and an MPCompileError is raised as it is, without Dynamo's wrapper.
+def running(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any]:
+    """Wrap a function that torch.compile returned: Dynamo traces it with these settings, and an
+    MPCompileError is raised as it is, without Dynamo's wrapper.
     """
-    inner = with_rnns(compiled) if has_rnns else compiled
+    inner = traced_with(compiled, **settings) if settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -113,8 +113,12 @@ class ModuleCall:
 
         name = f"{type(module).__name__}_{next(_numbers)}"
         forward.__code__ = forward.__code__.replace(co_name=name)
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        run = running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+        settings = {}
+        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+            settings["allow_rnn"] = True
+        if method is not None:  # a trainer's step: it may ask how far the training has come
+            settings["allow_unspec_int_on_nn_module"] = True
+        run = running(torch.compile(forward, **self._compile_kwargs), **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

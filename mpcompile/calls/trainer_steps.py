@@ -19,6 +19,7 @@ lightning 2.6.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
         compiled: (module, method=None) -> the compiled call of a module, or of a method of it.
     """
     module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
+    _keep_out_of_graphs(_metrics(module))
     logs = _Logs(module)
     for name in STEPS:
         vars(module).pop(name, None)  # of an earlier mpcompile()
@@ -58,6 +60,24 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
             setattr(module, name, StepCall(module, method, method, None))
         else:
             setattr(module, name, StepCall(module, method, compiled(module, method=method), logs))
+
+
+def _metrics(module: nn.Module) -> list[Any]:
+    """The torchmetrics in a module."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return []
+    return [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+
+
+def _keep_out_of_graphs(metrics: list[Any]) -> None:
+    """Let metrics run as they are: their lists and counters would compile a step anew and anew.
+    They keep neither attribute in copies and pickles.
+    """
+    for metric in metrics:
+        if metric._compiled_call_impl is None:
+            metric._compiled_call_impl = torch.compiler.disable(metric._call_impl)
+            metric.update = torch.compiler.disable(metric.update)
 
 
 def _called_submodules(module: nn.Module) -> Iterator[Any]:
@@ -110,10 +130,17 @@ class _Forward:
             return self._module._call_impl(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a LightningModule pickles this, and other modules don't
+
     def _is_redirected(self) -> bool:
         """Whether a step stands in the place of forward. Lightning puts a bound method back."""
         forward = vars(self._module).get("forward", self._own)
         return forward is not self._own and getattr(forward, "__self__", None) is not self._module
+
+
+def _nothing() -> None:
+    """What a compiled call is in a copy."""
 
 
 class _Logs:
