@@ -22,6 +22,8 @@ FROM_LIGHTNING = (
     "ignore:The number of training batches:UserWarning",
     "ignore:.*sync_dist=True:UserWarning",
     "ignore:You're resuming from a checkpoint that ended:UserWarning",
+    "ignore:Be aware that when using .ckpt_path.:UserWarning",
+    "ignore:You defined a .validation_step. but have no:UserWarning",
     "ignore:Checkpoint directory .* exists:UserWarning",
 )
 

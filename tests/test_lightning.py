@@ -55,6 +55,7 @@ def test_a_training_step_is_one_graph_with_its_loss(how: str, reference: Any) ->
         assert any("cross_entropy" in node.op for node in plan.nodes)
         assert plan.counts()["LOW"] > 0
         assert plan.ends_with is None
+        assert {"net.0", "net.2"} <= {node.module for node in plan.nodes}
     assert loss_scale_of(module).state.good_steps == 12
     assert 0 < distance(module, reference) < CLOSE
 
@@ -142,7 +143,7 @@ def test_evaluation_and_prediction_are_compiled() -> None:
     predicted = torch.cat(train.predict(module, batches()))  
     assert [plan.left for plan in compiled_plans(module)] == [None, None]
     x, y = batches().dataset.tensors
-    out = made().net(x)
+    out = made().net(x).detach()
     assert predicted.dtype is torch.float32
     assert 0 < float((predicted - out).abs().max()) < CLOSE
     assert result["val_loss"] == pytest.approx(float(F.cross_entropy(out, y)), abs=CLOSE)

@@ -135,14 +135,14 @@ def test_manual_optimization_follows_fp32(way: str) -> None:
     assert module.losses == pytest.approx(plain.losses, abs=0.01)
     assert 0 < distance(module, plain) < CLOSE
     trained = [plan for plan in compiled_plans(module) if plan.scaled]
-    assert {node.module.split(".")[0] for plan in trained for node in plan.nodes} >= {"net", "parts"}
+    assert {"net.0", "net.2", "parts.judge"} <= {n.module for p in trained for n in p.nodes}
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
 def moving(way: str) -> dict[str, Any]:
-    """A loss scale that doubles every fourth step, so that its state matters."""
+    """A loss scale that doubles after four good steps, so that its state matters."""
     scale = LossScale.dynamic(init_scale=2.0**8, growth_interval=4)
     return plugin(way, loss_scale=scale)
 
@@ -151,13 +151,13 @@ def moving(way: str) -> dict[str, Any]:
 def test_a_resumed_training_is_bit_equal(way: str, tmp_path: Path) -> None:
     data = with_overflow(at=1)
     whole = fitted(made(Scheduled), data, max_epochs=3, **moving(way))
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=9, save_top_k=-1, filename="{step}")
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}")
     more = {"callbacks": [saving], "enable_checkpointing": True}
-    fitted(made(Scheduled), data, max_epochs=2, **more, **moving(way))  # 9 steps: in an epoch
+    fitted(made(Scheduled), data, max_epochs=2, **more, **moving(way))
     resumed = made(Scheduled)
     torch._dynamo.reset()
     trainer(max_epochs=3, **moving(way)).fit(
-        resumed, data, batches(), ckpt_path=tmp_path / "step=9.ckpt"
+        resumed, data, batches(), ckpt_path=tmp_path / "step=6.ckpt"
     )
     assert distance(resumed, whole) == 0
     assert loss_scale_of(resumed).state == loss_scale_of(whole).state

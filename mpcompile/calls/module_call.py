@@ -63,7 +63,7 @@ class ModuleCall:
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
-        method: what a call runs: a method of the module, or, by default, the module.
+        method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
     def __init__(
@@ -104,19 +104,17 @@ class ModuleCall:
         return result
 
     def _compile(self) -> Callable[..., Any]:
-        module, method = self._module, self._method
+        module, method = self._module, self._method or type(self._module)._call_impl
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if method is not None:
-                return method(*args, **kwargs)
-            return module._call_impl(*args, **kwargs)
+            return method(module, *args, **kwargs)
 
         name = f"{type(module).__name__}_{next(_numbers)}"
         forward.__code__ = forward.__code__.replace(co_name=name)
         settings = {}
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             settings["allow_rnn"] = True
-        if method is not None:  # a trainer's step: it may ask how far the training has come
+        if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
         run = running(torch.compile(forward, **self._compile_kwargs), **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function

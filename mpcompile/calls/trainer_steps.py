@@ -44,22 +44,25 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
 
     Args:
         module: the module, whose `_compiled_call_impl` is set already.
-        compiled: (module, method=None) -> the compiled call of a module, or of a method of it.
+        compiled: (module, method=None) -> the compiled call of a module, or of a method of it, which
+            is given unbound.
     """
     module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
     _keep_out_of_graphs(_metrics(module))
     logs = _Logs(module)
     for name in STEPS:
-        vars(module).pop(name, None)  # of an earlier mpcompile()
         method = getattr(module, name, None)
-        if method is None:
+        if isinstance(method, StepCall):  # of an earlier mpcompile()
+            method = method.__wrapped__
+        if getattr(method, "__self__", None) is not module:  # none, or not a method any more
             continue
         if name == "training_step" and not module.automatic_optimization:
             for called in _called_submodules(module):
                 called._compiled_call_impl = compiled(called)
             setattr(module, name, StepCall(module, method, method, None))
         else:
-            setattr(module, name, StepCall(module, method, compiled(module, method=method), logs))
+            run = compiled(module, method=method.__func__)
+            setattr(module, name, StepCall(module, method, run, logs))
 
 
 def _metrics(module: nn.Module) -> list[Any]:
