@@ -6,7 +6,6 @@ own. This file imports neither. What is used of Lightning was read in lightning 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +34,9 @@ class CompiledPrecision(_Base):
         self._options = options
         self._compile_optimizers = compile_optimizers
         self._module: Any = None
-        # the optimizers that this plugin compiled -> the norm to which their steps clip
-        self._clips_to: weakref.WeakKeyDictionary[Optimizer, float | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        # the optimizers that were compiled here, whose steps clip to this norm
+        self._clipping: list[MPOptimizer] = []
+        self._max_grad_norm: float | None = None
 
     def __repr__(self) -> str:
         own = {"compile_optimizers": True} if self._compile_optimizers else {}
@@ -70,20 +68,21 @@ class CompiledPrecision(_Base):
         """Compile the optimizers, if that was asked for. Schedulers keep the ones they were made
         with, whose param groups an MPOptimizer shares.
         """
-        if self._compile_optimizers:
-            optimizers = [self._compiled(optimizer) for optimizer in optimizers]
-        return model, list(optimizers), lr_schedulers
+        if not self._compile_optimizers:
+            return model, list(optimizers), lr_schedulers
+        trainer = self._module.trainer
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        self._clipping = []
+        self._max_grad_norm = (trainer.gradient_clip_val or None) if by_norm else None
+        compiled = [self._compiled(optimizer) for optimizer in optimizers]
+        return model, compiled, lr_schedulers
 
-    def _compiled(self, optimizer: Optimizer) -> MPOptimizer:
+    def _compiled(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, MPOptimizer):
             return optimizer
-        trainer = self._module.trainer
-        norm = trainer.gradient_clip_val or None
-        if trainer.gradient_clip_algorithm not in (None, "norm"):
-            norm = None
         inductors = {k: v for k, v in self._options.items() if k in ("emit", "mode", "options")}
-        compiled = MPOptimizer(optimizer, max_grad_norm=norm, **inductors)
-        self._clips_to[compiled] = norm
+        compiled = MPOptimizer(optimizer, max_grad_norm=self._max_grad_norm, **inductors)
+        self._clipping.append(compiled)
         return compiled
 
     # -- clipping, between the backward and the step ----------------------------------------------
@@ -91,7 +90,8 @@ class CompiledPrecision(_Base):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the global norm; a compiled step that clips by this norm does it itself."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        if optimizer not in self._clips_to or self._clips_to[optimizer] != clip_val:
+        by_itself = any(optimizer is one for one in self._clipping)
+        if not by_itself or clip_val != self._max_grad_norm:
             clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
