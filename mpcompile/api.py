@@ -270,6 +270,11 @@ def recorded(model: Any) -> _Record | None:
     return inside[0][1] if inside else None
 
 
+def compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model that `mpcompile()` has compiled, each by itself."""
+    return [module for module in model.modules() if module in _records]
+
+
 def studied(model: Any, who: str) -> nn.Module:
     """The module that `who` ("explain") is asked about: of what torch.compile returned, the module
     in it.

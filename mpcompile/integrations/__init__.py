@@ -1,1 +1,1 @@
-"""Trainers of other packages, each in a module that imports that package."""
+"""Trainers of other libraries: each module imports the library that it is named after."""

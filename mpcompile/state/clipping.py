@@ -38,7 +38,7 @@ def clip_grad_norm_(
         MPCompileError: a scaled gradient was changed since its backward.
         RuntimeError: the norm is not finite, under `error_if_nonfinite`.
     """
-    parameters = _listed(parameters)
+    parameters = listed(parameters)
     plain, by_scale = _parted(parameters)
     if not by_scale:
         return torch.nn.utils.clip_grad_norm_(
@@ -79,7 +79,7 @@ def clip_grad_value_(
     Raises:
         MPCompileError: a scaled gradient was changed since its backward.
     """
-    plain, by_scale = _parted(_listed(parameters))
+    plain, by_scale = _parted(listed(parameters))
     if plain:
         torch.nn.utils.clip_grad_value_(plain, clip_value, foreach)
     for stored in by_scale.values():
@@ -90,7 +90,13 @@ def clip_grad_value_(
             low.note_arrival()
 
 
-def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def stores_scaled(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the gradient of one of these parameters is stored times the loss scale."""
+    return bool(_parted(parameters)[1])
+
+
+def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that `clip_grad_norm_` was given, one or several, as a list."""
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
