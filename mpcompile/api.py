@@ -17,12 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.graph_plan import GraphPlan
+from .ranks import ddp
 from .rules.policy import Level, Policy
 from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
@@ -118,9 +120,8 @@ def _compiled(
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
-        compile_kwargs["options"]["_names"] = names_in(model)
-        # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
-        # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
+        first, *others = ddp.called_modules(model)
+        compile_kwargs["options"]["_names"] = names_in(first)
         compiled_call = functools.partial(
             ModuleCall,
             compile_kwargs=compile_kwargs,
@@ -128,11 +129,15 @@ def _compiled(
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
         )
-        model._compiled_call_impl = compiled_call(model)
-        if has_steps(model):
-            compile_steps(model, compiled_call)
+        for module in (first, *others):
+            # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
+            # module runs it; pickling and deepcopy drop it: it adds nothing to the module's state.
+            call = compiled_call(module)
+            module._compiled_call_impl = call if module is first else ends_graph(call.__call__)
+        if has_steps(first):
+            compile_steps(first, compiled_call)
         _records[model] = record
-        uncalled.expect(model)
+        uncalled.expect(first)
         return model
     compiled = running(torch.compile(model, **compile_kwargs), allow_rnn=True)
     _records[compiled] = record
@@ -292,6 +297,9 @@ def studied(model: Any, who: str) -> nn.Module:
 
 
 def _record_of(model: Any) -> _Record:
+    within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
+    if model not in _records and within in _records:
+        model = within
     if model not in _records:
         raise MPCompileError(
             f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "

@@ -11,6 +11,7 @@ doesn't do.
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
+* FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError
+from ..ranks import fsdp
+from ..ranks.refuse import check_engines
 from ..state import foreign, parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
+from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
 
@@ -52,6 +56,17 @@ def running(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any
             raise
 
     return run
+
+
+def _entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`function(module, ...)`, as a function with a code object of its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    name = f"{type(module).__name__}_{next(_numbers)}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    return forward
 
 
 class ModuleCall:
@@ -85,6 +100,7 @@ class ModuleCall:
         self._changes = parameters.changes()
         self._forward: Any = None
         self._look_at_forward()
+        self._engines, self._sharded = fsdp.engines(self._module), self._sharded_now()
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,19 +120,41 @@ class ModuleCall:
         return result
 
     def _compile(self) -> Callable[..., Any]:
-        module, method = self._module, self._method or type(self._module)._call_impl
+        """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
+        module = self._module
+        check_engines(module)
+        for part in parts_of(module):
+            if part._compiled_call_impl is None:
+                part._compiled_call_impl = self._of_part(part)
+        if fsdp.is_sharded(module) and self._method is None:
+            return between_hooks(module, self._traced(own_forward(module)))
+        return self._traced(self._method or type(module)._call_impl)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return method(module, *args, **kwargs)
+    def _of_part(self, part: nn.Module) -> Callable[..., Any]:
+        """The call of a module inside of this one. If it is not sharded, and a graph is traced
+        around it, it becomes part of that graph; otherwise Dynamo compiles it as a frame.
+        """
+        if not fsdp.is_sharded(part):
+            return _entry(type(part)._call_impl, part)
+        return ends_graph(
+            ModuleCall(
+                part,
+                self._compile_kwargs,
+                reads_copies=self._reads_copies,
+                check=lambda _: None,
+                called=lambda _: True,
+            )
+        )
 
-        name = f"{type(module).__name__}_{next(_numbers)}"
-        forward.__code__ = forward.__code__.replace(co_name=name)
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(module, ...)`, compiled."""
+        module = self._module
         settings = {}
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        run = running(torch.compile(forward, **self._compile_kwargs), **settings)
+        run = running(torch.compile(_entry(function, module), **self._compile_kwargs), **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)
@@ -132,6 +170,14 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
+        if (
+            not torch.compiler.is_compiling()
+            and (engines := fsdp.engines(self._module)) != self._engines
+        ):
+            self._engines = engines
+            sharded = self._sharded_now()
+            if sharded != self._sharded:
+                self._sharded, stale = sharded, True
         return stale
 
     def _look_at_forward(self) -> None:
@@ -147,3 +193,6 @@ class ModuleCall:
 
     def _owners_now(self) -> list[int]:
         return [id(parameters.owner_of(p)) for p in self._module.parameters()]
+
+    def _sharded_now(self) -> list[bool]:
+        return [fsdp.is_sharded(m) for m in self._module.modules()]

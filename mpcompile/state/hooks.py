@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import copies, foreign, guard, optimizers
+from . import copies, foreign, guard, optimizers, reductions
 
 
 @functools.cache
@@ -36,6 +36,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if guard.is_needed():
         foreign.look_for_scaler(optimizer)
+    reductions.before_step(optimizer)
     if optimizers.state_of(optimizer).skips_by_itself:
         return None
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -51,6 +52,7 @@ def _before_step(
 def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         loss = closure()
+        reductions.before_step(optimizer)
         _check_gradients(optimizer)
         return loss
 

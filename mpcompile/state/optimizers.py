@@ -23,6 +23,7 @@ class OptimizerState:
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
+        beside: loss scale -> see `reductions.beside`, and when that was derived.
         nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
             keep their parameters alive, as long as the optimizer does.
     """
@@ -32,6 +33,9 @@ class OptimizerState:
         self.looks: weakref.WeakKeyDictionary[LossScale, Count] = weakref.WeakKeyDictionary()
         self.poisoned = False
         self.looked_for_scaler = False
+        self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.nodes: dict[int, Any] = {}
 
