@@ -31,7 +31,7 @@ def rows(count: int, seed: int) -> TensorDataset:
 
 
 def train(*, plain: bool, seed: int = 0, **options: Any) -> float:
-    """Train, and return the loss on rows that were not trained on. `options` go to `mpcompile()`."""
+    """Train, and return the loss on rows not trained on. `options` go to `mpcompile()`."""
     set_seed(seed)
     model = nn.Sequential(
         nn.Linear(INPUTS, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),

@@ -3,7 +3,8 @@
     python examples/hf_trainer.py            # in mixed precision
     python examples/hf_trainer.py --plain    # transformers alone, in FP32
 
-Random weights, made-up data, nothing is downloaded. It needs `pip install "mpcompile[huggingface]"`.
+Random weights, made-up data, nothing is downloaded. It needs
+`pip install "mpcompile[huggingface]"`.
 """
 
 from __future__ import annotations

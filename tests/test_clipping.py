@@ -33,9 +33,7 @@ class Pair:
         self.reference = copy.deepcopy(self.model).double()
         scale = LossScale.dynamic(1024.0) if dtype is torch.float16 else "dynamic"
         mpcompile(self.model, level=level, dtype=dtype, emit="eager", loss_scale=scale, strict=True)
-        self.optimizer = MPOptimizer(
-            torch.optim.SGD(self.model.parameters(), lr=0.1), emit="eager"
-        )
+        self.optimizer = MPOptimizer(torch.optim.SGD(self.model.parameters(), lr=0.1), emit="eager")
         self.plain = torch.optim.SGD(self.reference.parameters(), lr=0.1)
 
     @property
