@@ -73,8 +73,9 @@ def _half_the_bytes(rank: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         run = Training(shard=shard_root, options={"level": "O2", "dtype": dtype})
         others, norms = (elements(run.twin, norms=norms) for norms in (False, True))
-        full = bytes_of(run)  # the first step is in FP32: ranks agree in it
-        assert full == {"gather": 4 * (others + norms), "reduce": 4 * (others + norms)}
+        full = {"gather": 4 * (others + norms), "reduce": 4 * (others + norms)}
+        # The first forward gathers in FP32: ranks agree in the first backward.
+        assert bytes_of(run) == {**full, "reduce": full["reduce"] // 2}
         # Norms read their parameters in FP32; a row of bytes is a multiple of 4.
         low = bytes_of(run)
         gathered = 4 * norms + 2 * others
@@ -119,8 +120,8 @@ def _pinned(rank: int) -> None:
 
     own = Training(shard=shard_root, options={"level": "O2"})
     own.model.set_custom_all_gather(Own())  # type: ignore[operator]
-    full = bytes_of(own)
-    assert bytes_of(own) == {"gather": full["gather"], "reduce": full["reduce"] // 2}
+    total = elements(own.twin, norms=True) + elements(own.twin, norms=False)
+    assert bytes_of(own) == bytes_of(own) == {"gather": 4 * total, "reduce": 2 * total}
     own.check()
 
 

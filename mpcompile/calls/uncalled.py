@@ -45,8 +45,10 @@ def called(module: nn.Module) -> None:
 
 
 def reached(inputs: Iterable[Any]) -> None:
-    """A graph was compiled with these inputs: it counts as a call of the modules they belong to."""
-    if _waiting:
+    """A graph was compiled with these inputs: it counts as a call of the modules they belong to,
+    unless it is for an evaluation.
+    """
+    if _waiting and torch.is_grad_enabled():
         ids = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
         for module in list(_waiting):
             if any(id(p) in ids for p in module.parameters()):
