@@ -171,8 +171,6 @@ def _compile(
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
-
-
     hooked = settings.reduces_low
     return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 
