@@ -46,8 +46,8 @@ class Work:
 
     model: Callable[[], nn.Module]
     sample: Sample
-    warm: int = 3
-    steps: int = 3
+    warm: int = 2
+    steps: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,8 @@ ARMS = tuple(
 
 _gpt2 = functools.partial(GPT2, dropout=0.0, attention_dropout=0.0)
 WORK = Work(
-    functools.partial(_gpt2, vocab=1024, context=32, width=128, layers=4, heads=4),
-    Sample((2, 32), (2, 32), 1024, 1024),
+    functools.partial(_gpt2, vocab=1024, context=16, width=128, layers=4, heads=4),
+    Sample((1, 16), (1, 16), 1024, 1024),
 )
 TINY = Work(
     functools.partial(_gpt2, vocab=64, context=8, width=32, layers=1, heads=2),
