@@ -80,7 +80,8 @@ def clip_grad_value_(
         MPCompileError: a scaled gradient was changed since its backward.
     """
     plain, by_scale = _parted(listed(parameters))
-    torch.nn.utils.clip_grad_value_(plain, clip_value, foreach)
+    if plain:
+        torch.nn.utils.clip_grad_value_(plain, clip_value, foreach)
     for stored in by_scale.values():
         bound = clip_value * on_one_scale(stored)
         for low, grad in stored:
