@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_each_rank
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -210,3 +212,39 @@ def test_its_own_autocast_is_refused(first: str) -> None:
     loop = Loop(accelerator, compiled())
     with pytest.raises(MPCompileError, match=r"autocast.*mixed_precision"):
         loop.run(1)
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def follow_one_process(rank: int, level: str, wrap: bool) -> None:
+    """Some steps beside a plain model in FP32 that sees the rows of both ranks."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    accelerator = ours(level, wrap=wrap)
+    assert accelerator.num_processes == 2
+    model, reference = net(), net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_one = torch.optim.SGD(reference.parameters(), lr=0.1)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(4):
+        x = torch.randn(2, 4, 16)
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(x[rank]).square().mean())
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(wrapped.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+        (reference(x.flatten(0, 1)).square().mean() / ACCUMULATED).backward()
+        if accelerator.sync_gradients:
+            wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), LIMIT)
+            torch.testing.assert_close(norm, wanted, rtol=1e-2, atol=0)
+            plain_one.step()
+            plain_one.zero_grad()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("level", "wrap"), [("O1", False), ("O2", True)])
+def test_two_processes_follow_one(level: str, wrap: bool) -> None:
+    on_each_rank(follow_one_process, level, wrap)

@@ -47,7 +47,7 @@ def step_with(scaler: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
 def test_a_grad_scaler_is_noticed_once(wrapped: bool) -> None:
     model = compiled()
     optimizer, scaler = held(model, wrapped), torch.amp.GradScaler("cpu", init_scale=8.0)
-    with pytest.warns(MPCompileWarning, match='a GradScaler steps .*loss_scale="none"'):
+    with pytest.warns(MPCompileWarning, match=r'a GradScaler steps .*loss_scale="none"'):
         step_with(scaler, model, optimizer)
     step_with(scaler, model, optimizer)
 
@@ -97,14 +97,14 @@ def test_a_forward_replaced_afterwards_is_refused_at_the_call() -> None:
     model = compiled()
     model(torch.randn(8, 16))
     replace_forward(model)
-    with pytest.raises(MPCompileError, match="autocast.*mixed_precision"):
+    with pytest.raises(MPCompileError, match=r"autocast.*mixed_precision"):
         model(torch.randn(8, 16))
 
 
 def test_a_forward_replaced_before_is_refused_at_once() -> None:
     model = nn.Sequential(nn.Linear(16, 4))
     replace_forward(model)
-    with pytest.raises(MPCompileError, match="autocast.*mixed_precision"):
+    with pytest.raises(MPCompileError, match=r"autocast.*mixed_precision"):
         mpcompile(model)
 
 

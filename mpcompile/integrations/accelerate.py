@@ -3,9 +3,9 @@
     accelerator = MPCompileAccelerator(mpcompile={"level": "O2"})
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`, `save_state`, `load_state`. The
-Accelerator's own mixed precision is off. What it was told (`mixed_precision="fp16"`) chooses the low
-dtype, so there is one loss scale, which is saved with the state.
+The loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`, `save_state`, `load_state`.
+The Accelerator's own mixed precision is off. What it was told (`mixed_precision="fp16"`) chooses
+the low dtype, so there is one loss scale, which is saved with the state.
 
 Accelerate's internals used here were read in accelerate 1.15.
 """

@@ -2,9 +2,9 @@
 
     trainer = MPCompileTrainer(model=model, args=args, ..., mpcompile={"level": "O2"})
 
-Everything else stays as it is: `max_grad_norm`, gradient accumulation and checkpointing, evaluation,
-checkpoints. `fp16=True` and `bf16=True` of the TrainingArguments choose the low dtype. Other Trainers
-take the mixin: `class MyTrainer(MPCompileMixin, Seq2SeqTrainer): ...`.
+Everything else stays as it is: `max_grad_norm`, gradient accumulation and checkpointing,
+evaluation, checkpoints. `fp16=True` and `bf16=True` of the TrainingArguments choose the low dtype.
+Other Trainers take the mixin: `class MyTrainer(MPCompileMixin, Seq2SeqTrainer): ...`.
 
 Transformers' internals used here were read in transformers 5.23 and exist in 5.0.
 """
@@ -96,8 +96,8 @@ def _check(args: Any) -> None:
     """
     if args.torch_compile:
         raise MPCompileError(
-            "TrainingArguments(torch_compile=True): mpcompile compiles the model; leave it out, and "
-            'pass mode, dynamic and the like in mpcompile={"mode": ...}'
+            "TrainingArguments(torch_compile=True): mpcompile compiles the model; leave it out, "
+            'and pass mode, dynamic and the like in mpcompile={"mode": ...}'
         )
     if args.fp16_full_eval or args.bf16_full_eval:
         raise MPCompileError(
@@ -112,5 +112,5 @@ def _check(args: Any) -> None:
         )
 
 
-class MPCompileTrainer(MPCompileMixin, Trainer):  # type: ignore[misc]
+class MPCompileTrainer(MPCompileMixin, Trainer):
     """`transformers.Trainer` in mixed precision, see `MPCompileMixin`."""

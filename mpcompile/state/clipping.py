@@ -1,13 +1,13 @@
 """Clipping gradients of which some are stored in FP16 times the loss scale.
 
 At O2 in FP16 with an MPOptimizer, `p.grad` of a matrix is its gradient times a multiplier that is
-kept with it (`low_gradients.py`). Torch's functions take it for the gradient. These take both kinds.
-Where nothing is stored scaled, they call torch's.
+kept with it (`low_gradients.py`). Torch's functions take it for the gradient. These take both
+kinds. Where nothing is stored scaled, they call torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -52,7 +52,7 @@ def clip_grad_norm_(
         gradients = [p.grad for p in plain if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach))
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    total = _total([n.to(device) for n in norms], norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the total norm of order {norm_type} of these gradients is not finite")
     if plain:
@@ -120,5 +120,10 @@ def _parted(
 
 def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The global norm, computed in FP32: in FP16 a sum of squares overflows."""
-    norms = torch._foreach_norm(gradients, norm_type, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return _total(torch._foreach_norm(gradients, norm_type, torch.float32), norm_type)
+
+
+def _total(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of all gradients, from the norm of each: 0-d."""
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total

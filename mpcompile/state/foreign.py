@@ -18,6 +18,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def _scaler_that_steps() -> Any:
     """The enabled GradScaler whose `step` is running, or None. Optimizers aren't told: only a fused
     one gets the scaler's tensors.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _SCALERS_STEP:
             scaler = frame.f_locals.get("self")
             return scaler if scaler is not None and scaler.is_enabled() else None
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
