@@ -49,7 +49,7 @@ from .planner.target import Target, target_of
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
-from .state import copies, fit_scale, hooks, parameters
+from .state import copies, fit_scale, hooks, parameters, shardings
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
 
@@ -125,7 +125,7 @@ def _leave(
     plan = plan_of_left(reason, place_of(example_inputs))
     trace_graph(plan)
     compiled = _emit(gm, example_inputs, settings, untouched=True)
-    return noticing_ddp(compiled, example_inputs, None, None), plan
+    return noticing_ddp(compiled, example_inputs, None, None, hooked=settings.reduces_low), plan
 
 
 def reason_of(error: Exception) -> str:
@@ -152,6 +152,8 @@ def _compile(
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)
     _note_read_in_full(example_inputs, owned, inputs)
+    reduced_in = target.low if settings.reduces_low else None
+    shardings.enter(captured, example_inputs, reduced_in, scale)
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how = _to_emit(gm, captured, plan, settings)
@@ -169,8 +171,8 @@ def _compile(
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
-    reduced_in = target.low if settings.reduces_low else None
-    return noticing_ddp(call, example_inputs, reduced_in, scale), plan
+    hooked = settings.reduces_low
+    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)

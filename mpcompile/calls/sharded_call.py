@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def between_hooks(module: nn.Module, forward: Function) -> Function:
-    """A call of a sharded module: its hooks run as they are, around `forward` in place of its own."""
+    """A call of a sharded module: its hooks run as they are, around this forward."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _replaced(module, forward):

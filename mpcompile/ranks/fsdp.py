@@ -9,14 +9,14 @@ parameters, `_fsdp_param_group`, in place of a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
 
 # With this attribute FSDP2 (and FSDP1) mark each module below one that they shard, for Dynamo.
 MARK = "_is_fsdp_managed_module"
@@ -56,25 +56,38 @@ class Shard:
 
     Attributes:
         parameter: the DTensor that an optimizer holds.
+        whole: the whole parameter.
         holder: FSDP's own record of it, an `FSDPParam`.
+        group: FSDP's group (`FSDPParamGroup`) of parameters that travel together.
     """
 
     parameter: torch.Tensor
+    whole: torch.Tensor
     holder: Any
+    group: Any
 
-    def is_current(self) -> bool:
-        """Whether FSDP still uses this DTensor: loading with `assign=True` replaces it."""
-        return self.holder.sharded_param is self.parameter
+    def is_current(self) -> Callable[[], bool]:
+        """A function that tells whether FSDP still uses this DTensor, which loading a state with
+        `assign=True` replaces. It keeps nothing alive.
+        """
+        holder, parameter = weakref.ref(self.holder), weakref.ref(self.parameter)
+        return lambda: (alive := holder()) is None or alive.sharded_param is parameter()
 
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     """The shards of those parameters that FSDP has gathered."""
     if not dist.is_available():
         return []
-    gathered = (holder for holder in holders() if hasattr(holder, "_unsharded_param"))
-    known = {id(holder._unsharded_param): holder for holder in gathered}
-    found = [known[id(p)] for p in parameters if id(p) in known]
-    return [Shard(holder.sharded_param, holder) for holder in found]
+    known = {
+        id(holder._unsharded_param): Shard(
+            holder.sharded_param, holder._unsharded_param, holder, group
+        )
+        for state in _states()
+        for group in _groups_of(state)
+        for holder in group.fsdp_params
+        if hasattr(holder, "_unsharded_param")
+    }
+    return [known[id(p)] for p in parameters if id(p) in known]
 
 
 def holders() -> Iterator[Any]:
@@ -94,7 +107,11 @@ class Ranks:
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __add__(self, others: Ranks) -> Ranks:
+        groups = tuple(dict.fromkeys((*self.groups, *others.groups)))
+        return Ranks(groups, others.device if others.groups else self.device)
 
 
 def ranks_of(tensors: Iterable[torch.Tensor]) -> Ranks:

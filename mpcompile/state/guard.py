@@ -57,7 +57,7 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
     _live.add(scale)
     shards = fsdp.shards_of(trained)
     trained = [*trained, *(shard.parameter for shard in shards)]
-    scale.overflows.watch(trained, fsdp.ranks_of(trained))
+    scale.overflows.watch(trained)
     for parameter in trained:
         known = parameters.scales_of(parameter)
         if scale not in known:
@@ -140,6 +140,8 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     before = [scale for scale in own if scale.open]
     after = _upstream_of(optimizer, others, own)
     asked = bool(before or after or optimizers.state_of(optimizer).poisoned) and bool(others)
+    if not own and not asked:
+        return
     found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
     *overflowed, bad = _common([*found, any_nonfinite(others if asked else ())], ranks)
     answers = dict(zip(own, overflowed, strict=True))
@@ -177,7 +179,7 @@ def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
     together = torch.stack([flag.to(device) for flag in flags])
     if ranks.groups:
         together = all_max(together.to(torch.int32), ranks.groups) > 0
-    return together.tolist()  # type: ignore[no-any-return]
+    return [bool(flag) for flag in together.tolist()]
 
 
 def _alike() -> bool:

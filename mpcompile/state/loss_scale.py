@@ -320,6 +320,7 @@ class LossScale:
         for reduction in self.overflows.reductions:
             if not reduction.settled:
                 reduction.settle()
+        self.agree_on_start(self.overflows.ranks.groups, self.overflows.ranks.device)
         overflow = self.overflows.before_update_by_hand(gradients)
         self.settle(overflow)
         return overflow
