@@ -1,9 +1,10 @@
 """Collectives and bytes that a training step sends, counted on two CPU processes.
 
 Each arm trains the same small GPT-2 on two processes that talk through gloo: under
-DistributedDataParallel, and with `fully_shard` on each layer and on the model. The peer is autocast
-with a GradScaler. Another row for each engine is what a user of PyTorch would write to send FP16:
-a communication hook for DDP, a `MixedPrecisionPolicy` for FSDP2. Ours is `mpcompile` around what
+DistributedDataParallel, and with `fully_shard` on each layer and on the model. The peer is
+torch.compile with autocast and a GradScaler. Two more rows for each engine are the same without
+torch.compile, and what a user of PyTorch would write to send FP16: a communication hook for DDP, a
+`MixedPrecisionPolicy` for FSDP2. Ours is `mpcompile` around what
 the engine made, at O1 and O2, with AdamW as it is or in an `MPOptimizer`; everything in FP16.
 
 Whatever sends leaves an event in the profiler with its size and its dtype: DDP's reducer in C++,

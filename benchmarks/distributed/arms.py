@@ -22,7 +22,8 @@ LOW = torch.float16
 NORM = 1.0  # gradients are clipped to it
 BUCKET = 1  # MB of DDP's buckets: the least that Dynamo's splits of a graph allow
 DDP, FSDP = "DDP", "FSDP2"
-AUTOCAST = "autocast + GradScaler"
+EAGER = "autocast + GradScaler"
+AUTOCAST = "compile + autocast + GradScaler"  # the peer
 LOW_PEER = {
     DDP: "autocast + GradScaler, fp16_compress_hook",
     FSDP: "MixedPrecisionPolicy(FP16, FP16) + GradScaler",
@@ -89,6 +90,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _peer(arm: Arm, model: nn.Module) -> Step:
     model = _distributed(arm, model)
+    if arm.way == AUTOCAST:
+        model.compile(backend="aot_eager")
     optimizer = _optimizer(model)
     scaler = torch.amp.GradScaler("cpu")
     autocasts = arm.way != LOW_PEER[FSDP]
@@ -109,9 +112,7 @@ def _peer(arm: Arm, model: nn.Module) -> Step:
 
 def _ours(arm: Arm, model: nn.Module) -> Step:
     level, generated = OURS[arm.way]
-    model = mpcompile(
-        _distributed(arm, model), level=level, dtype=LOW, emit="eager", strict=True
-    )
+    model = mpcompile(_distributed(arm, model), level=level, dtype=LOW, emit="eager", strict=True)
     optimizer = _optimizer(model)
     if generated:
         optimizer = MPOptimizer(optimizer, max_grad_norm=NORM if arm.clips else None, emit="eager")
@@ -130,12 +131,12 @@ ARMS = tuple(
     Arm(engine, way, clips)
     for engine in (DDP, FSDP)
     for clips in (False, True)
-    for way in (AUTOCAST, LOW_PEER[engine], *OURS)
+    for way in (AUTOCAST, EAGER, LOW_PEER[engine], *OURS)
 )
 
 _gpt2 = functools.partial(GPT2, dropout=0.0, attention_dropout=0.0)
 WORK = Work(
-    functools.partial(_gpt2, vocab=1024, context=16, width=128, layers=2, heads=4),
+    functools.partial(_gpt2, vocab=1024, context=16, width=128, layers=4, heads=4),
     Sample((1, 16), (1, 16), 1024, 1024),
 )
 TINY = Work(

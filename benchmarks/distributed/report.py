@@ -81,7 +81,7 @@ def verdicts(found: Mapping[str, Counted]) -> dict[str, bool]:
             continue
         counted, peer = found[arm.name], found[Arm(arm.engine, AUTOCAST, arm.clips).name]
         level, _ = OURS[arm.way]
-        share = counted.sent / peer.sent
+        share = round(counted.sent / peer.sent, 3)
         most = HALF if level == "O2" else 1.0
         fits = len(counted.step) <= len(peer.step) and share <= most
         claim = f"{arm.name}: at most {len(peer.step)} collectives and {most:g}x the bytes"
