@@ -17,6 +17,8 @@ FROM_TORCH = (
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     # Inductor, when it is first imported
     "ignore:.torch.jit.script:DeprecationWarning",
+    # torch.distributed.optim, when it is imported
+    "ignore:.torch.jit.interface:DeprecationWarning",
     # Inductor, at the first compile on a GPU that has TF32 units: advice
     "ignore:TensorFloat32 tensor cores:UserWarning",
     # Inductor, where a GPU splits the sums of a softmax: about speed

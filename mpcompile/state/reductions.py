@@ -233,13 +233,13 @@ class Reduction:
             return
         starts = [math.inf if s is None else s.start for s in scales]
         # Other graphs of the backward that has found a start may still lower it.
-        known = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
-        most = [-start for start in starts]
-        low = [wish is not None for wish in wishes]
-        numbers = agree.least([*starts, *most, *known, *low], [self.group], self.device)
+        sure = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
+        highest = [-start for start in starts]
+        sent_low = [wish is not None for wish in wishes]
+        numbers = agree.least([*starts, *highest, *sure, *sent_low], [self.group], self.device)
         n = len(held)
-        starts, most, known, low = (numbers[i * n : (i + 1) * n] for i in range(4))
-        if in_backward and not (all(known) and starts == [-start for start in most]):
+        starts, highest, known, low = (numbers[i * n : (i + 1) * n] for i in range(4))
+        if in_backward and not (all(known) and starts == [-start for start in highest]):
             return
         for scale in {s for s in scales if s is not None}:
             scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
