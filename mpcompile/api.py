@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.sharded_call import ends_graph
 from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
@@ -123,12 +124,13 @@ def _compiled(
         for module in (first, *others):
             # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
             # module runs it; pickling and deepcopy drop it: it adds nothing to the module's state.
-            module._compiled_call_impl = ModuleCall(
+            call = ModuleCall(
                 module,
                 compile_kwargs,
                 reads_copies=settings.level is Level.O2,
                 called=functools.partial(_after_call, settings, record),
             )
+            module._compiled_call_impl = call if module is first else ends_graph(call.__call__)
         _records[model] = record
         uncalled.expect(first)
         return model

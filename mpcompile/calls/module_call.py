@@ -92,7 +92,8 @@ class ModuleCall:
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
-        self._engines, self._sharded = fsdp.engines(self._module), self._sharded_now()
+        self._sharded = self._sharded_now()
+        self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,15 +151,18 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
-        if (
-            not torch.compiler.is_compiling()
-            and (engines := fsdp.engines(self._module)) != self._engines
+        return self._is_sharded_anew() or stale
+
+    def _is_sharded_anew(self) -> bool:
+        """Whether an engine has taken charge of the module, or of parts of it."""
+        if torch.compiler.is_compiling() or (
+            self._engines == (engines := fsdp.engines(self._module))
         ):
-            self._engines = engines
-            sharded = self._sharded_now()
-            if sharded != self._sharded:
-                self._sharded, stale = sharded, True
-        return stale
+            return False
+        self._engines = engines
+        check_engines(self._module)
+        before, self._sharded = self._sharded, self._sharded_now()
+        return before != self._sharded
 
     def _hooks_now(self) -> tuple[int, ...]:
         module = self._module

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,7 +107,11 @@ class Ranks:
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __add__(self, others: Ranks) -> Ranks:
+        groups = tuple(dict.fromkeys((*self.groups, *others.groups)))
+        return Ranks(groups, others.device if others.groups else self.device)
 
 
 def ranks_of(tensors: Iterable[torch.Tensor]) -> Ranks:

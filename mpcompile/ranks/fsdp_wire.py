@@ -36,12 +36,15 @@ class Wire:
         reduced: the low dtype of the gradients, or None: they travel in FP32.
         scale: what to multiply gradients by, 0-d FP32 on a device; 1 in BF16; None: not known to
             all ranks, so that they travel in FP32.
+        before_reducing: called before gradients are reduced, by all ranks, which may agree in it
+            on how they travel.
     """
 
     group: Any
     gathered: dict[int, torch.dtype] = field(default_factory=dict)
     reduced: torch.dtype | None = None
     scale: Callable[[torch.device], torch.Tensor | float | None] = lambda device: None
+    before_reducing: Callable[[], None] = lambda: None
 
 
 def wire_of(group: Any) -> Wire:
@@ -61,7 +64,6 @@ def wire_of(group: Any) -> Wire:
 
 class _LowAllGather(DefaultAllGather):
     def __init__(self, wire: Wire) -> None:
-        super().__init__()
         self.wire = wire
 
     def __call__(
@@ -72,11 +74,8 @@ class _LowAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         sizes, lows = self._layout()
-        if (
-            not any(lows)
-            or input_tensor.dtype is not torch.float32
-            or sum(sizes) != input_tensor.numel()
-        ):
+        fits = input_tensor.dtype is torch.float32 and sum(sizes) == input_tensor.numel()
+        if not fits or not any(lows):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         ranks, rank = group.size(), group.rank()
         packed, parts = self._packed(sizes, lows, ranks, input_tensor.device)
@@ -126,27 +125,26 @@ class _LowAllGather(DefaultAllGather):
 
 class _LowReduceScatter(DefaultReduceScatter):
     def __init__(self, wire: Wire) -> None:
-        super().__init__()
         self.wire = wire
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        low, ranks = self.wire.reduced, group.size()
-        scale = self.wire.scale(input_tensor.device)
-        if low is None or scale is None or input_tensor.dtype is not torch.float32:
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        device = input_tensor.device
-        mine = self.allocate(input_tensor.size(), dtype=low, device=device)
-        summed = self.allocate(output_tensor.size(), dtype=low, device=device)
-        torch.mul(input_tensor, scale / ranks, out=mine)  # so that no sum overflows
+        self.wire.before_reducing()
+        return self._reduce(output_tensor, input_tensor, *args, **kwargs)
+
+    def _reduce(
+        self, result: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> Any:
+        low, scale = self.wire.reduced, self.wire.scale(given.device)
+        if low is None or scale is None or given.dtype is not torch.float32:
+            return super().__call__(result, given, group, op)
+        ranks = group.size()
+        mine = self.allocate(given.size(), dtype=low, device=given.device)
+        summed = self.allocate(result.size(), dtype=low, device=given.device)
+        torch.mul(given, scale / ranks, out=mine)  # so that no sum overflows
         done = super().__call__(summed, mine, group, dist.ReduceOp.SUM)
-        output_tensor.copy_(summed).mul_(ranks * self._factor(op, ranks) / scale)
+        result.copy_(summed).mul_(ranks * self._factor(op, ranks) / scale)
         return done
 
     def _factor(self, op: Any, ranks: int) -> float:

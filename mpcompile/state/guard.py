@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ..ranks import fsdp
 from ..ranks.agree import all_max
-from . import optimizers, parameters
+from . import optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -57,7 +57,7 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
     _live.add(scale)
     shards = fsdp.shards_of(trained)
     trained = [*trained, *(shard.parameter for shard in shards)]
-    scale.overflows.watch(trained, fsdp.ranks_of(trained))
+    scale.overflows.watch(trained)
     for parameter in trained:
         known = parameters.scales_of(parameter)
         if scale not in known:
@@ -95,7 +95,23 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
     if not upstream:
         earlier = earlier.or_later(overflows.void)
     looks[scale] = count
-    return count.since(earlier)
+    return _beside_ddp(optimizer, scale, count.since(earlier))
+
+
+def _beside_ddp(
+    optimizer: Optimizer, scale: LossScale, overflows: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What all ranks have found where the optimizer holds parameters of a DDP, which must stay the
+    same on all ranks, and others of this scale, whose gradients each rank has for itself.
+    """
+    ranks, own = reductions.beside(optimizer, scale)
+    if not ranks.groups:
+        return overflows
+    bad = any_nonfinite([p.grad for p in own if p.grad is not None])
+    count = bad.to(ranks.device, torch.int64)
+    if overflows is not None:
+        count = count + overflows.to(ranks.device)
+    return all_max(count, ranks.groups)
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:
@@ -163,7 +179,7 @@ def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
     together = torch.stack([flag.to(device) for flag in flags])
     if ranks.groups:
         together = all_max(together.to(torch.int32), ranks.groups) > 0
-    return together.tolist()  # type: ignore[no-any-return]
+    return [bool(flag) for flag in together.tolist()]
 
 
 def _alike() -> bool:

@@ -22,6 +22,7 @@ class OptimizerState:
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         hidden: (parameter, gradient) pairs that its step must not see.
+        beside: loss scale -> see `reductions.beside`, and when that was derived.
         nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
             keep their parameters alive, as long as the optimizer does.
     """
@@ -30,6 +31,9 @@ class OptimizerState:
         self.skips_by_itself = False
         self.looks: weakref.WeakKeyDictionary[LossScale, Count] = weakref.WeakKeyDictionary()
         self.poisoned = False
+        self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.nodes: dict[int, Any] = {}
 

@@ -12,7 +12,7 @@ Where DistributedDataParallel averages the gradients, one rank's leaf is not ask
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
 from ..ranks.agree import all_max
-from ..ranks.fsdp import Ranks
+from ..ranks.fsdp import Ranks, ranks_of
 from .async_read import Later
 
 if TYPE_CHECKING:
@@ -134,10 +134,9 @@ class Overflows:
 
     # -- the count --------------------------------------------------------------------------------
 
-    def watch(self, parameters: Iterable[torch.Tensor], ranks: Ranks = Ranks()) -> None:
-        """Note parameters whose gradients come out of the graphs, and the ranks they lie on."""
-        groups = dict.fromkeys((*self.ranks.groups, *ranks.groups))
-        self.ranks = Ranks(tuple(groups), ranks.device)
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note parameters whose gradients come out of the graphs, and shards of them."""
+        self.ranks += ranks_of(parameters)
         for parameter in parameters:
             self._parameters[parameter] = True
 

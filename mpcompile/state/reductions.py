@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..ranks import agree, ddp
-from . import copies, parameters
+from ..ranks.fsdp import Ranks
+from . import copies, optimizers, parameters
 from .loss_scale import LossScale
 
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
@@ -93,16 +94,42 @@ def before_step(optimizer: Optimizer) -> None:
             reduction.settle()
 
 
+def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Tensor]]:
+    """The parameters of an optimizer that graphs of this scale read and no DDP averages, and the
+    ranks of the DDPs that average others of its parameters; no ranks if there are none of either.
+    """
+    if not _known:
+        return Ranks(), []
+    groups = optimizer.param_groups
+    when = parameters.changes(), len(_known), [len(group["params"]) for group in groups]
+    known = optimizers.state_of(optimizer).beside
+    if scale not in known or known[scale][0] != when:
+        held = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in held}
+        averaging = [r for r in _known.values() if not ids.isdisjoint(r.ids)]
+        averaged = {key for r in averaging for key in r.ids}
+        own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
+        own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
+        ranks = Ranks()
+        if own and averaging:
+            ranks = Ranks(tuple(dict.fromkeys(r.group for r in averaging)), averaging[0].device)
+        known[scale] = when, (ranks, own)
+    found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
+    return found
+
+
 class Reduction:
     """What is known of one DDP whose forward has run one of our graphs.
 
     Attributes:
         ids: the ids of the parameters whose gradients it averages; the DDP keeps these alive.
+        group, device: its process group, and the device that this reduces on.
         settled: whether there is nothing that ranks have to agree on.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.settled = False
+        self.group, self.device = module.process_group, module.device
         self._module = weakref.ref(module)
         self.ids = {id(p) for p in self.parameters()}
         self._read: dict[int, Low | None] = {}  # by the id of a parameter that a graph reads
@@ -182,17 +209,17 @@ class Reduction:
         """Agree with the other ranks, if there is something to agree on. It stays open while a
         search goes on that no rank has finished.
         """
-        held, module = self.parameters(), self._module()
+        held = self.parameters()
         scales = [_one(parameters.scales_of(p)) for p in held]
         wishes = [self._read.get(id(p)) for p in held]
         undecided = any(s is not None and not s.agreed for s in scales)
-        if module is None or not (undecided or any(wishes)):
+        if not (undecided or any(wishes)):
             self.settled = True
             return
         starts = [math.inf if s is None else s.start for s in scales]
         idle = [float(s is None or s.start < math.inf) for s in scales]
         low = [float(wish is not None) for wish in wishes]
-        numbers = agree.least([*starts, *idle, *low], [module.process_group], module.device)
+        numbers = agree.least([*starts, *idle, *low], [self.group], self.device)
         n = len(held)
         starts, idle, low = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
         for scale in {s for s in scales if s is not None}:

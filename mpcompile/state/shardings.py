@@ -2,8 +2,10 @@
 
     a graph is compiled   `enter`: which parameters of FSDP it reads, whether it does no more than
                           cast them to the low dtype, and under which scale it makes gradients
-    the first step        the ranks agree: on the least start of each loss scale that a search of
-                          one of them found, and on what all of them may send in the low dtype
+    the first backward    where all ranks have the same scale (none searches for its start), they
+                          agree on what all of them may send in the low dtype
+    the first step        the ranks agree on what is still open: on the least start of each loss
+                          scale that a search of one of them found, and on what they may send
 
 A parameter is gathered in the low dtype if the graphs of all ranks do no more than cast it: then
 they compute exactly what they would have. (A graph compiled later that reads it in FP32 reads it
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +83,7 @@ class Sharding:
         self._gathers: dict[int, torch.dtype | None] = {}
         self._reduces: dict[int, Low | None] = {}
         self._settled = False
+        self._wire().before_reducing = _settling(weakref.ref(self))
 
     def holders(self) -> list[Any]:
         """FSDP's records of the group's parameters."""
@@ -118,12 +121,7 @@ class Sharding:
     def settle(self, gathers: Sequence[float], reduces: Sequence[float], *, final: bool) -> None:
         """Take what all ranks can do."""
         self._settled = final
-        group, holders = self._group(), self.holders()
-        if group is None or not any((*gathers, *reduces)):
-            return
-        from ..ranks.fsdp_wire import wire_of  # only a torch with distributed has it
-
-        wire = wire_of(group)
+        wire, holders = self._wire(), self.holders()
         for holder, gathered in zip(holders, gathers, strict=True):
             dtype = self._gathers.get(id(holder))
             if gathered and dtype is not None:
@@ -137,20 +135,37 @@ class Sharding:
         if low is not None:
             wire.reduced, wire.scale = low.dtype, low.multiplier
 
+    def settle_where_alike(self) -> None:
+        """Agree in a backward, if all ranks have the same scale and none searches for its start."""
+        gathers, reduces = self.wishes()
+        if not self.is_open() or not any((*gathers, *reduces)):
+            return
+        scales = self.scales()
+        # What a search has found may become less until its backward ends.
+        starts = [0.0 if s is None else math.inf if s.fitting else s.start for s in scales]
+        negative = [-start for start in starts]
+        least, negative, gathers, reduces = _least([self], starts, negative, gathers, reduces)
+        if all(x == -y < math.inf for x, y in zip(least, negative, strict=True)):
+            for scale, value in zip(scales, least, strict=True):
+                if scale is not None:
+                    scale.take_start(value)
+            self.settle(gathers, reduces, final=True)
+
+    def _wire(self) -> Any:
+        from ..ranks.fsdp_wire import wire_of  # only a torch with distributed has it
+
+        return wire_of(self._group())
+
 
 def _settle(shardings: Sequence[Sharding]) -> None:
     """Agree with the other ranks. It stays open while a search goes on that no rank finished."""
-    shards = [shard for sharding in shardings for shard in sharding.shards()]
     scales = [scale for sharding in shardings for scale in sharding.scales()]
     wishes = [sharding.wishes() for sharding in shardings]
-    gathers, reduces = ([x for wish in wishes for x in wish[side]] for side in (0, 1))
-    undecided = any(s is not None and not s.agreed for s in scales)
-    ranks, n = fsdp.ranks_of(shards), len(shards)
     starts = [math.inf if s is None else s.start for s in scales]
     idle = [float(s is None or s.start < math.inf) for s in scales]
-    if undecided or any((*gathers, *reduces)):
-        numbers = agree.least([*starts, *idle, *gathers, *reduces], ranks.groups, ranks.device)
-        starts, idle, gathers, reduces = (numbers[i * n : (i + 1) * n] for i in range(4))
+    gathers, reduces = ([x for wish in wishes for x in wish[side]] for side in (0, 1))
+    if any(s is not None and not s.agreed for s in scales) or any((*gathers, *reduces)):
+        starts, idle, gathers, reduces = _least(shardings, starts, idle, gathers, reduces)
     for scale in {s for s in scales if s is not None}:
         scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
     at = 0
@@ -158,6 +173,25 @@ def _settle(shardings: Sequence[Sharding]) -> None:
         part = slice(at, at := at + len(sharding.shards()))
         found = all(x < math.inf or y for x, y in zip(starts[part], idle[part], strict=True))
         sharding.settle(gathers[part], reduces[part], final=found)
+
+
+def _least(shardings: Sequence[Sharding], *columns: Sequence[float]) -> list[list[float]]:
+    """The least on all ranks of each number; a column has one for each parameter."""
+    shards = [shard for sharding in shardings for shard in sharding.shards()]
+    ranks, n = fsdp.ranks_of(shards), len(shards)
+    numbers = agree.least([x for column in columns for x in column], ranks.groups, ranks.device)
+    return [numbers[i * n : (i + 1) * n] for i in range(len(columns))]
+
+
+def _settling(sharding: weakref.ref[Sharding]) -> Callable[[], None]:
+    """`settle_where_alike` for what must not keep it alive."""
+
+    def settle() -> None:
+        alive = sharding()
+        if alive is not None:
+            alive.settle_where_alike()
+
+    return settle
 
 
 def _one(scales: Sequence[LossScale]) -> LossScale | None:
