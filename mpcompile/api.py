@@ -18,6 +18,7 @@ from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
 from .calls.sharded_call import ends_graph
+from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
@@ -121,20 +122,24 @@ def _compiled(
         check_module(model, settings)
         first, *others = ddp.called_modules(model)
         compile_kwargs["options"]["_names"] = names_in(first)
+        compiled_call = functools.partial(
+            ModuleCall,
+            compile_kwargs=compile_kwargs,
+            reads_copies=settings.level is Level.O2,
+            check=functools.partial(_check_again, settings),
+            called=functools.partial(_after_call, settings, record),
+        )
         for module in (first, *others):
             # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
             # module runs it; pickling and deepcopy drop it: it adds nothing to the module's state.
-            call = ModuleCall(
-                module,
-                compile_kwargs,
-                reads_copies=settings.level is Level.O2,
-                called=functools.partial(_after_call, settings, record),
-            )
+            call = compiled_call(module)
             module._compiled_call_impl = call if module is first else ends_graph(call.__call__)
+        if has_steps(first):
+            compile_steps(first, compiled_call)
         _records[model] = record
         uncalled.expect(first)
         return model
-    compiled = running(torch.compile(model, **compile_kwargs), has_rnns=True)
+    compiled = running(torch.compile(model, **compile_kwargs), allow_rnn=True)
     _records[compiled] = record
     return compiled
 
@@ -148,6 +153,17 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
         if name not in theirs:
             hint = did_you_mean(name, (*own, *theirs))
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
+
+
+def _check_again(settings: Settings, module: nn.Module) -> None:
+    """Check the module at its first call: it may have been cast since it was compiled."""
+    try:
+        check_module(module, settings)
+    except MPCompileError as error:
+        raise MPCompileError(
+            f"{error}. It was cast after mpcompile(): if the trainer does that, as Lightning's "
+            "Trainer(precision='16-true'), leave it to mpcompile"
+        ) from None
 
 
 def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
@@ -257,6 +273,11 @@ def recorded(model: Any) -> _Record | None:
             "ask about one of them"
         )
     return inside[0][1] if inside else None
+
+
+def compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model that `mpcompile()` has compiled, each by itself."""
+    return [module for module in model.modules() if module in _records]
 
 
 def studied(model: Any, who: str) -> nn.Module:

@@ -125,7 +125,7 @@ def _leave(
     plan = plan_of_left(reason, place_of(example_inputs))
     trace_graph(plan)
     compiled = _emit(gm, example_inputs, settings, untouched=True)
-    return noticing_ddp(compiled, example_inputs, None, None), plan
+    return noticing_ddp(compiled, example_inputs, None, None, hooked=settings.reduces_low), plan
 
 
 def reason_of(error: Exception) -> str:
@@ -171,7 +171,8 @@ def _compile(
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
-    return noticing_ddp(call, example_inputs, reduced_in, scale), plan
+    hooked = settings.reduces_low
+    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)

@@ -4,9 +4,10 @@ doesn't do.
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
   gets an entry function in this file, with a code object of its own.
-* Recurrent layers break the graph unless that is prevented (`emit/rnn_tracing.py`).
+* Recurrent layers break the graph unless that is prevented (`emit/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
+* Somebody may replace the module's forward by one under autocast: refused (`state/foreign.py`).
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
@@ -24,11 +25,11 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..emit.rnn_tracing import with_rnns
+from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
-from ..state import parameters
+from ..state import foreign, parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
@@ -38,11 +39,11 @@ __all__ = ["ModuleCall", "running"]
 _numbers = itertools.count()
 
 
-def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Wrap a function that torch.compile returned: while it runs, Dynamo traces recurrent layers,
-    and an MPCompileError is raised as it is, without Dynamo's wrapper.
+def running(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any]:
+    """Wrap a function that torch.compile returned: Dynamo traces it with these settings, and an
+    MPCompileError is raised as it is, without Dynamo's wrapper.
     """
-    inner = with_rnns(compiled) if has_rnns else compiled
+    inner = traced_with(compiled, **settings) if settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,9 @@ class ModuleCall:
         module: the module.
         compile_kwargs: arguments of torch.compile.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
+        method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
     def __init__(
@@ -84,26 +87,36 @@ class ModuleCall:
         compile_kwargs: Mapping[str, Any],
         *,
         reads_copies: bool,
+        check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
+        method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
-        self._reads_copies, self._called = reads_copies, called
+        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._method, self._checked = method, False
         self._widens = widens_inputs(module)
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
+        self._forward: Any = None
+        self._look_at_forward()
         self._sharded = self._sharded_now()
         self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._checked:
+            self._check(self._module)
+            self._checked = True
+        self._look_at_forward()
         if self._is_stale():
             self._compiled = self._compile()
         if self._widens:
             args, kwargs = widened(args, kwargs)
         result = self._compiled(*args, **kwargs)
         if not self._told and not torch.compiler.is_compiling():
-            uncalled.called(self._module)
+            if torch.is_grad_enabled():
+                uncalled.called(self._module)
             self._told = self._called(self._module)
         return result
 
@@ -114,9 +127,9 @@ class ModuleCall:
         for part in parts_of(module):
             if part._compiled_call_impl is None:
                 part._compiled_call_impl = self._of_part(part)
-        if fsdp.is_sharded(module):
+        if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
-        return self._traced(type(module)._call_impl)
+        return self._traced(self._method or type(module)._call_impl)
 
     def _of_part(self, part: nn.Module) -> Callable[..., Any]:
         """The call of a module inside of this one. If it is not sharded, and a graph is traced
@@ -126,16 +139,23 @@ class ModuleCall:
             return _entry(type(part)._call_impl, part)
         return ends_graph(
             ModuleCall(
-                part, self._compile_kwargs, reads_copies=self._reads_copies, called=lambda _: True
+                part,
+                self._compile_kwargs,
+                reads_copies=self._reads_copies,
+                check=lambda _: None,
+                called=lambda _: True,
             )
         )
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
         module = self._module
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        compiled = torch.compile(_entry(function, module), **self._compile_kwargs)
-        run = running(compiled, has_rnns=has_rnns)
+        settings = {}
+        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+            settings["allow_rnn"] = True
+        if self._method is not None:  # a trainer's step: it may ask how far the training has come
+            settings["allow_unspec_int_on_nn_module"] = True
+        run = running(torch.compile(_entry(function, module), **self._compile_kwargs), **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)
@@ -163,6 +183,11 @@ class ModuleCall:
         check_engines(self._module)
         before, self._sharded = self._sharded, self._sharded_now()
         return before != self._sharded
+
+    def _look_at_forward(self) -> None:
+        if (forward := foreign.replaced_forward(self._module)) is not self._forward:
+            foreign.refuse_autocast_forward(self._module)
+            self._forward = forward
 
     def _hooks_now(self) -> tuple[int, ...]:
         module = self._module

@@ -23,6 +23,8 @@ def noticing_ddp(
     examples: Sequence[Any],
     low: torch.dtype | None,
     scale: LossScale | None,
+    *,
+    hooked: bool,
 ) -> Callable[..., Any]:
     """Wrap the function that Dynamo calls.
 
@@ -31,6 +33,8 @@ def noticing_ddp(
         examples: those that the graph was compiled with.
         low: the dtype in which its gradients may be exchanged; None: FP32.
         scale: its loss scale; None where it is not scaled.
+        hooked: whether the settings ask for low gradients on the wire, whatever became of this
+            graph.
     """
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     wish = reductions.gradients_in(low, scale)
@@ -38,7 +42,7 @@ def noticing_ddp(
     def run(*args: Any) -> Any:
         module = ddp.active()
         if module is not None and torch.is_grad_enabled():
-            reductions.enter(module, [args[i] for i in leaves], wish, scale)
+            reductions.enter(module, [args[i] for i in leaves], wish, scale, hooked=hooked)
         return call(*args)
 
     return run

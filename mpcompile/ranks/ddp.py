@@ -84,8 +84,10 @@ class Wire:
     multiplier: torch.Tensor | None
 
 
-# How a bucket of these parameters travels; None: in its own dtype. All ranks must answer alike.
-Chosen = Callable[[Sequence[torch.Tensor]], Wire | None]
+# How a bucket of these parameters travels; None: in its own dtype. All ranks must answer alike. It
+# is also told whether the bucket is the first of a backward. All ranks ask for the same buckets in
+# the same order, so it may exchange something with the others before it answers.
+Chosen = Callable[[Sequence[torch.Tensor], bool], Wire | None]
 
 
 def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
@@ -114,7 +116,8 @@ def _average(
     narrow dtype is then finite.
     """
     buffer = bucket.buffer()
-    wire = choose(bucket.parameters()) if buffer.dtype is torch.float32 else None
+    asked = buffer.dtype is torch.float32
+    wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
     if wire is None:
         sent = buffer.div_(ranks)
     else:

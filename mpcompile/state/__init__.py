@@ -4,6 +4,8 @@
     optimizers.py        one `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored
+    clipping.py          clips gradients, also those that are stored scaled
+    foreign.py           notices somebody else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, and when they move
       scale_options.py     the constants of its rule

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from ..ranks.zero import is_zero, partition_of
-from . import copies, guard, optimizers, reductions, shardings
+from . import copies, foreign, guard, optimizers, reductions, shardings
 
 
 @functools.cache
@@ -35,6 +35,8 @@ def register() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if guard.is_needed():
+        foreign.look_for_scaler(optimizer)
     _agree(optimizer)
     by_itself = optimizers.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps

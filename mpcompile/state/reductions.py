@@ -4,9 +4,11 @@
     its backward            the gradients are averaged: an overflow on one rank is one on all ranks;
                             at the end of the backward the averages are checked, so all ranks count
                             the same overflows, without a collective
-    the first step          the ranks agree: on the least start of each loss scale that a search of
-                            one of them found, and on which parameters all of them may send in the
-                            low dtype
+    the first backward      the ranks agree on which parameters all of them may send in the low
+                            dtype, if no loss scale is being searched for: where it is given, or
+                            was loaded, every reduction is like the later ones
+    the first step          else they agree here, also on the least start of each loss scale that a
+                            search of one of them found
 
 A bucket travels in the low dtype if all ranks have agreed on it for each of its parameters: graphs
 read all of them, in FP16 under one and the same loss scale. Gradients that no graph has scaled may
@@ -67,6 +69,8 @@ def enter(
     trained: Iterable[torch.Tensor],
     low: Low | None,
     scale: LossScale | None,
+    *,
+    hooked: bool,
 ) -> None:
     """A graph runs in the forward of this DDP.
 
@@ -74,11 +78,15 @@ def enter(
         trained: the leaves whose gradients the graph makes.
         low: how these may travel; None: in FP32.
         scale: the graph's loss scale, or None.
+        hooked: whether this program wants gradients to travel low, also if this graph's do not:
+            the ranks must all have the hook in which they agree, whatever their graphs came to.
     """
     reduction = _known.get(module)
     if reduction is None:
         reduction = _known[module] = Reduction(module)
     reduction.read(trained, low)
+    if hooked:
+        reduction.hook()
     if scale is not None:
         scale.overflows.leave_to(reduction)
         reduction.await_backward(scale, expected=ddp.will_reduce(module))
@@ -153,7 +161,10 @@ class Reduction:
         for key in map(id, trained):
             if key in self.ids and self._read.setdefault(key, low) != low:
                 self._read[key] = None  # another graph makes a part of the gradient
-        if low is not None and not self._hooked:
+
+    def hook(self) -> None:
+        """From the next backward on, choose how each bucket travels."""
+        if not self._hooked:
             self._hooked = True
             module = self._module()
             assert module is not None
@@ -190,8 +201,12 @@ class Reduction:
                 [g for p, g in gradients if _comes_from(scale, parameters.scales_of(p))]
             )
 
-    def chosen(self, bucket: Sequence[torch.Tensor]) -> ddp.Wire | None:
-        """How a bucket of these parameters travels; None: as it is."""
+    def chosen(self, bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
+        """How a bucket of these parameters travels; None: as it is. Before the first bucket of a
+        backward the ranks agree on what is open.
+        """
+        if first and not self.settled:
+            self.settle(in_backward=True)
         wishes = {self._agreed.get(id(p)) for p in bucket}
         wish = wishes.pop() if len(wishes) == 1 else None
         if wish is None:
@@ -205,29 +220,33 @@ class Reduction:
 
     # -- in a step --------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def settle(self, *, in_backward: bool = False) -> None:
         """Agree with the other ranks, if there is something to agree on. It stays open while a
-        search goes on that no rank has finished.
+        search goes on that no rank has finished, and in a backward that changes a scale.
         """
         held = self.parameters()
         scales = [_one(parameters.scales_of(p)) for p in held]
         wishes = [self._read.get(id(p)) for p in held]
         undecided = any(s is not None and not s.agreed for s in scales)
-        if not (undecided or any(wishes)):
+        if not (undecided or self._hooked):
             self.settled = True
             return
         starts = [math.inf if s is None else s.start for s in scales]
-        idle = [float(s is None or s.start < math.inf) for s in scales]
-        low = [float(wish is not None) for wish in wishes]
-        numbers = agree.least([*starts, *idle, *low], [self.group], self.device)
+        # Other graphs of the backward that has found a start may still lower it.
+        known = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
+        most = [-start for start in starts]
+        low = [wish is not None for wish in wishes]
+        numbers = agree.least([*starts, *most, *known, *low], [self.group], self.device)
         n = len(held)
-        starts, idle, low = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
+        starts, most, known, low = (numbers[i * n : (i + 1) * n] for i in range(4))
+        if in_backward and not (all(known) and starts == [-start for start in most]):
+            return
         for scale in {s for s in scales if s is not None}:
             scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
         self._agreed = {
             id(p): wish for p, wish, sent in zip(held, wishes, low, strict=True) if wish and sent
         }
-        self.settled = all(x < math.inf or y for x, y in zip(starts, idle, strict=True))
+        self.settled = all(x < math.inf or y for x, y in zip(starts, known, strict=True))
 
 
 def _one(scales: Sequence[LossScale]) -> LossScale | None:
@@ -245,8 +264,8 @@ def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:
 def _chosen_by(reduction: weakref.ref[Reduction]) -> ddp.Chosen:
     """`chosen` for a hook that must not keep the reduction, and so the module, alive."""
 
-    def chosen(bucket: Sequence[torch.Tensor]) -> ddp.Wire | None:
+    def chosen(bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
         alive = reduction()
-        return None if alive is None else alive.chosen(bucket)
+        return None if alive is None else alive.chosen(bucket, first)
 
     return chosen
