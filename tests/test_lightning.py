@@ -139,7 +139,7 @@ def test_the_number_of_the_step_does_not_compile_it_anew() -> None:
 def test_evaluation_and_prediction_are_compiled() -> None:
     module, train = made(), trainer(**plugin())
     (result,) = train.validate(module, batches(), verbose=False)
-    predicted = torch.cat(train.predict(module, batches()))  
+    predicted = torch.cat(train.predict(module, batches()))
     assert [plan.left for plan in compiled_plans(module)] == [None, None]
     x, y = batches().dataset.tensors
     out = made().net(x).detach()

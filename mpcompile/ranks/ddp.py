@@ -115,7 +115,7 @@ def _average(
     """The average over ranks. Each rank divides before it sums: a sum of finite numbers of a
     narrow dtype is then finite.
     """
-    buffer = bucket.buffer()
+    buffer: torch.Tensor = bucket.buffer()
     asked = buffer.dtype is torch.float32
     wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
     if wire is None:
@@ -133,4 +133,5 @@ def _average(
 
     work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
-    return work.get_future().then(received)
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
+    return averaged
