@@ -136,7 +136,7 @@ class Sides:
         self.scale, self.seed, self.keep = 1.0, 0, False
         has_rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
         compiled = compiled_apart(twin, _weakly(self), "diagnose")
-        self.forward = running(compiled, has_rnns=has_rnns)
+        self.forward = running(compiled, **({"allow_rnn": True} if has_rnns else {}))
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:
