@@ -157,6 +157,13 @@ def test_a_second_fit_keeps_graphs_and_scale() -> None:
     assert loss_scale_of(module).state.good_steps == 2 * good
 
 
+def test_another_trainer_compiles_a_module_anew() -> None:
+    module = fitted(made(Logging), **plugin())
+    fitted(module, **plugin(level="O2"))
+    assert {plan.level for plan in compiled_plans(module)} == {"O2"}
+    assert isinstance(module.training_step.method.__self__, Logging)
+
+
 def test_copies_and_pickles_are_plain() -> None:
     module = made()
     names = set(module.state_dict())
