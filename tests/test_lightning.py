@@ -114,8 +114,8 @@ def test_what_is_logged_is_what_plain_lightning_logs() -> None:
         "total_step", "total_epoch", "loss", "number", "accuracy", "seen", "val_loss"
     }  # fmt: skip
     assert ours == pytest.approx(plain, abs=0.01)
-    # A metric ends a graph and is inside of none: there are the validation step and, of the training
-    # step, what comes before the accuracy, between the two metrics, and behind them.
+    # A metric ends a graph and is inside of none: there are the validation step and, of the
+    # training step, what comes before the accuracy, between the two metrics, and behind them.
     assert len(compiled_plans(module)) <= 4
 
 
@@ -182,7 +182,7 @@ def test_copies_and_pickles_are_plain() -> None:
 
 
 def test_options_are_checked_when_the_plugin_is_made() -> None:
-    with pytest.raises(MPCompileError, match="levle.*did you mean 'level'"):
+    with pytest.raises(MPCompileError, match=r"levle.*did you mean 'level'"):
         MPCompilePrecision(levle="O2")
     with pytest.raises(MPCompileError, match="O7"):
         MPCompilePrecision(level="O7")

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
@@ -98,19 +102,19 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
         return False
     group, ranks = module.process_group, module.process_group.size()
 
-    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return _average(bucket, choose, group, ranks)
 
     try:
         # Not module.register_comm_hook: pickles and copies of the module would hold the hook.
-        dist._register_comm_hook(module.reducer, None, hook)
+        dist._register_comm_hook(module.reducer, None, hook)  # type: ignore[attr-defined]
     except RuntimeError:  # a built-in hook is there
         return False
     return True
 
 
 def _average(
-    bucket: dist.GradBucket, choose: Chosen, group: dist.ProcessGroup, ranks: int
+    bucket: GradBucket, choose: Chosen, group: dist.ProcessGroup, ranks: int
 ) -> torch.futures.Future[torch.Tensor]:
     """The average over ranks. Each rank divides before it sums: a sum of finite numbers of a
     narrow dtype is then finite.
