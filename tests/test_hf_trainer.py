@@ -101,7 +101,11 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 _ALL = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-@pytest.mark.parametrize("way", WAYS)
+SAMPLE = ("O1", "O2, MPOptimizer")
+EACH = [pytest.param(way, marks=[] if way in SAMPLE else pytest.mark.whole) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", EACH)
 def test_it_follows_the_plain_trainer(way: str, fp32: Trainer, tmp_path: Path) -> None:
     options, compiled = WAYS[way]
     ours = trainer(tmp_path, mixed=options, compile_optimizers=compiled, **_ALL)
