@@ -138,6 +138,7 @@ class Reduction:
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
+        ddp.check(module)
         self.settled = False
         self.group, self.device = module.process_group, module.device
         self._module = weakref.ref(module)
