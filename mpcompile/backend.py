@@ -170,7 +170,9 @@ def _compile(
     watched = None
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
-    call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
+    call = with_extra_inputs(
+        compiled, inputs, reader, scale, example_inputs, device, watched, searches=searches
+    )
     hooked = settings.reduces_low
     return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 

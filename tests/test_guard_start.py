@@ -149,3 +149,54 @@ def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:
             assert not torch.equal(before[0], plain.weight)
     assert values == [values[0], values[0], values[0] / 2, values[0] / 2]
     assert not loss_scale_of(model).fitting
+
+
+class Written(nn.Module):
+    """Two graphs: one writes to its input, so its backward can't be run again; the other searches.
+
+    The gradients of `large` overflow at 2**16, those of the layer at which the other graph ends
+    don't.
+    """
+
+    def __init__(self, writes_first: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.large = self.second if writes_first else self.first
+        with torch.no_grad():
+            self.large.weight.mul_(2.0**-10)
+        self.writes_first = writes_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1.0 if self.writes_first else self.first(x * 500.0)
+        torch._dynamo.graph_break()
+        h.mul_(2.0)
+        y = self.first(h) if self.writes_first else self.second(h)
+        torch._dynamo.graph_break()
+        z: torch.Tensor = self.second(y * 500.0) if self.writes_first else y
+        return z
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("writes_first", [False, True])
+def test_a_search_leaves_the_scale_of_graphs_that_cannot_search(
+    writes_first: bool, level: str, emit: str
+) -> None:
+    torch.manual_seed(0)
+    model = Written(writes_first)
+    reference = copy.deepcopy(model).double()
+    start = parameters(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = MPOptimizer(sgd, emit="eager") if level == "O2" else sgd
+    mpcompile(model, dtype=torch.float16, level=level, emit=emit, strict=True)
+    x = torch.randn(4, 8)
+    (model(x).sum() * 0.01).backward()
+    (reference(x.double()).sum() * 0.01).backward()
+    optimizer.step()
+    scale = loss_scale_of(model)
+    assert scale.value < 2.0**16  # the search has found another number than the other graph used
+    assert scale.skipped_steps == 0
+    for before, p, q in zip(start, model.parameters(), reference.parameters(), strict=True):
+        assert q.grad is not None
+        moved = (before - p).double()
+        assert (moved - q.grad).norm() <= 5e-3 * q.grad.norm()

@@ -42,7 +42,11 @@ def _notes(work: Work) -> list[str]:
         f"{4 * parameters / 1e6:.3f} MB in FP32; DDP's buckets are of {BUCKET} MB. MB are 10^6 "
         "bytes, and are what a rank sends where the ranks form a ring, as NCCL's do: for n ranks "
         "2(n - 1)/n of a tensor that is all-reduced, (n - 1)/n of one that is gathered or "
-        f"reduce-scattered. The start is what the first {work.warm} steps send beyond as many "
+        "reduce-scattered. The number of DDP's buckets depends on the order in which gradients "
+        "arrive, which may differ between an eager and a compiled model. Under FSDP2 at O2 a "
+        "parameter is gathered low if the model does nothing with it but cast it: biases and norms "
+        "are not, nor is the embedding that is tied to the head; uint8 is a message of both "
+        f"dtypes. The start is what the first {work.warm} steps send beyond as many "
         "later ones.",
     ]
 
