@@ -71,7 +71,7 @@ def _send_what_is_not_known(ranks: int) -> None:
         dist.all_to_all(outputs, [torch.ones(2) for _ in range(ranks)])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_sent_has_the_known_size(ranks: int) -> None:
     on_each_rank(_known_sizes, ranks=ranks)
 

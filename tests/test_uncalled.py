@@ -141,3 +141,17 @@ def test_a_module_that_is_gone_is_forgotten() -> None:
     mpcompile(Lightning(), **OPTIONS)
     gc.collect()
     assert len(uncalled._waiting) == 0
+
+
+@pytest.mark.parametrize("generated", [False, True], ids=["plain", "MPOptimizer"])
+def test_a_checkpoint_that_is_loaded_before_the_first_call(generated: bool) -> None:
+    """torch.distributed.checkpoint takes a step with a learning rate of 0, to make the state."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    module = mpcompile(Calling(), **OPTIONS)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    if generated:
+        optimizer = MPOptimizer(optimizer, emit="eager")
+    _, state = get_state_dict(module, optimizer)  # a warning would be an error
+    assert set(state["state"]) == {"net.weight", "net.bias"}
+    assert module in uncalled._waiting  # it is still looked after
