@@ -15,8 +15,8 @@ to be larger, that happens by chance in one of 128 rows.
 
 Graphs are those that Dynamo made, over all draws. A fault is an error, a graph left in FP32, a
 warning of mpcompile's, more graphs than torch.compile makes, gradients further off at O1 than
-autocast's, or at O2 than pure half's, which stores what O2 stores. How O2 compares with autocast has
-its own column: autocast keeps in FP32 what no product computes, such as the residual stream.
+autocast's, or at O2 than pure half's, which stores what O2 stores. How O2 compares with autocast
+has its own columns: autocast keeps in FP32 what no product computes, such as the residual stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways in which a model takes a training step: what of mpcompile's is measured, and its peers."""
+"""The ways in which a model takes a training step: mpcompile's, and those of its peers."""
 
 from __future__ import annotations
 

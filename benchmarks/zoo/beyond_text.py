@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from .making import ROWS, TEXT, VISION, WORDS, Entry, Inputs, hugging_face, image, language, waveform
+from .making import (
+    ROWS,
+    TEXT,
+    VISION,
+    WORDS,
+    Entry,
+    Inputs,
+    hugging_face,
+    image,
+    language,
+    waveform,
+)
 
 __all__ = ["AUDIO", "EXPERTS", "STATE_SPACES", "VISIONS"]
 
