@@ -16,7 +16,7 @@ PEER = {"O1": AUTOCAST, "O2": HALF}
 
 def peer_fails(row: Mapping[str, Any]) -> str:
     """Why plain torch.compile doesn't train the model; "" if it does."""
-    failed: str = row["arms"][COMPILED].get("failed", "")
+    failed: str = row.get("arms", {}).get(COMPILED, {}).get("failed", "")
     return failed
 
 

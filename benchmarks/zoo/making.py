@@ -1,7 +1,8 @@
 """How the zoo's models are made: a class and a config of Hugging Face's, odd sizes, random weights.
 
-Hidden size 36 in three heads of 12, vocabulary 101, 13 tokens: multiples of neither 8 nor 16, as real
-models' odd sizes. Nothing is downloaded. Every dropout is off, so that two calls compute the same.
+Hidden size 36 in three heads of 12, vocabulary 101, 13 tokens: multiples of neither 8 nor 16, as
+the odd sizes of real models. Nothing is downloaded. Every dropout is off, so that two calls compute
+the same.
 """
 
 from __future__ import annotations

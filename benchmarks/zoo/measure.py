@@ -1,7 +1,7 @@
 """One model's gradients by every arm, against those of the same model in FP64.
 
-`python -m benchmarks.zoo.measure timm/swin 7` measures one, for 7 draws of weights and batch, and
-prints it as JSON.
+`python -m benchmarks.zoo.measure 7 timm/swin timm/vit_tiny` measures each for 7 draws of weights
+and batch, and prints a line of JSON for each as soon as it is there.
 """
 
 from __future__ import annotations
@@ -98,4 +98,5 @@ def _norm(tensors: Gradients) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    for wanted in sys.argv[2:]:
+        print(json.dumps(measure(wanted, draws=int(sys.argv[1]))), flush=True)

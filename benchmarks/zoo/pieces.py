@@ -1,15 +1,17 @@
-"""Each model measured in a process of its own, its row kept as soon as it is there."""
+"""Models measured in other processes, each row kept as soon as it is there."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.processes import ROOT
 
 from .catalogue import LIBRARIES
 
@@ -20,6 +22,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
 }
+_PIECE = 12
+"""Models in one process: libraries are imported once for them, memory is given back after them."""
 
 
 def installed() -> list[str]:
@@ -29,9 +33,10 @@ def installed() -> list[str]:
 
 
 def measure_each(
-    names: Iterable[str], draws: int, *, kept: Path | None = None, commit: str = ""
+    names: Sequence[str], draws: int, *, kept: Path | None = None, commit: str = ""
 ) -> list[dict[str, Any]]:
-    """Rows as `benchmarks/zoo/measure.py` makes them; one that died has `died` instead of `arms`.
+    """Rows as `benchmarks/zoo/measure.py` makes them; one at which its process died has `died`
+    instead of `arms`.
 
     Args:
         names: as "timm/swin".
@@ -41,27 +46,35 @@ def measure_each(
         commit: what is measured.
     """
     stamp = {"commit": commit, "draws": draws}
-    known = {}
-    if kept and kept.exists() and not commit.endswith("+changes"):
-        lines = [json.loads(line) for line in kept.read_text().splitlines()]
-        known = {line["row"]["name"]: line["row"] for line in lines if line["stamp"] == stamp}
-    rows = []
-    for name in names:
-        row = known.get(name) or _measured(name, draws)
-        rows.append(row)
-        if kept and name not in known:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with kept.open("a") as file:
-                file.write(json.dumps({"stamp": stamp, "row": row}) + "\n")
-        print(name, file=sys.stderr, flush=True)
-    return rows
+    rows = _known(kept, stamp)
+    missing = [name for name in names if name not in rows]
+    while missing:
+        for row in _measured(missing[:_PIECE], draws):
+            rows[row["name"]] = row
+            missing.remove(row["name"])
+            if kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with kept.open("a") as file:
+                    file.write(json.dumps({"stamp": stamp, "row": row}) + "\n")
+    return [rows[name] for name in names]
 
 
-def _measured(name: str, draws: int) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = json_from_process(
-            "-m", "benchmarks.zoo.measure", name, str(draws), environment=_ENVIRONMENT
-        )
-    except RuntimeError as error:
-        return {"name": name, "died": str(error).strip().splitlines()[-1]}
-    return row
+def _known(kept: Path | None, stamp: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    if kept is None or not kept.exists() or stamp["commit"].endswith("+changes"):
+        return {}
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    return {line["row"]["name"]: line["row"] for line in lines if line["stamp"] == stamp}
+
+
+def _measured(names: Sequence[str], draws: int) -> Iterator[dict[str, Any]]:
+    """Rows, in this order, up to the first at which the process dies."""
+    command = [sys.executable, "-m", "benchmarks.zoo.measure", str(draws), *names]
+    environment = {**os.environ, **_ENVIRONMENT}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        number = 0
+        for number, line in enumerate(process.stdout, 1):
+            print(names[number - 1], file=sys.stderr, flush=True)
+            yield json.loads(line)
+    if process.returncode:
+        yield {"name": names[number], "died": f"its process ended with {process.returncode}"}

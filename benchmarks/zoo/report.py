@@ -69,10 +69,12 @@ def _table(library: str, rows: Sequence[Row]) -> Table:
 def _findings(rows: Sequence[Row]) -> list[Table]:
     """Rows with faults, and arms of others that don't run."""
     found = [(row["name"], fault) for row in rows for fault in faults(row)]
-    for row in (row for row in rows if "arms" in row):
-        for arm in (COMPILED, AUTOCAST, HALF):
-            if "failed" in row["arms"][arm]:
-                found.append((row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}"))
+    found += [
+        (row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}")
+        for row in rows
+        for arm in (COMPILED, AUTOCAST, HALF)
+        if "failed" in row.get("arms", {}).get(arm, {})
+    ]
     return [Table("Faults", ("model", "what"), found)] if found else []
 
 
@@ -81,10 +83,11 @@ def _verdicts(rows: Sequence[Row]) -> dict[str, bool]:
     for library, least in LEAST.items():
         number = len(_of(library, rows))
         verdicts[f"at least {least} architectures of {library}: {number}"] = number >= least
-    comparable = [row for row in rows if "died" not in row and not peer_fails(row)]
+    comparable = [row for row in rows if not peer_fails(row)]
     sound = sum(not faults(row) for row in comparable)
     claim = "models without a fault, of those that torch.compile trains"
     verdicts[f"{claim}: {sound} of {len(comparable)}"] = sound == len(comparable)
+    comparable = [row for row in comparable if "died" not in row]
     for level, peer in (("O1", AUTOCAST), ("O2", HALF), ("O2", AUTOCAST)):
         near, both = _near(comparable, level, peer)
         claim = f"{level}'s gradients no further off than {peer}'s"

@@ -1,8 +1,9 @@
 """timm's models, where torchvision is missing.
 
 timm imports torchvision, whose wheels fit one build of torch each; beside another build its import
-fails. timm's models use nothing of it: only timm's data sets do, and a check for one class of layers.
-So where torchvision can't be imported, stand-ins take its modules' places while timm is imported.
+fails. timm's models use nothing of it: only timm's data sets do, and a check for one class of
+layers. So where torchvision can't be imported, stand-ins take its modules' places while timm is
+imported.
 """
 
 from __future__ import annotations
