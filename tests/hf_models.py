@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.zoo.catalogue import HUGGING_FACE
 
 NAMES = (
-    "gpt2", "llama", "mistral", "qwen2", "opt", "bert", "distilbert", "t5", "vit", "wav2vec2",
+    "gpt2", "llama", "mistral", "qwen3", "opt", "bert", "distilbert", "t5", "vit", "wav2vec2",
 )  # fmt: skip
 
 

@@ -66,12 +66,11 @@ _WAVES = {
 
 VISIONS = {
     "vit": _vision("ViT", **VISION),
-    "deit": _vision("DeiT", **VISION),
     "beit": _vision("Beit", **VISION),
     "dinov2": _vision("Dinov2", **VISION),
     "swin": _vision("Swin", image_size=33, patch_size=3, embed_dim=18, depths=[2, 2],
                     num_heads=[2, 3], window_size=3),
-    "convnext": _vision("ConvNext", hidden_sizes=[18, 36], depths=[2, 2], num_stages=2),
+    "convnext": _vision("ConvNext", hidden_sizes=[18, 36], depths=[1, 1], num_stages=2),
     "resnet": _vision("ResNet", embedding_size=18, hidden_sizes=[18, 36], depths=[2, 2],
                       layer_type="basic"),
     "segformer": _vision("Segformer", num_encoder_blocks=2, depths=[2, 2], hidden_sizes=[18, 36],
@@ -83,10 +82,9 @@ VISIONS = {
 
 AUDIO = {
     "wav2vec2": _audio("Wav2Vec2", **_WAVES),
-    "hubert": _audio("Hubert", **_WAVES),
     "whisper": hugging_face(
         "audio", "WhisperForConditionalGeneration", "WhisperConfig", _spectrum, vocab_size=WORDS,
-        num_mel_bins=10, d_model=36, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3,
+        num_mel_bins=10, d_model=36, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=3, encoder_ffn_dim=50, decoder_ffn_dim=50, max_source_positions=15,
         max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,

@@ -22,19 +22,18 @@ def _both(stem: str, **sizes: object) -> Entry:
 
 _GROUPED = {**TEXT, "num_key_value_heads": 1}
 _BART = {
-    "vocab_size": WORDS, "d_model": 36, "encoder_layers": 2, "decoder_layers": 2,
+    "vocab_size": WORDS, "d_model": 36, "encoder_layers": 1, "decoder_layers": 1,
     "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 50,
     "decoder_ffn_dim": 50, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
 _T5 = {
-    "vocab_size": WORDS, "d_model": 36, "d_kv": 12, "num_layers": 2, "num_heads": 3, "d_ff": 50,
+    "vocab_size": WORDS, "d_model": 36, "d_kv": 12, "num_layers": 1, "num_heads": 3, "d_ff": 50,
     "decoder_start_token_id": 0,
 }  # fmt: skip
 
 ENCODERS = {
     "bert": _encoder("Bert", **TEXT),
-    "roberta": _encoder("Roberta", **TEXT),
     "electra": _encoder("Electra", **TEXT, embedding_size=20),
     "albert": _encoder("Albert", **TEXT, embedding_size=20),
     "mpnet": _encoder("MPNet", **TEXT),
@@ -61,7 +60,6 @@ DECODERS = {
     ),
     "llama": _decoder("Llama", **_GROUPED),
     "mistral": _decoder("Mistral", **_GROUPED, sliding_window=5),
-    "qwen2": _decoder("Qwen2", **_GROUPED),
     "qwen3": _decoder("Qwen3", **_GROUPED, head_dim=12),
     "gemma2": _decoder("Gemma2", **_GROUPED, head_dim=12, sliding_window=5,
                        query_pre_attn_scalar=12),
@@ -78,9 +76,7 @@ DECODERS = {
 
 ENCODER_DECODERS = {
     "t5": _both("T5", **_T5),
-    "umt5": _both("UMT5", **_T5),
     "bart": _both("Bart", **_BART),
-    "pegasus": _both("Pegasus", **_BART),
     "m2m_100": _both("M2M100", **_BART),
     "longt5": _both("LongT5", **_T5, local_radius=4),
 }
