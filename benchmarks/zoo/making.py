@@ -24,11 +24,14 @@ __all__ = [
     "hugging_face",
     "image",
     "language",
+    "random_everywhere",
     "translation",
     "waveform",
 ]
 
 WORDS, LENGTH, ROWS = 101, 13, 2
+
+_SPREAD = 0.02
 
 Inputs = dict[str, Tensor]
 
@@ -70,10 +73,22 @@ def hugging_face(
 
         settings = getattr(transformers, config)(**sizes)
         _without_dropout(settings)
-        model: nn.Module = getattr(transformers, name)(settings)
-        return model.train()
+        return random_everywhere(getattr(transformers, name)(settings))
 
     return Entry(kind, build, draw, _own_loss)
+
+
+def random_everywhere(model: nn.Module) -> nn.Module:
+    """The same model, in training mode, after every parameter of equal elements got random ones.
+
+    Such as a class token of zeros, which a norm would divide by the root of its epsilon: all its
+    gradient would be that division's rounding.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(torch.randn_like(parameter), alpha=_SPREAD)
+    return model.train()
 
 
 def _own_loss(model: nn.Module, inputs: Inputs) -> Tensor:

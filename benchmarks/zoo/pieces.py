@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,26 @@ def measure_each(
     """
     stamp = {"commit": commit, "draws": draws}
     rows = _known(kept, stamp)
+
+    def fill(missing: list[str]) -> None:
+        while missing:
+            for row in _measured(missing, draws):
+                rows[row["name"]] = row
+                missing.remove(row["name"])
+                if kept:
+                    _append(kept, {"stamp": stamp, "row": row})
+
     missing = [name for name in names if name not in rows]
-    while missing:
-        for row in _measured(missing[:_PIECE], draws):
-            rows[row["name"]] = row
-            missing.remove(row["name"])
-            if kept:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                with kept.open("a") as file:
-                    file.write(json.dumps({"stamp": stamp, "row": row}) + "\n")
+    pieces = [missing[start : start + _PIECE] for start in range(0, len(missing), _PIECE)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, pieces))
     return [rows[name] for name in names]
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:  # one write, so that lines of two threads don't mix
+        file.write(json.dumps(line) + "\n")
 
 
 def _known(kept: Path | None, stamp: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -68,6 +79,7 @@ def _known(kept: Path | None, stamp: dict[str, Any]) -> dict[str, dict[str, Any]
 
 def _measured(names: Sequence[str], draws: int) -> Iterator[dict[str, Any]]:
     """Rows, in this order, up to the first at which the process dies."""
+    names = tuple(names)
     command = [sys.executable, "-m", "benchmarks.zoo.measure", str(draws), *names]
     environment = {**os.environ, **_ENVIRONMENT}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:

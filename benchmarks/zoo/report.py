@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -97,7 +97,5 @@ def _verdicts(rows: Sequence[Row]) -> dict[str, bool]:
 
 def _near(rows: Sequence[Row], level: str, peer: str) -> tuple[int, int]:
     """In how many rows the level isn't further off, and how many have both."""
-    error: Callable[[Row, str], Any] = lambda row, arm: row["arms"][arm].get("error")  # noqa: E731
-    both = [(error(row, level), error(row, peer)) for row in rows]
-    pairs = [(ours, theirs) for ours, theirs in both if ours and theirs]
-    return sum(not further_off(*pair) for pair in pairs), len(pairs)
+    both = [row for row in rows if all("error" in row["arms"][arm] for arm in (level, peer))]
+    return sum(not further_off(row, level, peer) for row in both), len(both)

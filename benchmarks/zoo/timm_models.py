@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .making import Entry, Inputs
+from .making import Entry, Inputs, random_everywhere
 from .timm_import import timm
 
 __all__ = ["CONVOLUTIONS", "MIXERS", "TRANSFORMERS"]
@@ -35,7 +35,7 @@ def _entry(kind: str, name: str, size: int, **sizes: Any) -> Entry:
                 module.p = 0.0
             elif type(module).__name__ == "DropPath":
                 module.drop_prob = 0.0
-        return model.train()
+        return random_everywhere(model)
 
     return Entry(kind, build, functools.partial(_draw, size=size), _cross_entropy)
 
