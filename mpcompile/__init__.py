@@ -11,6 +11,7 @@ from .optim import MPOptimizer
 from .preview.explain import explain, plan_for
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
+from .state.clipping import clip_grad_norm_, clip_grad_value_
 from .state.loss_scale import LossScale
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Precision",
     "__version__",
     "calibrate",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "compiled_plans",
     "diagnose",
     "explain",

@@ -17,11 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.sharded_call import ends_graph
+from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.graph_plan import GraphPlan
+from .ranks import ddp
 from .rules.policy import Level, Policy
 from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
@@ -117,19 +120,26 @@ def _compiled(
     }
     if isinstance(model, nn.Module):
         check_module(model, settings)
-        compile_kwargs["options"]["_names"] = names_in(model)
-        # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
-        # module runs it; pickling and deepcopy drop it. So nothing is added to the module's state.
-        model._compiled_call_impl = ModuleCall(
-            model,
-            compile_kwargs,
+        first, *others = ddp.called_modules(model)
+        compile_kwargs["options"]["_names"] = names_in(first)
+        compiled_call = functools.partial(
+            ModuleCall,
+            compile_kwargs=compile_kwargs,
             reads_copies=settings.level is Level.O2,
+            check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
         )
+        for module in (first, *others):
+            # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
+            # module runs it; pickling and deepcopy drop it: it adds nothing to the module's state.
+            call = compiled_call(module)
+            module._compiled_call_impl = call if module is first else ends_graph(call.__call__)
+        if has_steps(first):
+            compile_steps(first, compiled_call)
         _records[model] = record
-        uncalled.expect(model)
+        uncalled.expect(first)
         return model
-    compiled = running(torch.compile(model, **compile_kwargs), has_rnns=True)
+    compiled = running(torch.compile(model, **compile_kwargs), allow_rnn=True)
     _records[compiled] = record
     return compiled
 
@@ -143,6 +153,17 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
         if name not in theirs:
             hint = did_you_mean(name, (*own, *theirs))
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
+
+
+def _check_again(settings: Settings, module: nn.Module) -> None:
+    """Check the module at its first call: it may have been cast since it was compiled."""
+    try:
+        check_module(module, settings)
+    except MPCompileError as error:
+        raise MPCompileError(
+            f"{error}. It was cast after mpcompile(): if the trainer does that, as Lightning's "
+            "Trainer(precision='16-true'), leave it to mpcompile"
+        ) from None
 
 
 def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
@@ -254,6 +275,11 @@ def recorded(model: Any) -> _Record | None:
     return inside[0][1] if inside else None
 
 
+def compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model that `mpcompile()` has compiled, each by itself."""
+    return [module for module in model.modules() if module in _records]
+
+
 def studied(model: Any, who: str) -> nn.Module:
     """The module that `who` ("explain") is asked about: of what torch.compile returned, the module
     in it.
@@ -271,6 +297,9 @@ def studied(model: Any, who: str) -> nn.Module:
 
 
 def _record_of(model: Any) -> _Record:
+    within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
+    if model not in _records and within in _records:
+        model = within
     if model not in _records:
         raise MPCompileError(
             f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "

@@ -25,6 +25,7 @@ from . import (
 )
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
+from .calls.under_ddp import noticing_ddp
 from .calls.watched_call import Watched
 from .capture.breaks import why_it_ends
 from .capture.capture import capture
@@ -48,7 +49,7 @@ from .planner.target import Target, target_of
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
-from .state import copies, fit_scale, hooks, parameters
+from .state import copies, fit_scale, hooks, parameters, shardings
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
 
@@ -123,7 +124,8 @@ def _leave(
     """Compile a graph unchanged, in FP32."""
     plan = plan_of_left(reason, place_of(example_inputs))
     trace_graph(plan)
-    return _emit(gm, example_inputs, settings, untouched=True), plan
+    compiled = _emit(gm, example_inputs, settings, untouched=True)
+    return noticing_ddp(compiled, example_inputs, None, None, hooked=settings.reduces_low), plan
 
 
 def reason_of(error: Exception) -> str:
@@ -150,11 +152,14 @@ def _compile(
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)
     _note_read_in_full(example_inputs, owned, inputs)
+    reduced_in = target.low if settings.reduces_low else None
+    shardings.enter(captured, example_inputs, reduced_in, scale)
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how = _to_emit(gm, captured, plan, settings)
     # Must come before `_emit`, which may change the graph.
-    searches = scale is not None and scale.fitting and _can_run_again(captured, how, device)
+    searches = scale is not None and scale.fitting and not _replays(how, device)
+    searches = searches and fit_scale.can_run_again(captured)
     compiled = _emit(graph, given, how, joint=joint_passes(config))
     if scale is not None and searches:
         scale.search.possible = True
@@ -166,7 +171,8 @@ def _compile(
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
-    return call, plan
+    hooked = settings.reduces_low
+    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)
@@ -378,23 +384,9 @@ def _is_trained(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _can_run_again(gm: fx.GraphModule, settings: Settings, device: torch.device) -> bool:
-    """Whether a call of the graph may be repeated on copies of the tensors that it writes to.
-
-    Not if autograd tracks such a write; if inputs share memory, which copies would not; or if a
-    result shares memory with an input. Not with CUDA graphs, which replay fixed addresses.
-    """
-    # A working copy was captured as its parameter, but has memory of its own.
-    inputs = [n for n in gm.graph.find_nodes(op="placeholder") if ir.copy_of(n) is None]
-    memory = [at for node in inputs if (at := ir.storage(node)) is not None]
-    tracked = any(map(ir.is_write_back, gm.graph.nodes))
-    shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])
+def _replays(settings: Settings, device: torch.device) -> bool:
+    """Whether the graph becomes a CUDA graph, which reads and writes fixed addresses."""
     cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
         (settings.options or {}).get("triton.cudagraphs")
     )
-    return (
-        len(set(memory)) == len(memory)
-        and not tracked
-        and not shown
-        and not (cudagraphs and capabilities(device).cuda_graphs)
-    )
+    return cudagraphs and capabilities(device).cuda_graphs

@@ -1,4 +1,4 @@
-"""O2 with an MPOptimizer under DistributedDataParallel, on two processes that talk through gloo."""
+"""Training under DistributedDataParallel, on several processes that talk through gloo."""
 
 from __future__ import annotations
 
@@ -9,29 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from ddp_training import Case, Net, check_same, flat, sgd
+from ddp_training import train as train_like_one
 from ranks import join, on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile import LossScale, MPOptimizer, mpcompile
+from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.state.copies import copies_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 OVERFLOW = 2  # the step at which a gradient of the first rank overflows
@@ -106,10 +93,83 @@ def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, tmp_path:
         dist.destroy_process_group()
 
 
+FP16, BF16 = torch.float16, torch.bfloat16
+CASES = [
+    Case(level="O1", ours=False),
+    Case("sequential", "mpcompile(DDP)", "O1"),
+    Case("sequential", "mpcompile(DDP)", "O1", BF16, ours=False),
+    Case("sequential", "mpcompile(DDP)", engine={"gradient_as_bucket_view": True}),
+    Case("own", "mpcompile(DDP)", engine={"static_graph": True}),
+    Case("sequential", "DDP(mpcompile)", engine={"find_unused_parameters": True}),
+    Case("own", "mpcompile(DDP), optimizer first", "O2", BF16),
+    Case("own", "DDP(mpcompile)", splits=True),
+    Case("sequential", "mpcompile(DDP)", ours=False, splits=True),
+    Case("own", "DDP(mpcompile)", "O2", BF16, ours=False, engine={"gradient_as_bucket_view": True}),
+    Case("sequential", "inside"),
+    Case("sequential", "inside", "O1", ours=False),
+]
+
+
 def _two(rank: int) -> None:
     for order in ("DDP(mpcompile)", "mpcompile(DDP)"):
-        train(rank, 2, order, torch.float16)
+        train(rank, 2, order, FP16)
+    _train_parts(rank)
+    for case in CASES:
+        compiled = train_like_one(rank, 2, case)
+        plans = compiled_plans(compiled)
+        assert not any(plan.left for plan in plans)
+        assert sum(plan.counts().get("LOW", 0) for plan in plans) >= 2, case
+        if case.splits:
+            assert len(plans) > 1
+        if case.dtype is FP16:
+            assert loss_scale_of(compiled).skipped_steps == 0
 
 
-def test_two_processes_stay_the_same_and_skip_together() -> None:
+def test_two_processes_train_as_one() -> None:
     on_each_rank(_two)
+
+
+def _four(rank: int) -> None:
+    train_like_one(rank, 4, Case("sequential", "mpcompile(DDP)"))
+    train_like_one(rank, 4, Case(level="O1", ours=False))
+
+
+def test_four_processes_train_as_one() -> None:
+    on_each_rank(_four, ranks=4)
+
+
+def _train_parts(rank: int) -> None:
+    """Two layers compiled one by one, the rest in plain FP32, in one DDP."""
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        net = Net()
+        reference, model = copy.deepcopy(net), DistributedDataParallel(net)
+        net.fc1 = mpcompile(net.fc1, dtype=FP16, level=level, emit="eager")
+        net.fc2 = mpcompile(net.fc2, dtype=FP16, level=level, emit="eager")
+        optimizer, plain = sgd(net), sgd(reference)
+        for step in range(4):
+            xs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
+            overflows = step == OVERFLOW
+            factor = 1e30 if overflows and rank == 1 else 1.0
+            optimizer.zero_grad()
+            (model(xs[rank]).square().mean() * factor).backward()
+            optimizer.step()
+            if not overflows:
+                plain.zero_grad()
+                reference(xs.flatten(0, 1)).square().mean().backward()
+                plain.step()
+        check_same(net, [loss_scale_of(m).value for m in (net.fc1, net.fc2)])
+        assert (flat(net) - flat(reference)).norm() <= 1e-3 * flat(reference).norm()
+
+
+def test_a_ddp_answers_for_what_it_wraps(tmp_path: Path) -> None:
+    join(0, 1, str(tmp_path))
+    try:
+        inner = mpcompile(Net(), emit="eager")
+        outer = mpcompile(DistributedDataParallel(Net()), emit="eager")
+        assert loss_scale_of(DistributedDataParallel(inner)) is loss_scale_of(inner)
+        assert loss_scale_of(outer).skipped_steps == 0
+        outer(torch.randn(2, 8)).sum().backward()
+        assert {node.module for node in compiled_plans(outer)[0].nodes} >= {"fc1", "fc2"}
+    finally:
+        dist.destroy_process_group()

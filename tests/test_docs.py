@@ -34,7 +34,7 @@ DOCUMENTS = (
     ROOT / "CONTRIBUTING.md",
     *(ROOT / "docs").rglob("*.md"),
 )
-CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "tests", "docs")
+CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "examples", "tests", "docs")
 EXAMPLES = {"nets.py", "model.py"}  # files of the reader's
 
 every_document = pytest.mark.parametrize(

@@ -222,14 +222,19 @@ def test_a_grad_scaler_left_in() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     before = snapshot([model])
     losses, loader = [], data(64)
+    noticed = []
     for x, y in [b for _ in range(3) for b in loader]:
         loss = F.cross_entropy(model(x), y)
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            scaler.step(optimizer)
+        noticed += [w for w in found if issubclass(w.category, MPCompileWarning)]
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
         assert finite(model)
+    assert len(noticed) == 1
     assert not same(before, snapshot([model]))
     assert sum(losses[-8:]) < sum(losses[:8])
 

@@ -12,6 +12,7 @@ from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
 from mpcompile.optim.pieces import MEASURE, UPDATE, Piece, Split, _stages, signature, split
+from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.move_scale import move_scale
@@ -37,7 +38,7 @@ def passed(*sizes: tuple[int, ...], **options: Any) -> StepStage:
 def passed_through(tensors: list[torch.Tensor], gradients: Any = None) -> Split:
     """The pieces of plain SGD over such parameters."""
     gm = traced(sgd, tensors, gradients=gradients)
-    for pass_ in (lift_numbers, measure_gradients):
+    for pass_ in (lift_numbers, measure_gradients, agree_on_ranks):
         pass_(gm, StepConfig((), (), checked=False))
     gm.graph.eliminate_dead_code()
     return split(gm, whole=False)

@@ -48,7 +48,7 @@ LAYERS = (
     {"calls", "settings"},
     {"backend", "optim"},
     {"api", "entry_point"},
-    {"debug", "preview"},
+    {"debug", "integrations", "preview"},
     {"demo"},
     {"cli"},
 )

@@ -1,16 +1,22 @@
-"""The step passes over gradients: unscale_, measure_, check_ and clip_gradients."""
+"""The step passes over gradients: unscale_, measure_, check_ and clip_gradients, find_overflows,
+agree_on_ranks.
+"""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from steps import SCALED, STATIC, StepStage
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import Gradient
+from mpcompile.ir.step import Gradient, Ranks
+from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
+from mpcompile.passes.step.find_overflows import find_overflows
 from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.unscale_gradients import unscale_gradients
 
@@ -81,8 +87,25 @@ def test_measure_gradients_reads_what_is_stored() -> None:
         stage.run(),
         """\
 linalg_vector_norm_default: f32[] = linalg_vector_norm(grad0, 2.0, dtype=f32)
+mul_tensor_2: f32[] = mul(linalg_vector_norm_default, reciprocal_default)
+stack_default: f32[1] = stack([mul_tensor_2])
+linalg_vector_norm_default_1: f32[] = linalg_vector_norm(stack_default)
 """,
     )
+
+
+def test_measure_gradients_counts_each_element_once() -> None:
+    """Where two ranks hold an element, each takes half of its square."""
+    gradients = (Gradient(F32, (0,), replicas=2), Gradient(F32, (0,)))
+    stage = StepStage(measure_gradients, (3,), (2,), gradients=gradients, max_grad_norm=1.0)
+    assert "= mul(linalg_vector_norm_default, 0.7071067811865476)\n" in stage.run()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_measure_gradients_of_no_elements(foreach: bool) -> None:
+    """There is no largest one."""
+    stage = StepStage(measure_gradients, (3,), (0, 2), foreach=foreach)
+    assert "= linalg_vector_norm(grad1, 2.0, dtype=f32)\n" in stage.run()
 
 
 def test_measure_gradients_in_one_operator() -> None:
@@ -102,14 +125,13 @@ def test_measure_gradients_has_nothing_to_measure() -> None:
     assert not StepStage(measure_gradients, checked=False, max_grad_norm=1.0).leaves_alone()
 
 
-# -- check_gradients --------------------------------------------------------------------------
+# -- find_overflows ---------------------------------------------------------------------------
 
 
-def test_check_gradients() -> None:
+def test_find_overflows() -> None:
     assert_expected_inline(
-        StepStage(check_gradients).run(),
+        StepStage(find_overflows).run(),
         """\
-result_skipped: b8[] = input
 scale0_flag: i64[] = input
 gt_scalar: b8[] = gt(scale0_flag, 0)
 stack_default: f32[1] = stack([linalg_vector_norm_default])
@@ -117,20 +139,18 @@ isfinite_default: b8[1] = isfinite(stack_default)
 all_default: b8[] = all(isfinite_default)
 logical_not_default: b8[] = logical_not(all_default)
 logical_or_default: b8[] = logical_or(gt_scalar, logical_not_default)
-copy__default: b8[] = copy_(result_skipped, logical_or_default)
 """,
     )
 
 
-def test_check_gradients_of_two_models() -> None:
+def test_find_overflows_of_two_models() -> None:
     """Each scale looks at its own; a parameter that both models read counts for both."""
     gradients = (Gradient(F32, (0,)), Gradient(F32, (1,)), Gradient(F32, (0, 1)))
-    stage = StepStage(check_gradients, (3,), (2,), (1,), gradients=gradients,
+    stage = StepStage(find_overflows, (3,), (2,), (1,), gradients=gradients,
                       scales=(STATIC, STATIC))  # fmt: skip
     assert_expected_inline(
         stage.run(),
         """\
-result_skipped: b8[] = input
 scale0_flag: i64[] = input
 scale1_flag: i64[] = input
 gt_scalar: b8[] = gt(scale0_flag, 0)
@@ -145,6 +165,85 @@ isfinite_default_1: b8[2] = isfinite(stack_default_1)
 all_default_1: b8[] = all(isfinite_default_1)
 logical_not_default_1: b8[] = logical_not(all_default_1)
 logical_or_default_1: b8[] = logical_or(gt_scalar_1, logical_not_default_1)
+""",
+    )
+
+
+def test_find_overflows_where_nothing_is_skipped() -> None:
+    assert StepStage(find_overflows, checked=False).leaves_alone()
+
+
+# -- agree_on_ranks ---------------------------------------------------------------------------
+
+distributed = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@distributed
+def test_agree_on_ranks() -> None:
+    ranks = Ranks(("0", "1"), "cpu")  # a sum over the first group, then over the second
+    stage = StepStage(agree_on_ranks, max_grad_norm=0.5, ranks=ranks)
+    assert_expected_inline(
+        stage.run(),
+        """\
+_to_copy_default: f64[] = _to_copy(logical_or_default, dtype=f64)
+_to_copy_default_1: f64[] = _to_copy(linalg_vector_norm_default_1, dtype=f64)
+mul_tensor_1: f64[] = mul(_to_copy_default_1, _to_copy_default_1)
+stack_default_2: f64[2] = stack([_to_copy_default, mul_tensor_1])
+all_reduce_default: f64[2] = _c10d_functional::all_reduce(stack_default_2, 'sum', '0')
+wait_tensor_default: f64[2] = _c10d_functional::wait_tensor(all_reduce_default)
+all_reduce_default_1: f64[2] = _c10d_functional::all_reduce(wait_tensor_default, 'sum', '1')
+wait_tensor_default_1: f64[2] = _c10d_functional::wait_tensor(all_reduce_default_1)
+select_int: f64[] = select(wait_tensor_default_1, 0, 0)
+select_int_1: f64[] = select(wait_tensor_default_1, 0, 1)
+sqrt_default: f64[] = sqrt(select_int_1)
+_to_copy_default_2: f32[] = _to_copy(sqrt_default, dtype=f32)
+gt_scalar_1: b8[] = gt(select_int, 0)
+""",
+    )
+
+
+@distributed
+def test_agree_on_ranks_only_on_what_is_decided() -> None:
+    ranks = Ranks(("0",), "cpu")
+    assert "f64[1] = stack(" in StepStage(agree_on_ranks, ranks=ranks).run()
+    clipped = StepStage(agree_on_ranks, ranks=ranks, max_grad_norm=0.5, checked=False)
+    assert "f64[1] = stack(" in clipped.run()
+    assert StepStage(agree_on_ranks, ranks=ranks, checked=False).leaves_alone()
+
+
+@distributed
+def test_agree_on_ranks_on_the_device_that_the_group_exchanges() -> None:
+    """FSDP's CPUOffloadPolicy keeps parameters on the host, and its group exchanges CUDA's."""
+    text = StepStage(agree_on_ranks, ranks=Ranks(("0",), "meta")).run()
+    there, back = (line for line in text.splitlines() if "device=" in line)
+    assert "type='meta'" in there
+    assert "type='cpu'" in back
+
+
+def test_agree_on_ranks_in_one_process() -> None:
+    assert StepStage(agree_on_ranks).leaves_alone()
+
+
+# -- check_gradients --------------------------------------------------------------------------
+
+
+def test_check_gradients() -> None:
+    assert_expected_inline(
+        StepStage(check_gradients).run(),
+        """\
+result_skipped: b8[] = input
+copy__default: b8[] = copy_(result_skipped, logical_or_default)
+""",
+    )
+
+
+def test_check_gradients_of_two_models() -> None:
+    gradients = (Gradient(F32, (0,)), Gradient(F32, (1,)))
+    stage = StepStage(check_gradients, (3,), (2,), gradients=gradients, scales=(STATIC, STATIC))
+    assert_expected_inline(
+        stage.run(),
+        """\
+result_skipped: b8[] = input
 logical_or_default_2: b8[] = logical_or(logical_or_default, logical_or_default_1)
 copy__default: b8[] = copy_(result_skipped, logical_or_default_2)
 """,
@@ -164,8 +263,6 @@ def test_clip_gradients() -> None:
         stage.run(),
         """\
 result_norm: f32[] = input
-stack_default_1: f32[2] = stack([linalg_vector_norm_default, linalg_vector_norm_default_1])
-linalg_vector_norm_default_2: f32[] = linalg_vector_norm(stack_default_1)
 add_tensor_2: f32[] = add(linalg_vector_norm_default_2, 1e-06)
 reciprocal_default: f32[] = reciprocal(add_tensor_2)
 mul_tensor_2: f32[] = mul(reciprocal_default, 0.5)
@@ -181,15 +278,12 @@ copy__default_1: f32[] = copy_(result_norm, linalg_vector_norm_default_2)
     )
 
 
-def test_clip_gradients_unscales_the_norms() -> None:
+def test_clip_gradients_that_are_stored_scaled() -> None:
     stage = StepStage(clip_gradients, gradients=(SCALED,), max_grad_norm=0.5)
     assert_expected_inline(
         stage.run(),
         """\
 result_norm: f32[] = input
-mul_tensor_2: f32[] = mul(linalg_vector_norm_default, reciprocal_default)
-stack_default_1: f32[1] = stack([mul_tensor_2])
-linalg_vector_norm_default_1: f32[] = linalg_vector_norm(stack_default_1)
 add_tensor_1: f32[] = add(linalg_vector_norm_default_1, 1e-06)
 reciprocal_default_1: f32[] = reciprocal(add_tensor_1)
 mul_tensor_3: f32[] = mul(reciprocal_default_1, 0.5)

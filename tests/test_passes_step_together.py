@@ -9,10 +9,12 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import CopyLayout, StepNotes
+from mpcompile.ir.step import CopyLayout, Ranks, StepNotes
 from mpcompile.optim.pipeline import STEP_PASSES, StepPass
+from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
+from mpcompile.passes.step.find_overflows import find_overflows
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.move_scale import move_scale
@@ -25,25 +27,31 @@ from mpcompile.passes.step.predicate_writes import predicate_writes
     ("pass_", "missing", "maker"),
     [
         (measure_gradients, "start", "unscale_gradients"),
-        (check_gradients, "start", "unscale_gradients"),
-        (clip_gradients, "start", "unscale_gradients"),
+        (find_overflows, "start", "unscale_gradients"),
+        (agree_on_ranks, "overflows", "find_overflows"),
+        (check_gradients, "overflows", "find_overflows"),
+        (clip_gradients, "total", "measure_gradients"),
         (predicate_writes, "skip", "check_gradients"),
-        (move_scale, "overflows", "check_gradients"),
+        (move_scale, "overflows", "find_overflows"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_pass_that_runs_too_early_says_what_must_run_before(
     pass_: StepPass, missing: str, maker: str
 ) -> None:
-    stage = StepStage(lift_numbers, max_grad_norm=1.0)
+    stage = StepStage(lift_numbers, max_grad_norm=1.0, ranks=Ranks(("0",), "cpu"))
     with pytest.raises(RuntimeError, match=f"noted '{missing}'.*: {maker} makes it"):
         pass_(stage.gm, stage.config)
 
 
-@pytest.mark.parametrize("pass_", [check_gradients, clip_gradients], ids=lambda p: p.__name__)
-def test_norms_are_needed_before_they_are_read(pass_: StepPass) -> None:
+@pytest.mark.parametrize(
+    ("pass_", "missing"),
+    [(find_overflows, "norms"), (clip_gradients, "total")],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_norms_are_needed_before_they_are_read(pass_: StepPass, missing: str) -> None:
     stage = StepStage(measure_gradients, max_grad_norm=1.0)  # every pass before that one has run
-    with pytest.raises(RuntimeError, match=r"noted 'norms'.*: measure_gradients makes it"):
+    with pytest.raises(RuntimeError, match=f"noted '{missing}'.*: measure_gradients makes it"):
         pass_(stage.gm, stage.config)
 
 

@@ -76,19 +76,22 @@ def _scaled(
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     masters = tuple(inputs.copies.values())
 
-    def watch(args: Sequence[Any]) -> list[weakref.ref[torch.Tensor]]:
-        guard.watch([args[i] for i in leaves], scale)
-        return [weakref.ref(args[i]) for i in leaves]
+    def watch(
+        args: Sequence[Any],
+    ) -> tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]:
+        shards = guard.watch([args[i] for i in leaves], scale)
+        return [weakref.ref(args[i]) for i in leaves], [shard.is_current() for shard in shards]
 
-    known = watch(examples)
+    known, current = watch(examples)
     trouble = scale.trouble
     trouble.judge = functools.partial(judge, scale)
 
     def call(*args: Any) -> Any:
-        nonlocal known
+        nonlocal known, current
         # Dynamo may run this graph with another module's parameters of the same shapes.
-        if any(ref() is not args[i] for ref, i in zip(known, leaves, strict=True)):
-            known = watch(args)
+        same = all(ref() is args[i] for ref, i in zip(known, leaves, strict=True))
+        if not same or not all(is_current() for is_current in current):
+            known, current = watch(args)
         scale.saw_forward()
         given: Sequence[Any] = (*args, *scale.inputs(device))
         if reader is not None:

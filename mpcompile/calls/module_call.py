@@ -4,12 +4,14 @@ doesn't do.
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
   gets an entry function in this file, with a code object of its own.
-* Recurrent layers break the graph unless that is prevented (`emit/rnn_tracing.py`).
+* Recurrent layers break the graph unless that is prevented (`emit/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
+* Somebody may replace the module's forward by one under autocast: refused (`state/foreign.py`).
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
+* FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 """
 
 from __future__ import annotations
@@ -23,22 +25,25 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..emit.rnn_tracing import with_rnns
+from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError
-from ..state import parameters
+from ..ranks import fsdp
+from ..ranks.refuse import check_engines
+from ..state import foreign, parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
+from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
 
 _numbers = itertools.count()
 
 
-def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., Any]:
-    """Wrap a function that torch.compile returned: while it runs, Dynamo traces recurrent layers,
-    and an MPCompileError is raised as it is, without Dynamo's wrapper.
+def running(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any]:
+    """Wrap a function that torch.compile returned: Dynamo traces it with these settings, and an
+    MPCompileError is raised as it is, without Dynamo's wrapper.
     """
-    inner = with_rnns(compiled) if has_rnns else compiled
+    inner = traced_with(compiled, **settings) if settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -53,6 +58,17 @@ def running(compiled: Callable[..., Any], *, has_rnns: bool) -> Callable[..., An
     return run
 
 
+def _entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`function(module, ...)`, as a function with a code object of its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    name = f"{type(module).__name__}_{next(_numbers)}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    return forward
+
+
 class ModuleCall:
     """The function that a compiled module's call runs.
 
@@ -60,7 +76,9 @@ class ModuleCall:
         module: the module.
         compile_kwargs: arguments of torch.compile.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
+        method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
     def __init__(
@@ -69,37 +87,75 @@ class ModuleCall:
         compile_kwargs: Mapping[str, Any],
         *,
         reads_copies: bool,
+        check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
+        method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
-        self._reads_copies, self._called = reads_copies, called
+        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._method, self._checked = method, False
         self._widens = widens_inputs(module)
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
+        self._forward: Any = None
+        self._look_at_forward()
+        self._sharded = self._sharded_now()
+        self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._checked:
+            self._check(self._module)
+            self._checked = True
+        self._look_at_forward()
         if self._is_stale():
             self._compiled = self._compile()
         if self._widens:
             args, kwargs = widened(args, kwargs)
         result = self._compiled(*args, **kwargs)
         if not self._told and not torch.compiler.is_compiling():
-            uncalled.called(self._module)
+            if torch.is_grad_enabled():
+                uncalled.called(self._module)
             self._told = self._called(self._module)
         return result
 
     def _compile(self) -> Callable[..., Any]:
+        """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
+        check_engines(module)
+        for part in parts_of(module):
+            if part._compiled_call_impl is None:
+                part._compiled_call_impl = self._of_part(part)
+        if fsdp.is_sharded(module) and self._method is None:
+            return between_hooks(module, self._traced(own_forward(module)))
+        return self._traced(self._method or type(module)._call_impl)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
+    def _of_part(self, part: nn.Module) -> Callable[..., Any]:
+        """The call of a module inside of this one. If it is not sharded, and a graph is traced
+        around it, it becomes part of that graph; otherwise Dynamo compiles it as a frame.
+        """
+        if not fsdp.is_sharded(part):
+            return _entry(type(part)._call_impl, part)
+        return ends_graph(
+            ModuleCall(
+                part,
+                self._compile_kwargs,
+                reads_copies=self._reads_copies,
+                check=lambda _: None,
+                called=lambda _: True,
+            )
+        )
 
-        name = f"{type(module).__name__}_{next(_numbers)}"
-        forward.__code__ = forward.__code__.replace(co_name=name)
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in module.modules())
-        run = running(torch.compile(forward, **self._compile_kwargs), has_rnns=has_rnns)
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(module, ...)`, compiled."""
+        module = self._module
+        settings = {}
+        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+            settings["allow_rnn"] = True
+        if self._method is not None:  # a trainer's step: it may ask how far the training has come
+            settings["allow_unspec_int_on_nn_module"] = True
+        run = running(torch.compile(_entry(function, module), **self._compile_kwargs), **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)
@@ -115,7 +171,23 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
-        return stale
+        return self._is_sharded_anew() or stale
+
+    def _is_sharded_anew(self) -> bool:
+        """Whether an engine has taken charge of the module, or of parts of it."""
+        if torch.compiler.is_compiling() or (
+            self._engines == (engines := fsdp.engines(self._module))
+        ):
+            return False
+        self._engines = engines
+        check_engines(self._module)
+        before, self._sharded = self._sharded, self._sharded_now()
+        return before != self._sharded
+
+    def _look_at_forward(self) -> None:
+        if (forward := foreign.replaced_forward(self._module)) is not self._forward:
+            foreign.refuse_autocast_forward(self._module)
+            self._forward = forward
 
     def _hooks_now(self) -> tuple[int, ...]:
         module = self._module
@@ -125,3 +197,6 @@ class ModuleCall:
 
     def _owners_now(self) -> list[int]:
         return [id(parameters.owner_of(p)) for p in self._module.parameters()]
+
+    def _sharded_now(self) -> list[bool]:
+        return [fsdp.is_sharded(m) for m in self._module.modules()]

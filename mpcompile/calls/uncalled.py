@@ -45,8 +45,10 @@ def called(module: nn.Module) -> None:
 
 
 def reached(inputs: Iterable[Any]) -> None:
-    """A graph was compiled with these inputs: it counts as a call of the modules they belong to."""
-    if _waiting:
+    """A graph was compiled with these inputs: it counts as a call of the modules they belong to,
+    unless it is for an evaluation.
+    """
+    if _waiting and torch.is_grad_enabled():
         ids = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
         for module in list(_waiting):
             if any(id(p) in ids for p in module.parameters()):
@@ -64,9 +66,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         own = [p for p in module.parameters() if id(p) in held]
         if not own:
             others.add(optimizer)
-        elif any(p.grad is not None for p in own):
+        elif any(p.grad is not None for p in own) and _updates(optimizer):
             called(module)
             _warn(module, optimizer)
+
+
+def _updates(optimizer: Optimizer) -> bool:
+    """Whether a step changes anything. torch.distributed.checkpoint takes one with a learning rate
+    of 0, before the model has run, to make the state that it is about to load.
+    """
+    return any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
 
 def _warn(module: nn.Module, optimizer: Optimizer) -> None:

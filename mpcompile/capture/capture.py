@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import CannotRewrite
 from ..ir import storage
 from ..ir.fakes import fake_twin
+from ..state import foreign
 from .place import Place, record_modes
 from .provenance import Names, complete_module_paths, copy_provenance, nobody, source
 from .replay import Replay
@@ -61,6 +62,8 @@ def capture(
 
     fakes = [fake_twin(value, context) for value in example_inputs]
     place = Place.of(example_inputs, planned_for)
+    for _, dtype, _ in place.autocasts:
+        foreign.say_autocast(dtype)
     with (
         torch._C._DisableAutocast(),
         fx_traceback.preserve_node_meta(),

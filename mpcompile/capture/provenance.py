@@ -56,11 +56,17 @@ def names_in(module: torch.nn.Module) -> Names:
     return names
 
 
+# Dynamo's expression of the module in the entry function of a compiled module (`calls/`).
+ENTRY = "L['module']"
+
+
 def complete_module_paths(traced: fx.GraphModule, inputs: Sequence[Any], names: Names) -> None:
     """Make the module paths of all nodes start at the model.
 
     With a graph break inside of a submodule's forward, Dynamo compiles that forward by itself, and
     its paths start at the submodule. The full name of one of its parameters tells where that is.
+    So it does where a submodule was compiled as a part of the model; its own operators have no path
+    then.
 
     Args:
         traced: the captured graph.
@@ -81,6 +87,8 @@ def complete_module_paths(traced: fx.GraphModule, inputs: Sequence[Any], names: 
             node.meta["nn_module_stack"] = {
                 key: (_below(path, roots), kind) for key, (path, kind) in stack.items()
             }
+        elif ENTRY in roots:
+            node.meta["nn_module_stack"] = {"": (ENTRY + roots[ENTRY], torch.nn.Module)}
 
 
 def _below(path: str, roots: Mapping[str, str]) -> str:

@@ -75,7 +75,7 @@ class Replay(fx.Interpreter):
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
             lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
         )
-        return replaced
+        return replaced if _writes(n) else _of_one_dtype(replaced, autocast[1])
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -143,6 +143,32 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
     an earlier call under autocast returned has the low dtype.)
     """
     return value.float() if value.dtype in HALF else value
+
+
+def _of_one_dtype(
+    operands: tuple[tuple[Any, ...], dict[str, Any]], low: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands of which some are FP32 and others have autocast's dtype, all in FP32: an input may
+    come out of another graph under the same autocast, and autocast is off here.
+    """
+    tensors = [a for a in pytree.tree_leaves(operands) if isinstance(a, torch.Tensor)]
+    if not {low, torch.float32} <= {t.dtype for t in tensors}:
+        return operands
+    wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.float() if t.dtype is low else t, operands
+    )
+    return wide
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the node's name says that it writes to an operand, as far as operands may differ in
+    dtype: `add_`, `setitem`, `iadd`, or `out=`.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    operator = getattr(node.target, "__module__", "") == "_operator"
+    return (
+        name.endswith("_") or "out" in node.kwargs or (operator and name.startswith(("i", "set")))
+    )
 
 
 def _is_torchs(node: fx.Node) -> bool:

@@ -48,6 +48,7 @@ from .marks import (
     set_stored_low,
 )
 from .memory import memory, shares_memory, storage, written
+from .reads import reads_only_low
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,
@@ -157,6 +158,7 @@ __all__ = [
     "position_of",
     "positions",
     "precision",
+    "reads_only_low",
     "refresh",
     "regions",
     "remark",

@@ -44,11 +44,13 @@ class Gradient:
         dtype: of `p.grad`.
         scales: the loss scales (by index) of the graphs that make it.
         scaled_by: the loss scale (by index) it is multiplied by, or None: it is unscaled.
+        replicas: on how many of the ranks that agree each of its elements lies.
     """
 
     dtype: torch.dtype
     scales: tuple[int, ...] = ()
     scaled_by: int | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ class CopyLayout:
 
     dtype: torch.dtype
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that must take a step alike, because each holds a part of its gradients.
+
+    Attributes:
+        groups: names of torch's process groups: a sum over one after the other is one over all.
+        device: the kind of device whose tensors these groups exchange.
+    """
+
+    groups: tuple[str, ...]
+    device: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class StepConfig:
         scales: the loss scales that the gradients depend on.
         max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.
         foreach: write lists of tensors as one multi-tensor operator (CUDA), not one by one.
+        ranks: the processes that each hold a part of the gradients, or None: this one has all.
     """
 
     gradients: tuple[Gradient, ...]
@@ -78,6 +94,7 @@ class StepConfig:
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None
     foreach: bool = False
+    ranks: Ranks | None = None
 
 
 T = TypeVar("T")
@@ -113,17 +130,22 @@ class StepNotes:
 
     Attributes:
         start: the first operator of the traced step; nodes that prepare gradients go before it.
-            Made by unscale_gradients; read by measure_gradients, check_gradients, clip_gradients.
+            Made by unscale_gradients; read by all passes that add such nodes.
         inverses: 0-d FP32, for each loss scale (by index) that some gradient is stored multiplied
-            by: one over that scale. Made by unscale_gradients; read by clip_gradients.
+            by: one over that scale. Made by unscale_gradients; read by measure_gradients.
         gradients: for each parameter, its gradient unscaled and in the parameter's dtype. Made by
             unscale_gradients; read by clip_gradients.
         norms: 0-d, for each parameter, a norm of its gradient as stored: inf or nan exactly if an
             element of it is. The 2-norm where gradients are clipped, else the largest magnitude.
             Empty if the step is neither checked nor clipped. Made by measure_gradients; read by
-            check_gradients, clip_gradients, and where the step is cut into pieces.
+            find_overflows, clip_gradients, and where the step is cut into pieces.
+        total: 0-d: the 2-norm of all unscaled gradients. Made by measure_gradients, if gradients
+            are clipped; agree_on_ranks makes it that of all ranks; read by clip_gradients.
         overflows: 0-d bool, for each loss scale: whether a gradient that depends on it is not
-            finite. Made by check_gradients, if the step is checked; read by move_scale.
+            finite. Made by find_overflows, if the step is checked; agree_on_ranks makes it that of
+            all ranks; read by check_gradients and move_scale.
+        agreement: the nodes that exchange numbers with other ranks. Empty if there are none. Made
+            by agree_on_ranks; read where the step is cut into pieces.
         skip: 0-d bool: whether the step must change nothing. Made by check_gradients, if the step
             is checked; read by predicate_writes.
     """
@@ -132,5 +154,7 @@ class StepNotes:
     inverses: _Note[dict[int, fx.Node]] = _Note("unscale_gradients")
     gradients: _Note[list[fx.Node]] = _Note("unscale_gradients")
     norms: _Note[list[fx.Node]] = _Note("measure_gradients")
-    overflows: _Note[list[fx.Node]] = _Note("check_gradients")
+    total: _Note[fx.Node] = _Note("measure_gradients")
+    overflows: _Note[list[fx.Node]] = _Note("find_overflows")
+    agreement: _Note[list[fx.Node]] = _Note("agree_on_ranks")
     skip: _Note[fx.Node] = _Note("check_gradients")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..ranks.shards import local
 from .inputs import Member, Setting
 from .trace import Trace
 
@@ -21,7 +22,7 @@ class Assumptions:
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], traced: Trace) -> None:
-        self._params = [m.param for m in members]
+        self._params = [m.param for m in members if m.updated]
         self._memory = [_memory(param) for param in self._params]
         self._reads, self._attributes = traced.reads, traced.attributes
         self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
@@ -77,7 +78,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _memory(param: torch.Tensor) -> tuple[object, ...]:
-    return param.data_ptr(), param.dtype, param.stride()
+    held = local(param)
+    return held.data_ptr(), held.dtype, held.stride()
 
 
 def _is_at(param: torch.Tensor, memory: tuple[object, ...]) -> bool:

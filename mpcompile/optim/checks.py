@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from ..emit.emitter import check_inductor
 from ..errors import MPCompileError
+from ..ranks.shards import Connected
+from ..ranks.zero import is_zero, overlaps
 from ..state.loss_scale import LossScale
 from .trace_context import raw_step
 
@@ -35,6 +37,7 @@ def check(
             f"MPOptimizer({name}): give a torch.optim optimizer, as in "
             "MPOptimizer(torch.optim.AdamW(model.parameters()))"
         )
+    _check_wrapper(name, optimizer)
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise MPCompileError(
@@ -61,6 +64,35 @@ def check(
     if options is not None and not isinstance(options, Mapping):
         raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
     check_inductor(mode, options)
+
+
+def _check_wrapper(name: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps another one, unless it is ZeRO's. Raises MPCompileError."""
+    if is_zero(optimizer):
+        if overlaps(optimizer):
+            raise MPCompileError(
+                f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
+                "backward, before anyone knows whether their gradients overflowed; use "
+                "overlap_with_ddp=False"
+            )
+        return
+    for key, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise MPCompileError(
+                f"MPOptimizer: {name} steps another optimizer, its {key}. Wrap that one: "
+                f"MPOptimizer({type(value).__name__}(...)), and give it to {name}"
+            )
+
+
+def check_norm(name: str, connected: Connected | None, max_grad_norm: float | None) -> None:
+    """Refuse to clip by a norm that can't be known. Raises MPCompileError."""
+    if connected is not None and max_grad_norm is not None and not connected.countable:
+        raise MPCompileError(
+            f"{name}: max_grad_norm needs the norm over all processes, and some parameters are "
+            "plain tensors, or DTensors on a part of the mesh: whether other processes hold the "
+            "same elements isn't known. Distribute all parameters on one mesh "
+            "(distribute_tensor(p, mesh, [Replicate()])), or clip by hand"
+        )
 
 
 def check_group(name: str, group: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Emit:
 
 def compile_piece(piece: Piece, emit: Emit) -> Callable[..., Any]:
     """The function of a piece's inputs; compiled once for all pieces of its kind."""
-    if emit.how != "inductor":
+    if emit.how != "inductor" or piece.exchanges:
         return piece.graph.forward
     sized = [i for i, n in enumerate(piece.inputs) if piece.flat and ir.value(n).ndim]
     return _cached(piece, emit, sized)

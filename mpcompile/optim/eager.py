@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
+from ..ranks.shards import local
 from ..state import guard
 from .first_state import give_gradient
 from .key import StepKey
@@ -17,8 +18,10 @@ def eager_step(
 ) -> None:
     """One step as the optimizer's class does it, after the same checks, made on the host."""
     true = _true_gradients(key)
-    norm = torch.nn.utils.get_total_norm(true)
-    skip = _settle_scales(optimizer, key, true)
+    overflows, norm = _measured(optimizer, key, true, clipped=max_grad_norm is not None)
+    for scale, overflow in zip(key.scales, overflows, strict=key.checked):
+        scale.settle(overflow)
+    skip = any(overflows)
     results.write("skipped", torch.tensor(skip, device=norm.device))
     results.write("norm", norm)
     if skip:
@@ -52,15 +55,24 @@ def _true_gradients(key: StepKey) -> list[torch.Tensor]:
     return true
 
 
-def _settle_scales(optimizer: Optimizer, key: StepKey, true: list[torch.Tensor]) -> bool:
-    """Tell each loss scale whether its gradients are finite; returns whether to skip the step."""
-    skip = False
-    if key.checked:
-        for k, scale in enumerate(key.scales):
-            own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
-            overflow = not all(bool(t.isfinite().all()) for t in own)
-            overflows = guard.look(optimizer, scale)
-            overflow |= overflows is not None and bool(overflows)
-            scale.settle(overflow)
-            skip |= overflow
-    return skip
+def _measured(
+    optimizer: Optimizer, key: StepKey, true: list[torch.Tensor], *, clipped: bool
+) -> tuple[list[bool], torch.Tensor]:
+    """For each loss scale whether one of its gradients is not finite, and the norm of all. Where
+    ranks share the parameters, of all ranks: the norm only if gradients are clipped. The ranks
+    exchange what a compiled step exchanges.
+    """
+    overflows: list[bool] = []
+    for k, scale in enumerate(key.scales if key.checked else ()):
+        own = [local(t) for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
+        seen = guard.look(optimizer, scale)
+        overflow = not all(bool(t.isfinite().all()) for t in own)
+        overflows.append(overflow or (seen is not None and bool(seen)))
+    shares = [local(t) * g.replicas**-0.5 for t, g in zip(true, key.gradients, strict=True)]
+    norm = torch.nn.utils.get_total_norm(shares)
+    if key.connected is None:
+        return overflows, norm
+    mine = [*map(float, overflows), *([float(norm) ** 2] if clipped else [])]
+    sums = key.connected.sum(torch.tensor(mine, dtype=torch.float64))
+    flags = sums[: len(overflows)].tolist()
+    return [flag > 0 for flag in flags], sums[-1].sqrt().to(norm) if clipped else norm

@@ -35,7 +35,7 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
             finally:
                 group.update(asked)
     if isinstance(optimizer, torch.optim.SGD):
-        for member in members:
+        for member in (m for m in members if m.updated):
             group = optimizer.param_groups[member.group]
             if group["momentum"] and not group["dampening"]:
                 state = optimizer.state[member.param]

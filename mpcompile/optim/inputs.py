@@ -18,14 +18,23 @@ from torch.optim import Optimizer
 
 from ..ir.fakes import like
 from ..ir.step import Slot
+from ..ranks.shards import local
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter that takes part in a step, with the index of its param group."""
+    """A parameter that takes part in a step.
+
+    Attributes:
+        group: the index of its param group.
+        param: the parameter; of a DTensor, the step sees the local tensor.
+        updated: whether this step updates it. Else its gradient is checked and measured only, and
+            another rank updates it (ZeRO).
+    """
 
     group: int
     param: torch.Tensor
+    updated: bool = True
 
 
 Setting = tuple[int, str]  # (index of the param group, name)
@@ -58,8 +67,8 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                self._add_member(i, member.param, optimizer.state.get(member.param, {}))
-            for index in sorted({m.group for m in members}):
+                self._add_member(i, member, optimizer.state.get(member.param, {}))
+            for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
                     self._add(Slot("lr", index), lr)
@@ -70,14 +79,16 @@ class Inputs:
         self.slots.append(slot)
         self.values.append(value)
 
-    def _add_member(self, i: int, param: torch.Tensor, state: Mapping[Any, Any]) -> None:
-        assert param.grad is not None
-        self._add(Slot("param", i), like(param))
+    def _add_member(self, i: int, member: Member, state: Mapping[Any, Any]) -> None:
+        held, grad = local(member.param), member.param.grad
+        assert grad is not None
+        if member.updated:
+            self._add(Slot("param", i), like(held))
         # The gradient as the optimizer will see it: in the parameter's dtype, with its own strides.
-        self._add(Slot("grad", i), like(param, strides=param.grad.stride()))
+        self._add(Slot("grad", i), like(held, strides=local(grad).stride()))
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                self._add(Slot("state", i, str(key)), like(value))
+            if member.updated and isinstance(value, torch.Tensor):
+                self._add(Slot("state", i, str(key)), like(local(value)))
 
     def _add_number(self, slot: Slot, number: float) -> None:
         source = ConstantSource(str(slot))

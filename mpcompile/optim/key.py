@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ir.step import Gradient
+from ..ranks.shards import Connected, layout_of, local
 from ..state import copies, parameters
 from ..state.loss_scale import LossScale
 from ..state.low_gradients import LowGradient, on_one_scale
@@ -23,6 +24,7 @@ class StepKey:
         facts: what keys are compared by; all else follows from it.
         members: the parameters of the step.
         scales: the loss scales of their models.
+        connected: the ranks that each hold a part of these parameters, or None.
         gradients, copies: one entry for each member.
     """
 
@@ -31,9 +33,12 @@ class StepKey:
     scales: tuple[LossScale, ...] = field(compare=False)
     gradients: tuple[Gradient, ...] = field(compare=False)
     copies: tuple[copies.WorkingCopy | None, ...] = field(compare=False)
+    connected: Connected | None = field(compare=False, default=None)
 
     @classmethod
-    def of(cls, members: Sequence[Member], own: LossScale) -> StepKey:
+    def of(
+        cls, members: Sequence[Member], own: LossScale, connected: Connected | None = None
+    ) -> StepKey:
         """The key of a step over these members; `own` scales parameters of no scaled model."""
         scales: list[LossScale] = []
         gradients: list[Gradient] = []
@@ -54,13 +59,19 @@ class StepKey:
             known = tuple(index(s) for s in parameters.scales_of(member.param) or (own,))
             stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
             by = index(stored) if stored is not None and stored.active else None
-            gradients.append(Gradient(grad.dtype, known, by))
+            layout = layout_of(member.param) if connected and connected.countable else None
+            replicas = layout.replicas if layout is not None else 1
+            gradients.append(Gradient(grad.dtype, known, by, replicas))
             held.append(copy)
-            facts.append(
-                (member.group, id(member.param), grad.dtype, grad.stride(), known, by, id(copy))
-            )
+            who = member.group, id(member.param), member.updated
+            facts.append((*who, grad.dtype, local(grad).stride(), known, by, replicas, id(copy)))
         return cls(
-            (*facts, rules_of(scales)), tuple(members), tuple(scales), tuple(gradients), tuple(held)
+            (*facts, rules_of(scales), connected),
+            tuple(members),
+            tuple(scales),
+            tuple(gradients),
+            tuple(held),
+            connected,
         )
 
     def __hash__(self) -> int:

@@ -15,19 +15,23 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
+from ..ranks.shards import connect
+from ..ranks.zero import is_zero, partition_of, step_with
 from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
-from .checks import check, check_group
+from .checks import check, check_group, check_norm
 from .compile_piece import Emit
 from .eager import eager_step
 from .first_state import initialise_state, move_scalar_state
-from .inputs import Member, Setting
+from .inputs import Setting
 from .key import StepKey, rules_of
 from .log_step import log_by_operator, log_compiled, why_compiled
+from .members import members_of
 from .results import Results
 from .saved_scales import SavedScales, saved
 from .shadow import StateAppeared
 from .step import CompiledStep
+from .trace_context import raw_step
 from .watch import Watch
 
 _HOOKS = (
@@ -105,6 +109,7 @@ class MPOptimizer(Optimizer):
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
         guard.skips_by_itself(self)
+        self._connect()
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, CompiledStep] = {}
         self._last: tuple[Any, StepKey] | None = None
@@ -128,11 +133,11 @@ class MPOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        return self._inner.state
+        return self._part.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._inner.state = state
+        self._part.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -147,10 +152,17 @@ class MPOptimizer(Optimizer):
         self._inner.add_param_group(param_group)
         try:
             check_group(type(self._inner).__name__, self._inner.param_groups[-1])
+            self._connect()
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
         parameters.own(self._parameters(), self, self._given_scale)
+
+    def _connect(self) -> None:
+        """Find the processes that share the parameters."""
+        name = f"MPOptimizer({type(self._inner).__name__})"
+        self._connected = connect(self._parameters(), name)
+        check_norm(name, self._connected, self._max_grad_norm)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -172,31 +184,30 @@ class MPOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # for its own schedulers
+        if is_zero(self._inner):
+            step_with(self._inner, self._step_part, raw_step(type(self._inner)))
+        else:
+            self._step_part()
+        return loss
+
+    def _step_part(self) -> None:
+        """The step of the parameters that this process updates."""
         key = self._key()
         if key.members:
             self._step(key)
             self._watch.look()
-        return loss
+
+    @property
+    def _part(self) -> Optimizer:
+        """The optimizer whose step is compiled: of ZeRO, the one over this rank's partition."""
+        return partition_of(self._inner)
 
     def _key(self) -> StepKey:
-        members: list[Member] = []
-        facts: list[Any] = []
-        for index, group in enumerate(self._inner.param_groups):
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None or param.numel() == 0:
-                    continue
-                if grad.layout is not torch.strided:
-                    raise MPCompileError(
-                        f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
-                        "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
-                    )
-                members.append(Member(index, param))
-                facts.append((index, id(param), grad.dtype, grad.stride()))
+        members, facts = members_of(self._inner, sharded=self._connected is not None)
         # Most steps are like the one before; checking that is cheaper than making a key.
         facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
-            key = StepKey.of(members, self._own_scale)
+            key = StepKey.of(members, self._own_scale, self._connected)
             self._check_scales(key)
             self._last = (facts, rules_of(key.scales)), key
         return self._last[1]
@@ -212,36 +223,36 @@ class MPOptimizer(Optimizer):
 
     def _step(self, key: StepKey) -> None:
         step = self._steps.get(key)
-        if step is None or not step.still_holds(self._inner):
-            why = why_compiled(self._inner, step, self._steps.values())
+        if step is None or not step.still_holds(self._part):
+            why = why_compiled(self._part, step, self._steps.values())
             start = time.perf_counter()
             if step is not None:  # a setting that changed may change again: an input now
-                self._varying |= step.changed_settings(self._inner)
-            initialise_state(self._inner, key.members)
+                self._varying |= step.changed_settings(self._part)
+            initialise_state(self._part, key.members)
             try:
                 with _disable_current_modes():  # tracing uses its own FakeTensors
                     step = self._compiled(key)
             except StateAppeared:
                 # The first step makes the state: run it op by op, and trace the next one.
-                log_by_operator(self._inner, key)
-                eager_step(self._inner, key, self._max_grad_norm, self._results)
+                log_by_operator(self._part, key)
+                eager_step(self._part, key, self._max_grad_norm, self._results)
                 return
             except CannotRewrite as error:
                 raise MPCompileError(
-                    f"MPOptimizer: the step of {type(self._inner).__name__} can't be traced: "
+                    f"MPOptimizer: the step of {type(self._part).__name__} can't be traced: "
                     f"{error}. Use it as it is: mpcompile(model) scales and skips for plain "
                     "optimizers too"
                 ) from error
             self._steps[key] = step
             self.compilations += 1
-            log_compiled(self._inner, key, why, time.perf_counter() - start)
-        step.run(self._inner)
+            log_compiled(self._part, key, why, time.perf_counter() - start)
+        step.run(self._part)
         self._watch.follow(key.scales)
 
     def _compiled(self, key: StepKey) -> CompiledStep:
         def compiled(varying: frozenset[Setting]) -> CompiledStep:
             return CompiledStep(
-                self._inner,
+                self._part,
                 key,
                 max_grad_norm=self._max_grad_norm,
                 results=self._results,
@@ -333,6 +344,12 @@ class MPOptimizer(Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Of a ZeroRedundancyOptimizer: bring the state of all ranks to the rank `to`, which may
+        then call `state_dict()`. All ranks must call this.
+        """
+        self._inner.consolidate_state_dict(to)  # type: ignore[attr-defined]
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's own state, as in plain PyTorch, plus `"loss_scale"`."""
         state = self._inner.state_dict()
@@ -357,7 +374,7 @@ class MPOptimizer(Optimizer):
         """
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
         self._inner.load_state_dict(plain)
-        move_scalar_state(self._inner)
+        move_scalar_state(self._part)
         entries = state_dict.get("loss_scale", [])
         entries = [entries] if isinstance(entries, Mapping) else list(entries)
         known = self._models_scales()

@@ -1,6 +1,8 @@
 """The graph of a step -> the pieces that are compiled, and run one after another.
 
     measure    a norm for each gradient; reads nothing else
+    collect    0-d tensors: what this rank tells the others, where ranks share the parameters
+    agree      the sum of that over all ranks; runs operator by operator
     prepare    0-d tensors: skip or not, the clipping factor, the loss scale
     scalars    0-d tensors that follow from the state: bias corrections, step counters
     update     everything that touches a parameter or its moments
@@ -18,7 +20,7 @@ costs more than a small update, the pieces stay whole and Inductor fuses them ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -29,7 +31,7 @@ from .. import ir
 from ..ir import aten
 from ..ir.step import Slot
 
-MEASURE, PREPARE, SCALARS, UPDATE, COMMIT = range(5)
+MEASURE, COLLECT, AGREE, PREPARE, SCALARS, UPDATE, COMMIT = range(7)
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 # Operators that are pointwise, though torch doesn't tag them so.
 _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
@@ -46,6 +48,7 @@ class Piece:
         outputs: the nodes that it returns.
         flat: all its tensors have one shape and layout, which no operator depends on: it may be
             called with all of them flattened.
+        exchanges: it exchanges numbers with other processes; it isn't compiled.
         scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may run at
             once, on vectors of these.
     """
@@ -54,6 +57,7 @@ class Piece:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     flat: bool
+    exchanges: bool = False
     scalars: bool = False
 
 
@@ -70,19 +74,33 @@ def split(gm: fx.GraphModule, *, whole: bool) -> Split:
     stages = _stages(gm)
     commits = [n for n, stage in stages.items() if stage == COMMIT]
     pieces: list[Piece] = []
-    groups = ((MEASURE, PREPARE, SCALARS), (UPDATE,)) if whole else tuple((s,) for s in range(4))
-    for group in groups:
+    for group in _groups(stages, whole=whole):
         nodes = [n for n, stage in stages.items() if stage in group]
-        parts = [nodes] if whole or group == (PREPARE,) else _connected(nodes)
-        pieces += [_piece(gm, part) for part in parts if part]
+        parts = [nodes] if whole or group in _IN_ONE else _connected(nodes)
+        pieces += [_piece(gm, part, exchanges=group == (AGREE,)) for part in parts if part]
     return Split(
         tuple(pieces),
         tuple((ir.slot_of(n.args[0]), n.args[1]) for n in commits),  # type: ignore[arg-type, misc]
     )
 
 
+def _groups(stages: Mapping[fx.Node, int], *, whole: bool) -> Sequence[tuple[int, ...]]:
+    """The stages that are cut into pieces together, in order."""
+    if not whole:
+        return [(stage,) for stage in range(COMMIT)]
+    if AGREE not in stages.values():
+        return [(MEASURE, PREPARE, SCALARS), (UPDATE,)]
+    return [(MEASURE, COLLECT), (AGREE,), (PREPARE, SCALARS), (UPDATE,)]
+
+
+# The stages that are few operators on numbers.
+_IN_ONE = ((COLLECT,), (AGREE,), (PREPARE,))
+
+
 def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    measures = set(ir.step_notes(gm).norms)
+    notes = ir.step_notes(gm)
+    measures, agreement = set(notes.norms), set(notes.agreement)
+    collected = _all_before(agreement)
     stages: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -92,6 +110,10 @@ def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
         below = max((stages[n] for n in inputs if n in stages), default=PREPARE)
         if node in measures or (node.target in _MEASURES and measures & node.users.keys()):
             stages[node] = MEASURE
+        elif node in agreement:
+            stages[node] = AGREE
+        elif node in collected:
+            stages[node] = COLLECT
         elif _is_commit(node):
             stages[node] = COMMIT
         elif (
@@ -105,6 +127,17 @@ def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
         else:
             stages[node] = PREPARE
     return stages
+
+
+def _all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that these depend on."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 def _is_commit(node: fx.Node) -> bool:
@@ -138,11 +171,11 @@ def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return sorted(groups, key=lambda group: order[group[0]])
 
 
-def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Piece:
+def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node], *, exchanges: bool) -> Piece:
     members = set(nodes)
     inputs = tuple(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members))
     outputs = tuple(n for n in nodes if any(u not in members for u in n.users))
-    scalars = all(_is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
+    scalars = not exchanges and all(is_pointwise(n) and ir.value(n).ndim == 0 for n in nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
@@ -152,7 +185,8 @@ def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Piece:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(env[n] for n in outputs))
-    return Piece(fx.GraphModule(gm, graph), inputs, outputs, _is_flat(nodes, inputs), scalars)
+    flat = not exchanges and _is_flat(nodes, inputs)
+    return Piece(fx.GraphModule(gm, graph), inputs, outputs, flat, exchanges, scalars)
 
 
 def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
@@ -169,12 +203,13 @@ def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
         if value is None:  # a multi-tensor operator
             return False
         shape = tuple(value.shape)
-        if not _is_pointwise(node) or shape not in ((), tuple(large[0].shape)):
+        if not is_pointwise(node) or shape not in ((), tuple(large[0].shape)):
             return False
     return True
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a node computes each element from the same elements of its inputs."""
     return isinstance(node.target, torch._ops.OpOverload) and (
         torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
     )

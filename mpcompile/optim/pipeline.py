@@ -13,8 +13,10 @@ from .. import logs
 from ..inspect.dump import Dump
 from ..inspect.trace import trace_step
 from ..ir.step import StepConfig
+from ..passes.step.agree_on_ranks import agree_on_ranks
 from ..passes.step.check_gradients import check_gradients
 from ..passes.step.clip_gradients import clip_gradients
+from ..passes.step.find_overflows import find_overflows
 from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.measure_gradients import measure_gradients
 from ..passes.step.move_scale import move_scale
@@ -28,8 +30,10 @@ STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
     unscale_gradients,  # gradients are unscaled from here on, in the parameter's dtype
     measure_gradients,  # reads stored gradients, the only read before the update
-    check_gradients,  # needs the norms of measure_gradients
-    clip_gradients,  # after unscaling; uses the same norms
+    find_overflows,  # needs the norms of measure_gradients
+    agree_on_ranks,  # overflows and the norm are those of all ranks from here on
+    check_gradients,
+    clip_gradients,  # after unscaling
     predicate_writes,  # needs `skip`; before the copies, which copy the kept values
     write_copies,
     move_scale,  # last: all others read the scale before it moves

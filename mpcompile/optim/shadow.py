@@ -45,7 +45,7 @@ class Shadow:
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], *, foreach: bool) -> None:
         self.optimizer = optimizer
-        self.members = members
+        self.members = {i: member for i, member in enumerate(members) if member.updated}
         self.foreach = foreach
         self.reads: dict[Setting, Any] = {}
         self.attributes = _plain_values(_own_attributes(optimizer))
@@ -64,7 +64,7 @@ class Shadow:
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         given: dict[Any, dict[str, Any]] = {}
         params: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for i, member in enumerate(self.members):
+        for i, member in self.members.items():
             param = tensors[Slot("param", i)]
             param.grad = tensors[Slot("grad", i)]
             params[member.group].append(param)
@@ -87,7 +87,7 @@ class Shadow:
             raise CannotRewrite(
                 f"it keeps state that belongs to no parameter of this step ({other[0]!r})"
             )
-        for i in range(len(self.members)):
+        for i in self.members:
             param = tensors[Slot("param", i)]
             self._write_back(tensors, i, given[param], state.get(param, {}))
 

@@ -11,11 +11,13 @@ from torch import fx
 from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
-from ..ir.step import Slot, StepConfig
+from ..ir.step import Ranks, Slot, StepConfig
+from ..ranks.shards import is_sharded, local
 from ..state import guard
 from . import pipeline
 from .assumptions import Assumptions
 from .compile_piece import Emit
+from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
 from .inputs import Setting
 from .key import StepKey
@@ -62,17 +64,20 @@ class CompiledStep:
             scales=tuple(scale.rule for scale in key.scales),
             max_grad_norm=max_grad_norm,
             foreach=multi_tensor and not varying,  # `_foreach_*` takes no 0-d tensors as numbers
+            ranks=Ranks(ranks.groups, ranks.device) if (ranks := key.connected) else None,
         )
         traced = _traced(optimizer, key, config, varying, dump)
         self.assumptions = Assumptions(optimizer, key.members, traced)
+        taking_part = {m.group for m in key.members if m.updated}
         self.settings = HeldSettings(
-            optimizer.param_groups, {m.group for m in key.members}, traced, varying, self.device
+            optimizer.param_groups, taking_part, traced, varying, self.device
         )
         pieces = split(traced.graph, whole=multi_tensor or emit.how != "inductor")
         self.program = Program(pieces, self._held(optimizer, results), emit)
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
-        self.params = [m.param for m in key.members]
+        params = [m.param for m in key.members if m.updated]
+        self.written = [*params, *map(local, filter(is_sharded, params))]
         given = self.program.given
         self.gradients = [
             (node, member)
@@ -80,19 +85,23 @@ class CompiledStep:
             if (node := given.get(Slot("grad", i))) is not None
         ]
         self.copied = [
-            (m, copy) for m, copy in zip(key.members, key.copies, strict=True) if copy is not None
+            (member, copy)
+            for member, copy in zip(key.members, key.copies, strict=True)
+            if copy is not None and member.updated
         ]
 
     def _held(self, optimizer: Optimizer, results: Results) -> dict[Slot, Any]:
         """The tensors that are the same in every step."""
         held: dict[Slot, Any] = {**self.settings.tensors, **results.slots(self.device)}
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
-            held[Slot("param", i)] = member.param
+            if not member.updated:
+                continue
+            held[Slot("param", i)] = local(member.param)
             if copy is not None:
                 held[Slot("copy", i)] = copy.tensor
             for key, value in optimizer.state.get(member.param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    held[Slot("state", i, str(key))] = value
+                    held[Slot("state", i, str(key))] = local(value)
         for k, scale in enumerate(self.key.scales):
             for field, tensor in scale.reside(self.device).items():
                 held[Slot("scale", k, field)] = tensor
@@ -114,7 +123,10 @@ class CompiledStep:
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""
         multipliers = self.key.multipliers()
-        env: dict[fx.Node, Any] = {node: member.param.grad for node, member in self.gradients}
+        env: dict[fx.Node, Any] = {
+            node: local(member.param.grad)  # type: ignore[arg-type]  # members have gradients
+            for node, member in self.gradients
+        }
         self.settings.refresh(optimizer.param_groups)
         given = self.program.given
         for k, scale in enumerate(self.key.scales):
@@ -128,7 +140,7 @@ class CompiledStep:
                 if (node := given.get(Slot("scale", k, name))) is not None:
                     env[node] = tensor
         self.program.run(env)
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.written)
         for member, copy in self.copied:
             copy.written(member.param)
 
@@ -142,6 +154,10 @@ def _traced(
 ) -> Trace:
     """The step, traced and rewritten by all passes."""
     start = time.perf_counter()
+    if key.connected is not None:
+        check_state(key.members, optimizer)
     traced = trace(optimizer, key.members, foreach=config.foreach, varying=varying)
+    if key.connected is not None:
+        refuse_mixing(traced.graph.graph, key.members)
     pipeline.run(traced.graph, config, traced_in=time.perf_counter() - start, dump=dump)
     return traced

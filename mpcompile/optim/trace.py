@@ -78,7 +78,7 @@ def trace(
 
     Args:
         optimizer: its state for the members exists, as far as it can be made beforehand.
-        members: the parameters of this step.
+        members: the parameters of this step, with the gradients as the step sees them.
         foreach: ask for the multi-tensor implementation, if the class has one.
         varying: settings whose floats are to be inputs, because they change from step to step
             (momentum, under a OneCycleLR).
@@ -100,7 +100,7 @@ def trace(
         ir.set_slot(node, slot)
     if owned := gm.graph.find_nodes(op="get_attr"):
         raise CannotRewrite(f"it uses a tensor of its own ({owned[0].target})")
-    _keep_gradients(gm.graph)
+    _drop_idle_writes(gm.graph)
     guards = tuple(guard.expr for guard in inputs.shape_env.guards)
     constants = {key: value for key, value in shadow.reads.items() if key not in set(varying)}
     return Trace(gm, constants, shadow.attributes, guards, inputs.symbols)
@@ -120,11 +120,15 @@ def _functional(step: Callable[..., tuple[()]], values: Sequence[Any]) -> fx.Gra
     return gm
 
 
-def _keep_gradients(graph: fx.Graph) -> None:
-    """Drop writes to gradients: `p.grad.add_(p, alpha=decay)` serves only the step itself."""
+def _drop_idle_writes(graph: fx.Graph) -> None:
+    """Drop writes to gradients: `p.grad.add_(p, alpha=decay)` serves only the step itself. And
+    those to tensors without an element, as a rank may hold of a sharded parameter.
+    """
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target = write.args[0]
-        if target.op == "placeholder" and ir.slot_of(target).kind == "grad":
+        if target.op != "placeholder":
+            continue
+        if ir.slot_of(target).kind == "grad" or not ir.value(target).numel():
             graph.erase_node(write)
 
 

@@ -31,7 +31,7 @@ from ..calls.half_inputs import widened, widens_inputs
 from ..capture.provenance import names_in
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..emit.rnn_tracing import with_rnns
+from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from ..inspect.plan import ModuleLine, Plan
 from ..planner.target import target_for, target_of
@@ -185,7 +185,7 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
     planner_now = weakref.ref(planner)
     name, run = type(twin).__name__, compiled_apart(twin, backend, "plan")
     if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
-        run = with_rnns(run)
+        run = traced_with(run, allow_rnn=True)
     if widens_inputs(twin):
         args, kwargs = widened(args, kwargs)
     try:

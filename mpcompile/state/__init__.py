@@ -4,13 +4,17 @@
     optimizers.py        one `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored
+    clipping.py          clips gradients, also those that are stored scaled
+    foreign.py           notices somebody else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, and when they move
+      scale_options.py     the constants of its rule
       overflows.py         the count of backward passes that overflowed
       scale_search.py      whether its start is still searched for
       trouble.py           how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         the search: the first backward is run again at lower scales
+    reductions.py        what DistributedDataParallel averages over ranks
     gradient_readers.py  who else reads a gradient, so that it must be FP32
     async_read.py        a number on the device that the host reads later
     guard.py             whether an optimizer may take its step

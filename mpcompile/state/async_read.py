@@ -22,6 +22,11 @@ class Later:
             self._mirror.copy_(value, non_blocking=True)
             self._event = device.record_event()
 
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def read(self) -> int | float | bool | None:
         """The number, or None if it has not arrived yet."""
         if self._event is not None and not self._event.query():

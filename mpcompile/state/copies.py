@@ -213,8 +213,6 @@ class Reader:
         tensors = [copy.stored for copy in copies]
         if not torch.is_grad_enabled():
             return tensors
-        reduced = gradient_readers.reduced_parameters()
-        read_in_full(p for p in reduced if not parameters.state_of(p).in_full)
         for copy, master in zip(copies, masters, strict=True):
             copy.awaited += 1
             if master.requires_grad:

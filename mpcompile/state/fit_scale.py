@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.function import once_differentiable
 
+from .. import ir
 from ..devices.generators import RandomState, unchanged
 from ..ir.inputs import GraphInputs
 from ..ir.scale import INIT_SCALE
@@ -53,6 +55,20 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
         return trial.shown(_Fitted.apply(trial, *args))  # type: ignore[no-untyped-call]
 
     return call
+
+
+def can_run_again(gm: fx.GraphModule) -> bool:
+    """Whether a call of the graph may be repeated on copies of the tensors that it writes to.
+
+    Not if autograd tracks such a write; if inputs share memory, which copies would not; or if a
+    result shares memory with an input.
+    """
+    # A working copy was captured as its parameter, but has memory of its own.
+    inputs = [n for n in gm.graph.find_nodes(op="placeholder") if ir.copy_of(n) is None]
+    memory = [at for node in inputs if (at := ir.storage(node)) is not None]
+    tracked = any(map(ir.is_write_back, gm.graph.nodes))
+    shown = not set(memory).isdisjoint(gm.meta["mp_output_memory"])
+    return len(set(memory)) == len(memory) and not tracked and not shown
 
 
 class _Trial:

@@ -3,11 +3,15 @@ graph and is not finite.
 
     optimizer.step()    for each loss scale of its parameters: did a backward overflow since this
                         optimizer last looked, or is a gradient of these parameters not finite?
-                        for its other parameters (of a plain network before a compiled one, of
-                        FSDP's shards): did a backward of a graph that may come after them
-                        overflow, and is one of their own gradients not finite?
+                        for its other parameters (of a plain network before a compiled one): did a
+                        backward of a graph that may come after them overflow, and is one of their
+                        own gradients not finite?
                         if so: hide the gradients, so that the step changes nothing, and put them
                         back after it
+
+Where FSDP has sharded the parameters, a graph reads whole parameters and the optimizer holds
+shards, DTensors, which depend on the same scales. What one rank found there is no more than a part
+of the answer: one collective in the step makes it common to all.
 
 For plain optimizers, torch's step hooks (`hooks.py`) ask this, on the host. A generated step
 (`MPOptimizer`) asks on the device.
@@ -20,9 +24,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import optimizers, parameters
+from ..ranks import fsdp
+from ..ranks.agree import all_max
+from . import optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -43,9 +50,13 @@ def listen(listener: ScaleListener) -> None:
     _listeners.add(listener)
 
 
-def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> None:
-    """Tell optimizers that hold these parameters which scale their gradients depend on."""
+def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]:
+    """Tell optimizers that hold these parameters, or shards of them, which scale their gradients
+    depend on. Returns the shards.
+    """
     _live.add(scale)
+    shards = fsdp.shards_of(trained)
+    trained = [*trained, *(shard.parameter for shard in shards)]
     scale.overflows.watch(trained)
     for parameter in trained:
         known = parameters.scales_of(parameter)
@@ -53,6 +64,7 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> None:
             parameters.note(parameter, scales=(*known, scale))
     for listener in list(_listeners):
         listener.scales_appeared()
+    return shards
 
 
 def is_needed() -> bool:
@@ -83,7 +95,23 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
     if not upstream:
         earlier = earlier.or_later(overflows.void)
     looks[scale] = count
-    return count.since(earlier)
+    return _beside_ddp(optimizer, scale, count.since(earlier))
+
+
+def _beside_ddp(
+    optimizer: Optimizer, scale: LossScale, overflows: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What all ranks have found where the optimizer holds parameters of a DDP, which must stay the
+    same on all ranks, and others of this scale, whose gradients each rank has for itself.
+    """
+    ranks, own = reductions.beside(optimizer, scale)
+    if not ranks.groups:
+        return overflows
+    bad = any_nonfinite([p.grad for p in own if p.grad is not None])
+    count = bad.to(ranks.device, torch.int64)
+    if overflows is not None:
+        count = count + overflows.to(ranks.device)
+    return all_max(count, ranks.groups)
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:
@@ -105,17 +133,25 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
             own[scale].append(gradient)
         if not scales:
             others.append(gradient)
+    ranks = fsdp.ranks_of(p for p, _ in held)
     looked = {scale: look(optimizer, scale) for scale in own}
-    answers = {scale: _overflowed(own[scale], overflows) for scale, overflows in looked.items()}
-    # Parameters that may come before these graphs (or whose gradients an earlier backward left).
+    # Other parameters may come before these graphs (or have gradients that an earlier backward
+    # left), or before graphs of which the optimizer holds nothing.
     before = [scale for scale in own if scale.open]
-    upstream = bool(others) and bool(before) and bool(any_nonfinite(others))
+    after = _upstream_of(optimizer, others, own)
+    asked = bool(before or after or optimizers.state_of(optimizer).poisoned) and bool(others)
+    if not own and not asked:
+        return
+    found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
+    *overflowed, bad = _common([*found, any_nonfinite(others if asked else ())], ranks)
+    answers = dict(zip(own, overflowed, strict=True))
+    upstream = bad and bool(before)
     if upstream and not any(answers[scale] for scale in before):  # blame every scale that ran
         answers.update({scale: True for scale in before if looked[scale] is not None})
     for scale, answer in answers.items():
         scale.settle(answer)
     skip = upstream or any(answers.values())
-    skip |= bool(others) and _upstream_overflowed(optimizer, others, own)
+    skip |= asked and _upstream_overflowed(optimizer, after, bad)
     if skip:
         optimizers.state_of(optimizer).hidden += gradients
         for parameter, _ in gradients:
@@ -131,37 +167,56 @@ def show_hidden(optimizer: Optimizer) -> None:
     hidden.clear()
 
 
-def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> bool:
+def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> torch.Tensor:
     found = any_nonfinite(gradients)
-    return bool(found if overflows is None else found.to(overflows.device) | (overflows > 0))
+    return found if overflows is None else found.to(overflows.device) | (overflows > 0)
 
 
-def _upstream_overflowed(
-    optimizer: Optimizer, gradients: list[torch.Tensor], own: Iterable[LossScale]
-) -> bool:
+def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
+    """The flags (0-d bool), each true if it is on any of the ranks."""
+    devices = [ranks.device, *(flag.device for flag in flags)]
+    device = next((d for d in devices if d.type != "cpu"), ranks.device)
+    together = torch.stack([flag.to(device) for flag in flags])
+    if ranks.groups:
+        together = all_max(together.to(torch.int32), ranks.groups) > 0
+    return [bool(flag) for flag in together.tolist()]
+
+
+def _alike() -> bool:
+    """Whether other ranks train the same parameters, so that all must decide alike."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _upstream_of(
+    optimizer: Optimizer, others: Sequence[torch.Tensor], own: Iterable[LossScale]
+) -> list[LossScale]:
+    """The scales of graphs that read none of the optimizer's parameters, have run backward since
+    its last look, and may come after its other parameters (a critic after its generator).
+    """
+    looks = optimizers.state_of(optimizer).looks
+    before = [s for s in set(_live).difference(own) if s.open] if others else []
+    return [s for s in before if s.overflows.count().passes > looks.get(s, Count()).passes]
+
+
+def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool) -> bool:
     """Whether gradients of parameters that no graph reads came out of an overflow in some graph.
 
-    Such parameters may come before a compiled model (a generator before its critic), or be shards
-    of parameters that it reads whole: FSDP's DTensors, each with a part of the gradient. For these
-    all ranks must decide alike, so the gradients alone decide, and they move the scale.
+    Args:
+        ran: see `_upstream_of`.
+        overflow: whether one of these gradients is not finite.
     """
-    sharded = any(hasattr(gradient, "device_mesh") for gradient in gradients)
-    others = set(_live).difference(own)
     state = optimizers.state_of(optimizer)
-    before = [s for s in others if s.open or sharded]
-    ran = [s for s in before if s.overflows.count().passes > state.looks.get(s, Count()).passes]
     if not ran and not state.poisoned:
         return False
-    overflow = bool(any_nonfinite(gradients))
-    if sharded:
-        for scale in ran:
-            look(optimizer, scale)
-            scale.settle(overflow)
-        return overflow
     looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]
     if not overflow:
         state.poisoned = False
         return False
+    if _alike():  # the gradients are the same on all ranks, but each counts its own overflows
+        for scale in ran:
+            scale.settle(True)
+        state.poisoned = True
+        return True
     guilty = [scale for scale, overflows in looked if overflows is not None and bool(overflows)]
     for scale in guilty:
         scale.skip_for()

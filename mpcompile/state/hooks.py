@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import copies, guard, optimizers
+from ..ranks.zero import is_zero, partition_of
+from . import copies, foreign, guard, optimizers, reductions, shardings
 
 
 @functools.cache
@@ -34,22 +35,37 @@ def register() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if optimizers.state_of(optimizer).skips_by_itself:
-        return None
+    if guard.is_needed():
+        foreign.look_for_scaler(optimizer)
+    _agree(optimizer)
+    by_itself = optimizers.state_of(optimizer).skips_by_itself
+    if is_zero(optimizer):  # this look is also that of the optimizer that it steps
+        guard.skips_by_itself(partition_of(optimizer))
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if closure is None:
-        _check_gradients(optimizer)
+        if not by_itself:
+            _check_gradients(optimizer)
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
-    checked = _checked_closure(optimizer, closure)
+    checked = _checked_closure(optimizer, closure, by_itself=by_itself)
     return (args[0], *args[2:]), {**kwargs, "closure": checked}
 
 
-def _checked_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _agree(optimizer: Optimizer) -> None:
+    """Let ranks agree on what is open between them."""
+    reductions.before_step(optimizer)
+    shardings.before_step(optimizer)
+
+
+def _checked_closure(
+    optimizer: Optimizer, closure: Callable[[], Any], *, by_itself: bool
+) -> Callable[[], Any]:
     def run() -> Any:
         loss = closure()
-        _check_gradients(optimizer)
+        _agree(optimizer)
+        if not by_itself:
+            _check_gradients(optimizer)
         return loss
 
     return run

@@ -19,44 +19,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import logs
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
+from ..ranks import agree
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
+from .scale_options import Setting, check
 from .scale_search import Search, backward_running
 from .trouble import Trouble
 
 log = logging.getLogger("mpcompile")
 
-T = TypeVar("T")
-
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
-
-
-class _Setting(Generic[T]):
-    """One constant of the rule, as an attribute of the LossScale."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, scale: None, owner: type) -> _Setting[T]: ...
-    @overload
-    def __get__(self, scale: LossScale, owner: type) -> T: ...
-    def __get__(self, scale: LossScale | None, owner: type) -> Any:
-        return self if scale is None else getattr(scale.rule, self.name)
-
-    def __set__(self, scale: LossScale, value: T) -> None:
-        changed: dict[str, Any] = {self.name: value}
-        scale.rule = dataclasses.replace(scale.rule, **changed)
 
 
 class LossScale:
@@ -77,6 +61,8 @@ class LossScale:
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
         fp16_only: it was made by default, not by the user: BF16 does without it.
+        agreed: whether all ranks of a group have the same scale: its start was given, or they have
+            agreed on one since it was searched for, or loaded.
         restored, loaded: whether its state was loaded; whether no forward has used that state yet.
         live, overflows, search, trouble: its parts.
         repairs: what `repair=True` has pinned to FP32 in its graphs.
@@ -85,19 +71,19 @@ class LossScale:
         MPCompileError: a factor, interval or bound that makes no sense.
     """
 
-    kind = _Setting[str]()
-    growth_factor = _Setting[float]()
-    backoff_factor = _Setting[float]()
-    growth_interval = _Setting[int]()
-    hysteresis = _Setting[int]()
-    min_scale = _Setting[float]()
-    max_scale = _Setting[float]()
+    kind = Setting[str]()
+    growth_factor = Setting[float]()
+    backoff_factor = Setting[float]()
+    growth_interval = Setting[int]()
+    hysteresis = Setting[int]()
+    min_scale = Setting[float]()
+    max_scale = Setting[float]()
 
     def __init__(self, rule: ScaleRule, init_scale: float | None) -> None:
         fitting = init_scale is None
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None
-        _check(rule, init_scale, start)
+        check(rule, init_scale, start)
         self.rule = rule
         self.open = False
         self.fp16_only = False
@@ -112,6 +98,7 @@ class LossScale:
         self.trouble = Trouble(self.live)
         self.repairs = Repairs()
         self.restored = self.loaded = False
+        self.agreed = not fitting
         self.used: torch.Tensor | None = None
         self._optimized = False  # whether some optimizer's step checks it
 
@@ -237,6 +224,36 @@ class LossScale:
         self.state = live
         self.restored = self.loaded = True
         self.search.fitting = bool(state.get("fitting", False))
+        self.agreed = False
+        for reduction in self.overflows.reductions:
+            reduction.settled = False
+
+    # -- several ranks ----------------------------------------------------------------------------
+
+    @property
+    def start(self) -> float:
+        """The scale that this rank would go on with, or inf while its search has found none."""
+        return math.inf if self.fitting and not self.search.found else self.value
+
+    def take_start(self, value: float) -> None:
+        """Go on with the least start of all ranks; with one's own search if that is inf."""
+        if self.agreed or value == math.inf:
+            return
+        self.agreed = True
+        self.search.end()
+        if value != self.value:
+            self.live.forget_tensors()
+            self.live.start_at(value)
+            self.live.moves += 1
+
+    def agree_on_start(
+        self, groups: Sequence[dist.ProcessGroup | None], device: torch.device
+    ) -> None:
+        """At the top of a step that all ranks of these groups take: agree on the start, if that is
+        still to be done.
+        """
+        if groups and not self.agreed:
+            self.take_start(agree.least([self.start], groups, device)[0])
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -300,6 +317,10 @@ class LossScale:
         Args:
             gradients: the gradients to be used; default: the `.grad` of the model's parameters.
         """
+        for reduction in self.overflows.reductions:
+            if not reduction.settled:
+                reduction.settle()
+        self.agree_on_start(self.overflows.ranks.groups, self.overflows.ranks.device)
         overflow = self.overflows.before_update_by_hand(gradients)
         self.settle(overflow)
         return overflow
@@ -372,25 +393,3 @@ class LossScale:
                 MPCompileWarning,
                 stacklevel=2,
             )
-
-
-def _check(rule: ScaleRule, init_scale: float | None, start: float) -> None:
-    growth, backoff = rule.growth_factor, rule.backoff_factor
-    interval, hysteresis = rule.growth_interval, rule.hysteresis
-    bounds = f"min_scale={rule.min_scale}, max_scale={rule.max_scale}"
-    fits = not rule.dynamic or 0 < rule.min_scale <= start <= rule.max_scale
-    checks = {
-        f"init_scale={init_scale}: must be positive and finite": 0 < start < float("inf"),
-        f"growth_factor={growth}: must be above 1": growth > 1,
-        f"backoff_factor={backoff}: must be between 0 and 1": 0 < backoff < 1,
-        f"growth_interval={interval}: must be a whole number from 1": _counts(interval),
-        f"hysteresis={hysteresis}: must be a whole number from 1": _counts(hysteresis),
-        f"{bounds}: need 0 < min <= init <= max": fits,
-    }
-    for complaint, fine in checks.items():
-        if not fine:
-            raise MPCompileError(f"LossScale.{rule.kind}({complaint})")
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1

@@ -61,6 +61,12 @@ class Multiplied:
         """A gradient multiplied by `other`, rescaled to be multiplied by this instead."""
         return grad if other.moves == self.moves else grad * (self.by / other.by)
 
+    def clipped(self, factor: torch.Tensor) -> Multiplied:
+        """The multiplier of a stored gradient whose true value was multiplied by `factor`: the
+        gradient itself need not be written.
+        """
+        return Multiplied(self.by / factor, next(_unequal))
+
     @classmethod
     def least(cls, found: Sequence[Multiplied]) -> Multiplied:
         """The smallest of several, at which all their gradients fit. The host doesn't read it."""
@@ -246,6 +252,7 @@ class LowGradient:
             f"the gradient of an O2 parameter of shape {self._shape} was changed between "
             "backward() and step(). It is stored in FP16 times the loss scale, so a threshold "
             "or a term meant for true gradients is off by that factor. To clip, use "
+            "mpcompile.clip_grad_norm_ or clip_grad_value_ in place of torch's, or "
             "MPOptimizer(..., max_grad_norm=...); otherwise level='O1' or dtype=torch.bfloat16"
         )
 

@@ -21,7 +21,9 @@ class OptimizerState:
         looks: loss scale -> how far its backward passes had come at this optimizer's last look.
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
+        looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
+        beside: loss scale -> see `reductions.beside`, and when that was derived.
         nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
             keep their parameters alive, as long as the optimizer does.
     """
@@ -30,6 +32,10 @@ class OptimizerState:
         self.skips_by_itself = False
         self.looks: weakref.WeakKeyDictionary[LossScale, Count] = weakref.WeakKeyDictionary()
         self.poisoned = False
+        self.looked_for_scaler = False
+        self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.nodes: dict[int, Any] = {}
 

@@ -4,20 +4,29 @@ Each scaled graph has one more input, a 0-d leaf. Its "gradient" is nonzero if a
 the graph was not finite. Autograd adds it up over the graphs of one backward pass, and the count is
 taken from it. The count is never reset, so one optimizer's look hides no overflow from the next:
 each optimizer remembers how far the count had come when it looked.
+
+Where DistributedDataParallel averages the gradients, one rank's leaf is not asked: the averages are
+(`reductions.py`), which are the same on all ranks.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
+from ..ranks.agree import all_max
+from ..ranks.fsdp import Ranks, ranks_of
 from .async_read import Later
+
+if TYPE_CHECKING:
+    from .reductions import Reduction
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,9 @@ class Overflows:
     Attributes:
         void: overflows before this count left no gradients behind in the parameters.
         lookers: the optimizers that look at this count.
+        reductions: those that average gradients of the graphs; they are counted behind these.
+        ranks: those that hold shards of the parameters: each counts its own overflows, and what is
+            concluded from them here is made common to all.
     """
 
     def __init__(self) -> None:
@@ -60,18 +72,71 @@ class Overflows:
         self._by_hand = Count()  # at the last handwritten update
         self.void = Count()
         self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ranks = Ranks()
         self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
+        self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
 
     def leaf(self, device: torch.device) -> torch.Tensor:
         """The input of the graphs on this device whose "gradient" is counted: 0-d FP32."""
-        if device not in self._leaves:
-            self._leaves[device] = torch.zeros(
-                (), dtype=torch.float32, device=device, requires_grad=True
-            )
-        return self._leaves[device]
+        leaf = self._leaves.get(device)
+        if leaf is None:
+            leaf = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
+            self._leaves[device] = leaf
+            if self._hooks:
+                self._leave_alone(leaf)
+        return leaf
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note parameters whose gradients come out of the graphs."""
+    # -- behind a reduction -----------------------------------------------------------------------
+
+    def leave_to(self, reduction: Reduction) -> None:
+        """Count in the gradients behind this reduction from now on, not in the graphs."""
+        if reduction not in self.reductions:
+            self.reductions.add(reduction)
+            if not self._hooks:
+                for leaf in self._leaves.values():
+                    self._leave_alone(leaf)
+
+    def _leave_alone(self, leaf: torch.Tensor) -> None:
+        leaf.grad = None
+        me = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def arrived(leaf: torch.Tensor) -> None:
+            overflows = me()
+            if overflows is not None and overflows._await_reductions():
+                leaf.grad = None
+
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
+
+    def _await_reductions(self) -> bool:
+        """A graph runs backward. Returns whether its overflows are counted behind a reduction."""
+        reductions = list(self.reductions)
+        for reduction in reductions:
+            reduction.backward_runs()
+        if not reductions:  # the last module has gone
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        return bool(reductions)
+
+    def saw_reduced(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Count a backward whose gradients have been averaged over ranks: these."""
+        self._add(any_nonfinite(gradients))
+
+    def _add(self, *overflowed: torch.Tensor) -> None:
+        """Count one backward pass, with a 0-d bool for each device that ran it."""
+        total = self._count.overflows
+        for flag in overflowed:
+            one = flag.to(torch.int64)
+            total = one if total is None else total + one.to(total.device)
+        self._count = Count(self._count.passes + 1, total)
+
+    # -- the count --------------------------------------------------------------------------------
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note parameters whose gradients come out of the graphs, and shards of them."""
+        self.ranks += ranks_of(parameters)
         for parameter in parameters:
             self._parameters[parameter] = True
 
@@ -79,17 +144,15 @@ class Overflows:
         """How far the backward passes have come by now."""
         flags = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         if flags:
-            total = self._count.overflows
             for leaf in self._leaves.values():
                 leaf.grad = None
-            for flag in flags:
-                one = flag > 0
-                total = one.to(torch.int64) if total is None else total + one.to(total.device)
-            self._count = Count(self._count.passes + 1, total)
+            self._add(*(flag > 0 for flag in flags))
         return self._count
 
     def saw(self, gradients: Sequence[torch.Tensor]) -> None:
         """Count an overflow in gradients that are multiplied by the scale as they leave a graph."""
+        if self._hooks and self._await_reductions():
+            return
         for leaf in self._leaves.values():
             flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
             leaf.grad = flag if leaf.grad is None else leaf.grad + flag
@@ -107,7 +170,10 @@ class Overflows:
         count = self.count()
         new = count.since(self._by_hand.or_later(self.void))
         self._by_hand = count
-        return bool(any_nonfinite(gradients)) or (new is not None and bool(new))
+        overflow = any_nonfinite(gradients)
+        if new is not None:
+            overflow = overflow.to(new.device) | (new > 0)
+        return bool(self._on_any_rank(overflow))
 
     # -- backward passes that no optimizer's step checked ------------------------------------------
 
@@ -126,10 +192,13 @@ class Overflows:
         if self._arriving or count.passes != self._looked.passes:
             accumulating = self._accumulating()
             if (new := count.since(self._looked)) is not None:
-                self._arriving.append((Later(new), accumulating))
+                self._arriving.append((Later(self._on_any_rank(new)), accumulating))
             self._looked = count
             if not accumulating:
                 self.void = count
+            if self.reductions or self.ranks.groups:  # on all ranks in the same forward
+                for later, _ in self._arriving:
+                    later.wait()
             while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
                 _, held = self._arriving.pop(0)
                 if overflows:
@@ -140,12 +209,18 @@ class Overflows:
         ):
             self.void = count  # some optimizer may have looked during the backward
 
+    def _on_any_rank(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of this 0-d number on all ranks."""
+        if not self.ranks.groups:
+            return number
+        return all_max(number.to(self.ranks.device, torch.int64), self.ranks.groups)
+
     def _accumulating(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p in self._parameters:
+        for p in map(_local, self._parameters):
             held = p.untyped_storage().size() > 0  # FSDP frees a parameter between uses
             if held and not bool(p.isfinite().all()):
                 raise MPCompileError(
@@ -156,16 +231,21 @@ class Overflows:
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether some element of some gradient is inf or nan: 0-d bool; for DTensors, over all ranks.
+    """Whether some element of some gradient is inf or nan: 0-d bool; of a DTensor, some element
+    that this rank holds.
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    own = map(_local, gradients)
+    dense = [g.coalesce().values() if g.is_sparse else g for g in own]
     dense = [g for g in dense if g.numel() > 0]
     if not dense:
         return torch.tensor(False)
     # The largest magnitude of all elements is inf or nan exactly if some element is.
-    norm = torch.nn.utils.get_total_norm(dense, norm_type=float("inf"))
-    full = getattr(norm, "full_tensor", None)  # of a DTensor: all ranks must decide alike
-    whole: torch.Tensor = norm if full is None else full()
-    return whole.isfinite().logical_not()
+    return torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite().logical_not()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor (torch 2.13)
+    return held

@@ -39,7 +39,11 @@ class Search:
     def end_if_found(self, *, but_in: int | None = None) -> None:
         """End the search if the start is found, unless the backward number `but_in` found it."""
         if self._found_in is not None and self._found_in != but_in:
-            self.fitting, self._found_in = False, None
+            self.end()
+
+    def end(self) -> None:
+        """The start is known."""
+        self.fitting, self._found_in = False, None
 
     def fail(self, used: torch.Tensor, *, hopeless: bool) -> None:
         """A backward overflowed at every scale. One such batch may be an accident; after a few,

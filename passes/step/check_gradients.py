@@ -1,11 +1,9 @@
 """Compute on the device whether this step must be skipped. A rewriting pass.
 
-    norm_0, norm_1      ->      overflow = logical_not(all(isfinite(stack([norm_0, norm_1]))))
-                                copy_(result_skipped, overflow)
+    overflow_0, overflow_1      ->      skip = logical_or(overflow_0, overflow_1)
+                                        copy_(result_skipped, skip)
 
-A loss scale overflows if a gradient of a graph that uses it is not finite, or if such a graph has
-set `flag`, because a gradient that another optimizer holds was not finite. An overflow of any scale
-skips the whole step.
+An overflow of any loss scale skips the whole step.
 """
 
 from __future__ import annotations
@@ -23,22 +21,10 @@ def check_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
         return False
     graph = gm.graph
     notes = ir.step_notes(gm)
-    notes.overflows = []
+    skip, *others = notes.overflows
     result = ir.scalar_slot(graph, Slot("result", key="skipped"), torch.bool)
-    why = "a gradient that is not finite skips the step"
     with graph.inserting_before(notes.start):
-        for k in range(len(config.scales)):
-            flag = ir.scale_slot(graph, k, "flag", torch.int64)
-            overflow = ir.call(graph, aten.gt.Scalar, flag, 0, why="overflows that the graphs saw")
-            own = [n for n, g in zip(notes.norms, config.gradients, strict=True) if k in g.scales]
-            if own:
-                stacked = ir.call(graph, aten.stack.default, own, why=why)
-                finite = ir.call(graph, aten.isfinite.default, stacked, why=why)
-                every = ir.call(graph, aten.all.default, finite, why=why)
-                some = ir.call(graph, aten.logical_not.default, every, why=why)
-                overflow = ir.call(graph, aten.logical_or.default, overflow, some, why=why)
-            notes.overflows.append(overflow)
-        skip, *others = notes.overflows
+        why = "an overflow of any scale skips the step"
         for overflow in others:
             skip = ir.call(graph, aten.logical_or.default, skip, overflow, why=why)
     with graph.inserting_before(graph.output_node()):

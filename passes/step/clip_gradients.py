@@ -1,12 +1,11 @@
 """Clip the global norm of the unscaled gradients. A rewriting pass.
 
-    update(param0, grad0)      ->      norm = sqrt(sum(square(norms)))
-                                       factor = clamp(max_norm / (norm + 1e-6), max=1)
+    update(param0, grad0)      ->      factor = clamp(max_norm / (total + 1e-6), max=1)
                                        update(param0, mul(grad0, factor))
 
 It clips as `torch.nn.utils.clip_grad_norm_` does, between unscaling and the update (NVIDIA's guide
-to mixed precision: clip after unscaling), and uses the norms of measure_gradients. The step reports
-the norm before clipping.
+to mixed precision: clip after unscaling), and uses the total norm of measure_gradients. The step
+reports the norm before clipping.
 """
 
 from __future__ import annotations
@@ -26,14 +25,8 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     notes = ir.step_notes(gm)
     result = ir.scalar_slot(graph, Slot("result", key="norm"), torch.float32)
     why = f"the global norm is clipped to {config.max_grad_norm:g}"
-    unscaled: list[fx.Node] = []
+    total = notes.total
     with graph.inserting_before(notes.start):
-        for norm, arrived in zip(notes.norms, config.gradients, strict=True):
-            if (k := arrived.scaled_by) is not None:
-                norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
-            unscaled.append(norm)
-        stacked = ir.call(graph, aten.stack.default, unscaled, why=why)
-        total = ir.call(graph, aten.linalg_vector_norm.default, stacked, why=why)
         padded = ir.call(graph, aten.add.Tensor, total, 1e-6, why=why)
         inverse = ir.call(graph, aten.reciprocal.default, padded, why=why)
         factor = ir.call(graph, aten.mul.Tensor, inverse, config.max_grad_norm, why=why)

@@ -4,19 +4,25 @@
 
 The largest magnitude shows whether all elements are finite. If gradients are clipped, the 2-norm
 shows it as well (a norm beyond FP32's range counts as an overflow). So each gradient is read only
-once before the update.
+once before the update. The norms of the clipped gradients, unscaled, make the total norm:
+
+    norm_0, norm_1                ->      total = sqrt(sum(square(norms * inverse)))
+
+Where several ranks hold a gradient whole, each takes its share of the square, so that the sum over
+all ranks counts each element once. A rank may hold no element of a gradient (FSDP's shards).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import Slot, StepConfig
+from mpcompile.ir.step import Slot, StepConfig, StepNotes
 
 
 def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
@@ -24,24 +30,48 @@ def measure_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     notes.norms = []
     if not config.checked and config.max_grad_norm is None:
         return False
-    graph = gm.graph
-    known = ir.slots(graph)
+    known = ir.slots(gm.graph)
     gradients = [known[Slot("grad", i)] for i in range(len(config.gradients))]
-    order = float("inf") if config.max_grad_norm is None else 2.0
-    why = "inf or nan exactly if an element is"
     # FP32 also for low-precision gradients; FP64 if some gradient is FP64, because of its range.
     wide = any(g.dtype is torch.float64 for g in config.gradients)
-    dtype = torch.float64 if wide else torch.float32
-    with graph.inserting_before(notes.start):
-        if config.foreach:
-            target = aten._foreach_norm.Scalar
-            listed = ir.call(graph, target, gradients, order, dtype, why=why)
-            notes.norms = [
-                ir.call(graph, operator.getitem, listed, i, why=why) for i in range(len(gradients))
-            ]
-        else:
-            target = aten.linalg_vector_norm.default
-            notes.norms = [
-                ir.call(graph, target, g, order, why=why, dtype=dtype) for g in gradients
-            ]
+    with gm.graph.inserting_before(notes.start):
+        notes.norms = _norms(gradients, config, torch.float64 if wide else torch.float32)
+        if config.max_grad_norm is not None:
+            notes.total = _total(notes, config)
     return True
+
+
+def _norms(gradients: Sequence[fx.Node], config: StepConfig, dtype: torch.dtype) -> list[fx.Node]:
+    """The norm of each gradient."""
+    graph = gradients[0].graph
+    order = float("inf") if config.max_grad_norm is None else 2.0
+    why = "inf or nan exactly if an element is"
+
+    def norm(gradient: fx.Node, order: float) -> fx.Node:
+        target = aten.linalg_vector_norm.default
+        return ir.call(graph, target, gradient, order, why=why, dtype=dtype)
+
+    filled = [g for g in gradients if ir.value(g).numel()]
+    if config.foreach and filled:
+        listed = ir.call(graph, aten._foreach_norm.Scalar, filled, order, dtype, why=why)
+        norms = [ir.call(graph, operator.getitem, listed, i, why=why) for i in range(len(filled))]
+    else:
+        norms = [norm(g, order) for g in filled]
+    by_gradient = dict(zip(filled, norms, strict=True))
+    # Of no elements there is no largest one, but a 2-norm: 0.
+    return [by_gradient[g] if g in by_gradient else norm(g, 2.0) for g in gradients]
+
+
+def _total(notes: StepNotes, config: StepConfig) -> fx.Node:
+    """The 2-norm of this rank's share of all unscaled gradients."""
+    graph = notes.start.graph
+    why = "the norm of all gradients"
+    unscaled: list[fx.Node] = []
+    for norm, gradient in zip(notes.norms, config.gradients, strict=True):
+        if (k := gradient.scaled_by) is not None:
+            norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
+        if gradient.replicas != 1:
+            norm = ir.call(graph, aten.mul.Tensor, norm, gradient.replicas**-0.5, why=why)
+        unscaled.append(norm)
+    stacked = ir.call(graph, aten.stack.default, unscaled, why=why)
+    return ir.call(graph, aten.linalg_vector_norm.default, stacked, why=why)

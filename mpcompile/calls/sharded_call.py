@@ -1,0 +1,83 @@
+"""Calls of the modules of a model that FSDP2 shards.
+
+FSDP gathers a module's parameters in a hook before its forward, which runs outside of any graph.
+So no graph reaches across a sharded module: each is compiled by itself, between its hooks. A module
+around sharded ones ends its graph at each of them, and Dynamo leaves such a frame uncompiled if it
+is one of torch's own (`nn.Sequential`) or calls them in a loop. Then the modules beside them are
+compiled one by one:
+
+    fully_shard:          [root: embed, [block], [block], head]
+    compiled, each alone:        embed   block    block   head
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ranks import fsdp
+
+Function = Callable[..., Any]
+
+
+def between_hooks(module: nn.Module, forward: Function) -> Function:
+    """A call of a sharded module: its hooks run as they are, around this forward."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(module, forward):
+            return module._call_impl(*args, **kwargs)
+
+    return ends_graph(call)
+
+
+def ends_graph(call: Function) -> Function:
+    """Make Dynamo end a graph before this call. What was compiled inside of it stays compiled."""
+    disabled: Function = torch.compiler.disable(call)
+    return disabled
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Function) -> Iterator[None]:
+    """While this lasts, `module.forward` is another function. It goes back to what it was: a module
+    that somebody pickles, copies or asks for its forward is as it was.
+    """
+    attributes = vars(module)
+    own = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = own
+
+
+def own_forward(module: nn.Module) -> Function:
+    """The module's forward, without its hooks: called with the module and the arguments."""
+    patched = vars(module).get("forward")
+    if patched is None:
+        plain: Function = type(module).forward
+        return plain
+    return lambda _, *args, **kwargs: patched(*args, **kwargs)
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules inside of a model that are to be compiled by themselves, because FSDP shards them
+    or modules beside them.
+    """
+    holds_sharded = any(m is not model and fsdp.is_sharded(m) for m in model.modules())
+    return list(dict.fromkeys(_called_in(model))) if holds_sharded else []
+
+
+def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        called = type(child).forward is not nn.Module.forward  # a ModuleList is not
+        if called:
+            yield child
+        if not called or any(m is not child and fsdp.is_sharded(m) for m in child.modules()):
+            yield from _called_in(child)

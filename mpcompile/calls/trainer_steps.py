@@ -1,0 +1,204 @@
+"""What a trainer runs of a LightningModule: its steps, which are methods of their own.
+
+Lightning doesn't call the module to train it, it calls `module.training_step(batch, batch_idx)`. So
+each step is compiled as a call of its own, with the loss inside the graph:
+
+    module.training_step, validation_step, test_step, predict_step   each a `StepCall`
+
+* `self.log` ends a graph (it writes into the trainer). In a compiled step it only notes what is to
+  be logged; the trainer hears of it right after the step.
+* With `automatic_optimization = False` a training step calls backward and optimizers itself. That
+  can't be one graph, so it runs as it is, and the submodules that it calls are compiled.
+* Under DistributedDataParallel, Lightning puts the step in the place of `forward` for one call of
+  the wrapper. That call is passed on.
+
+Lightning isn't imported: a LightningModule is known by what it has. What is used of it was read in
+lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MPCompileError
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+Call = Callable[..., Any]
+
+
+def has_steps(module: nn.Module) -> bool:
+    """Whether a trainer runs this module by its steps: whether it is a LightningModule."""
+    own = callable(getattr(module, "training_step", None))
+    return own and hasattr(module, "automatic_optimization")
+
+
+def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
+    """Compile, in place, what a trainer runs of a LightningModule.
+
+    Args:
+        module: the module, whose `_compiled_call_impl` is set already.
+        compiled: (module, method=None) -> the compiled call of a module, or of a method of it, which
+            is given unbound.
+    """
+    module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
+    _keep_out_of_graphs(_metrics(module))
+    logs = _Logs(module)
+    for name in STEPS:
+        method = getattr(module, name, None)
+        if isinstance(method, StepCall):  # of an earlier mpcompile()
+            method = method.__wrapped__
+        if getattr(method, "__self__", None) is not module:  # none, or not a method any more
+            continue
+        if name == "training_step" and not module.automatic_optimization:
+            for called in _called_submodules(module):
+                called._compiled_call_impl = compiled(called)
+            setattr(module, name, StepCall(module, method, method, None))
+        else:
+            run = compiled(module, method=method.__func__)
+            setattr(module, name, StepCall(module, method, run, logs))
+
+
+def _metrics(module: nn.Module) -> list[Any]:
+    """The torchmetrics in a module."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return []
+    return [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+
+
+def _keep_out_of_graphs(metrics: list[Any]) -> None:
+    """Let metrics run as they are: their lists and counters would compile a step anew and anew.
+    They keep neither attribute in copies and pickles.
+    """
+    for metric in metrics:
+        if metric._compiled_call_impl is None:
+            metric._compiled_call_impl = torch.compiler.disable(metric._call_impl)
+            metric.update = torch.compiler.disable(metric.update)
+
+
+def _called_submodules(module: nn.Module) -> Iterator[Any]:
+    """The outermost submodules with parameters that can be called: no lists or dicts of modules."""
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_submodules(child)
+        else:
+            yield child
+
+
+class StepCall:
+    """One step of a LightningModule. In copies and pickles of the module it is the plain method.
+
+    Args:
+        module: the module.
+        method: the step as the user wrote it.
+        run: what a call runs: the compiled method, or the method itself.
+        logs: where the compiled method logs to, or None.
+    """
+
+    def __init__(self, module: nn.Module, method: Call, run: Call, logs: _Logs | None) -> None:
+        self._module, self._method, self._run, self._logs = module, method, run, logs
+        functools.update_wrapper(self, method)  # Lightning looks at its signature and its code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # one step that calls another
+            return self._method(*args, **kwargs)
+        refuse_second_precision(self._module)
+        if self._logs is None:
+            return self._run(*args, **kwargs)
+        with self._logs:
+            return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._method.__name__)
+
+
+class _Forward:
+    """A call of a LightningModule itself."""
+
+    def __init__(self, module: Any, compiled: Call) -> None:
+        self._module, self._compiled = module, compiled
+        self._own = vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._is_redirected():
+            return self._module._call_impl(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a LightningModule pickles this, and other modules don't
+
+    def _is_redirected(self) -> bool:
+        """Whether a step stands in the place of forward. Lightning puts a bound method back."""
+        forward = vars(self._module).get("forward", self._own)
+        return forward is not self._own and getattr(forward, "__self__", None) is not self._module
+
+
+def _nothing() -> None:
+    """What a compiled call is in a copy."""
+
+
+class _Logs:
+    """While entered, what the module logs is only noted; it is logged at the end.
+
+    Dynamo traces an append to a list, and what notes is the same function in each step: so a step
+    is one graph, and is compiled once.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._noted: list[tuple[str, Any, Any]] = []
+        noted = self._noted
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            noted.append(("log", (name, _as_it_is(value, **kwargs), *args), kwargs))
+
+        def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+            noted.append(("log_dict", (_as_it_is(dictionary, **kwargs), *args), kwargs))
+
+        self._instead = {"log": log, "log_dict": log_dict}
+
+    def __enter__(self) -> None:
+        self._noted.clear()
+        vars(self._module).update(self._instead)
+
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        for name in self._instead:
+            vars(self._module).pop(name, None)
+        noted = list(self._noted)
+        self._noted.clear()
+        if failed is None:
+            for name, args, kwargs in noted:
+                getattr(self._module, name)(*args, **kwargs)
+
+
+def _as_it_is(value: Any, enable_graph: bool = False, **_: Any) -> Any:
+    """A copy of the tensors to be logged: the step may still write to them."""
+    if isinstance(value, dict):
+        return {key: _as_it_is(one, enable_graph) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.clone() if enable_graph else value.detach().clone()
+    return value
+
+
+def refuse_second_precision(module: Any) -> None:
+    """Refuse autocast or a GradScaler of Lightning's around a compiled module.
+
+    Raises:
+        MPCompileError: the module's trainer has such a precision.
+    """
+    precision = str(getattr(getattr(module, "_trainer", None), "precision", ""))
+    if precision.endswith("-mixed") or precision.startswith("transformer-engine"):
+        raise MPCompileError(
+            f"{type(module).__name__} was compiled by mpcompile(), and Trainer(precision="
+            f"{precision!r}) adds autocast, and in FP16 a GradScaler, around it: leave precision= "
+            "out. The dtype is an option of mpcompile()"
+        )

@@ -1,0 +1,114 @@
+"""What mpcompile does for a Lightning Trainer; `lightning.py` makes a precision plugin of it.
+
+Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with classes of their
+own. This file imports neither. What is used of Lightning was read in lightning 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..api import loss_scale_of, mpcompile
+from ..errors import MPCompileError
+from ..optim import MPOptimizer
+from ..state.clipping import clip_grad_norm_, clip_grad_value_
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class CompiledPrecision(_Base):
+    """The methods of a Lightning precision plugin that are ours; see `MPCompilePrecision`."""
+
+    def __init__(self, *, compile_optimizers: bool = False, **options: Any) -> None:
+        super().__init__()
+        if not isinstance(compile_optimizers, bool):
+            raise MPCompileError(f"compile_optimizers={compile_optimizers!r}: use True or False")
+        self._compile = mpcompile(None, **options)
+        self._options = options
+        self._compile_optimizers = compile_optimizers
+        self._module: Any = None
+        # the optimizers that were compiled here, whose steps clip to this norm
+        self._clipping: list[MPOptimizer] = []
+        self._max_grad_norm: float | None = None
+
+    def __repr__(self) -> str:
+        own = {"compile_optimizers": True} if self._compile_optimizers else {}
+        options = ", ".join(f"{name}={value!r}" for name, value in {**own, **self._options}.items())
+        return f"{type(self).__name__}({options})"
+
+    # -- called by the strategy, in this order ----------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Compile the LightningModule in place, before it moves to its device. A module that an
+        earlier fit has compiled keeps its graphs and its loss scale.
+
+        Raises:
+            MPCompileError: the module, or one inside of it, is compiled already; or it can't be.
+        """
+        compiled = [path for path, m in module.named_modules() if m._compiled_call_impl is not None]
+        if compiled and self._module is not module:
+            raise MPCompileError(
+                f"Trainer(plugins={self!r}): {type(module).__name__} is compiled already "
+                f"({compiled[0] or 'all of it'}), and the plugin compiles all of it: leave out "
+                "mpcompile() and .compile(), or the plugin"
+            )
+        self._module = module if compiled else self._compile(module)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Compile the optimizers, if that was asked for. Schedulers keep the ones they were made
+        with, whose param groups an MPOptimizer shares.
+        """
+        if not self._compile_optimizers:
+            return model, list(optimizers), lr_schedulers
+        trainer = self._module.trainer
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        self._clipping = []
+        self._max_grad_norm = (trainer.gradient_clip_val or None) if by_norm else None
+        compiled = [self._compiled(optimizer) for optimizer in optimizers]
+        return model, compiled, lr_schedulers
+
+    def _compiled(self, optimizer: Optimizer) -> Optimizer:
+        if isinstance(optimizer, MPOptimizer):
+            return optimizer
+        inductors = {k: v for k, v in self._options.items() if k in ("emit", "mode", "options")}
+        compiled = MPOptimizer(optimizer, max_grad_norm=self._max_grad_norm, **inductors)
+        self._clipping.append(compiled)
+        return compiled
+
+    # -- clipping, between the backward and the step ----------------------------------------------
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the global norm; a compiled step that clips by this norm does it itself."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        by_itself = any(optimizer is one for one in self._clipping)
+        if not by_itself or clip_val != self._max_grad_norm:
+            clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element; also of gradients that are stored times the loss scale."""
+        clip_grad_value_(self.main_params(optimizer), clip_val)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model's loss scale."""
+        return {} if self._module is None else loss_scale_of(self._module).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of a loss scale."""
+        loss_scale_of(self._module).load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take over the GradScaler of a checkpoint of `Trainer(precision="16-mixed")`."""
+        if state := checkpoint.get("MixedPrecision"):
+            self.load_state_dict(state)

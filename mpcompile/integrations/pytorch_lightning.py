@@ -1,0 +1,13 @@
+"""`Trainer(plugins=[MPCompilePrecision()])`, for the package `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning.plugins.precision import Precision
+
+from .lightning_precision import CompiledPrecision
+
+__all__ = ["MPCompilePrecision"]
+
+
+class MPCompilePrecision(CompiledPrecision, Precision):
+    """As `mpcompile.integrations.lightning.MPCompilePrecision`."""

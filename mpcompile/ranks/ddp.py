@@ -1,0 +1,136 @@
+"""DistributedDataParallel (DDP), as far as mpcompile looks into it.
+
+Its reducer copies each gradient that autograd has stored into a bucket of FP32 numbers, averages
+full buckets over the ranks, and writes the averages back. It hooks into autograd from C++, so from
+Python only three things show: which DDP's forward is running, whether its next backward is to
+reduce, and what a communication hook is called with.
+
+Torch internals used here were read in torch 2.13; they are the same in 2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
+# backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
+_HOPS = 3
+
+
+def active() -> DistributedDataParallel | None:
+    """The DDP whose forward is running, or None."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def called_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules whose calls are to be compiled, so that all of `module` is: itself, and what each
+    DDP inside of it wraps; of a DDP, the module that it wraps comes first.
+
+    Dynamo compiles no frame of torch's own files by itself: neither DDP's forward, nor that of an
+    nn.Sequential, which DDP calls.
+    """
+    wrapped = [m.module for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    return wrapped if isinstance(module, DistributedDataParallel) else [module, *wrapped]
+
+
+def will_reduce(module: DistributedDataParallel) -> bool:
+    """Whether the backward of the forward that is running will reduce: not under `no_sync`."""
+    return torch.is_grad_enabled() and module.require_backward_grad_sync
+
+
+def is_reducing(module: DistributedDataParallel) -> bool:
+    """Whether a reduction has begun and not ended: some gradients are still to be averaged."""
+    try:
+        module.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
+def reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters whose gradients it averages."""
+    return [p for p in module._module_parameters if p.requires_grad]
+
+
+def after_reduction(function: Callable[[], None]) -> None:
+    """Call `function` at the end of the backward that is running, behind DDP's own callbacks."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def hop(left: int) -> None:
+        if left:
+            engine.queue_callback(lambda: hop(left - 1))
+        else:
+            function()
+
+    hop(_HOPS)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a bucket travels.
+
+    Attributes:
+        dtype: what it is cast to.
+        multiplier: what each gradient is multiplied by, 0-d FP32 on the bucket's device, or None.
+    """
+
+    dtype: torch.dtype
+    multiplier: torch.Tensor | None
+
+
+# How a bucket of these parameters travels; None: in its own dtype. All ranks must answer alike. It
+# is also told whether the bucket is the first of a backward. All ranks ask for the same buckets in
+# the same order, so it may exchange something with the others before it answers.
+Chosen = Callable[[Sequence[torch.Tensor], bool], Wire | None]
+
+
+def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
+    """Let `choose` say how each bucket travels, from the next backward on. Returns False, and
+    changes nothing, where the module has a communication hook already.
+    """
+    if module._comm_hooks:
+        return False
+    group, ranks = module.process_group, module.process_group.size()
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return _average(bucket, choose, group, ranks)
+
+    try:
+        # Not module.register_comm_hook: pickles and copies of the module would hold the hook.
+        dist._register_comm_hook(module.reducer, None, hook)
+    except RuntimeError:  # a built-in hook is there
+        return False
+    return True
+
+
+def _average(
+    bucket: dist.GradBucket, choose: Chosen, group: dist.ProcessGroup, ranks: int
+) -> torch.futures.Future[torch.Tensor]:
+    """The average over ranks. Each rank divides before it sums: a sum of finite numbers of a
+    narrow dtype is then finite.
+    """
+    buffer = bucket.buffer()
+    asked = buffer.dtype is torch.float32
+    wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
+    if wire is None:
+        sent = buffer.div_(ranks)
+    else:
+        factor = 1 / ranks if wire.multiplier is None else wire.multiplier / ranks
+        sent = torch.mul(buffer, factor, out=torch.empty_like(buffer, dtype=wire.dtype))
+
+    def received(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        if wire is not None:
+            buffer.copy_(future.value()[0])
+            if wire.multiplier is not None:
+                buffer.div_(wire.multiplier)
+        return buffer
+
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(received)

@@ -1,0 +1,75 @@
+"""Refuse what mpcompile can't train together with torch's distributed engines.
+
+Internals of torch were read in torch 2.13; they are the same in 2.11.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import MPCompileError
+from . import fsdp
+
+
+def check_engines(model: nn.Module) -> None:
+    """Refuse a model whose engine mpcompile can't work with.
+
+    Raises:
+        MPCompileError: the model is sharded by FSDP1 or by tensor parallelism, or FSDP2 was given
+            dtypes of its own.
+    """
+    if not dist.is_available():
+        return
+    for name, module in model.named_modules():
+        for group in fsdp.groups_in(module):
+            _check_dtypes(name or type(module).__name__, group.mp_policy)
+    _refuse_fsdp1(model)
+    _check_whole(model)
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    marked = [m for m in model.modules() if getattr(m, fsdp.MARK, False)]
+    known = {m for root in fsdp.sharded_modules() for m in root.modules()} if marked else set()
+    if _is_fsdp1(model) or not known.issuperset(marked):
+        raise MPCompileError(
+            "mpcompile can't train under FullyShardedDataParallel (FSDP1), whose ranks would not "
+            "skip the same steps. Use torch.distributed.fsdp.fully_shard(model) (FSDP2)"
+        )
+
+
+def _is_fsdp1(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
+
+
+def _check_dtypes(name: str, policy: Any) -> None:
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if (dtype := getattr(policy, field)) not in (None, torch.float32):
+            raise MPCompileError(
+                f"fully_shard({name}, mp_policy=MixedPrecisionPolicy({field}={dtype})): mpcompile "
+                f"chooses the dtypes itself. Leave {field} out; mpcompile(..., dtype={dtype}, "
+                'reduce="low") exchanges parameters and gradients in that dtype'
+            )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse parameters that stay split over ranks while a module's forward uses them."""
+    from torch.distributed.tensor import DTensor
+
+    split = {id(p): name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if split:
+        for holder in fsdp.holders():
+            if not holder.is_dtensor:  # FSDP makes a plain tensor of it
+                split.pop(id(holder.sharded_param), None)
+    if split:
+        raise MPCompileError(
+            f"{next(iter(split.values()))} is a DTensor that stays split over ranks, as by "
+            "parallelize_module (tensor parallelism), and mpcompile compiles plain tensors. Shard "
+            "the model with torch.distributed.fsdp.fully_shard alone, or train it with "
+            "torch.compile and torch.autocast"
+        )

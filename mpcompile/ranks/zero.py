@@ -1,0 +1,67 @@
+"""ZeRO-1 (`torch.distributed.optim.ZeroRedundancyOptimizer`): each rank updates some parameters.
+
+It holds all parameters, and in `optim` an optimizer of the user's class over this rank's partition
+of them. Its step brings the settings of the param groups into that one, steps it, and broadcasts
+each rank's partition to the others.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11: the attributes `optim` and
+`_overlap_with_ddp`, and that the step calls `self.optim.step()` once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is a ZeroRedundancyOptimizer."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def overlaps(optimizer: Any) -> bool:
+    """Whether a ZeroRedundancyOptimizer updates inside of the backward (`overlap_with_ddp`)."""
+    return bool(optimizer._overlap_with_ddp)
+
+
+def partition_of(optimizer: Any) -> Optimizer:
+    """The optimizer over this rank's partition; for any other optimizer, that itself. The indices
+    of param groups are the same in both.
+    """
+    part: Optimizer = optimizer.optim if is_zero(optimizer) else optimizer
+    return part
+
+
+def step_with(
+    optimizer: Any, local_step: Callable[[], None], whole_step: Callable[[Any], Any]
+) -> None:
+    """Do a step of a ZeroRedundancyOptimizer, in which `local_step` updates this rank's partition.
+
+    Args:
+        whole_step: `ZeroRedundancyOptimizer.step` itself, without torch's hooks around it.
+    """
+    part = vars(optimizer.optim)
+    before = part.get("step")
+    part["step"] = lambda *args, **kwargs: local_step()
+    try:
+        whole_step(optimizer)
+    finally:
+        if before is None:
+            del part["step"]
+        else:
+            part["step"] = before
+    # What was received was written without autograd's knowledge: into `.data`, or into a bucket.
+    own = {id(p) for p in _parameters(optimizer.optim)}
+    received = [p for p in _parameters(optimizer) if id(p) not in own]
+    torch.autograd.graph.increment_version(received)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

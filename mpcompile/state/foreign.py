@@ -1,0 +1,109 @@
+"""Somebody else's mixed precision around a compiled model: a GradScaler, or autocast.
+
+A framework brings them along when it is told to train in FP16 or BF16. Nobody is to get two loss
+scales, or dtypes chosen twice, without a word:
+
+* A GradScaler that steps an optimizer of scaled parameters: a warning at the first such step.
+* A `forward` that was replaced, on the module, by one under autocast: refused. The region would
+  cover the whole program, and what a program says about its dtypes counts more than our plan.
+* Autocast around the call: said once. It is off inside the compiled graph, so nothing is wrong.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import logs
+from ..errors import MPCompileError, MPCompileWarning
+from . import optimizers, parameters
+
+_SCALERS_STEP = torch.amp.GradScaler.step.__code__
+
+
+def look_for_scaler(optimizer: Optimizer) -> None:
+    """Warn if a GradScaler is stepping this optimizer, whose gradients a loss scale of ours scales.
+    Looks at the first step at which they are scaled.
+    """
+    state = optimizers.state_of(optimizer)
+    if state.looked_for_scaler or not _is_scaled(optimizer):
+        return
+    state.looked_for_scaler = True
+    if _scaler_that_steps() is not None:
+        warnings.warn(
+            f"a GradScaler steps {type(optimizer).__name__}, whose gradients mpcompile scales, "
+            "unscales and checks: two loss scales, and an overflow skips a step under each. Leave "
+            "the GradScaler out: loss.backward(), optimizer.step(). Or leave scaling to it: "
+            'mpcompile(..., loss_scale="none")',
+            MPCompileWarning,
+            stacklevel=2,
+        )
+
+
+def _is_scaled(optimizer: Optimizer) -> bool:
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return any(scale.active for p in held for scale in parameters.scales_of(p))
+
+
+def _scaler_that_steps() -> Any:
+    """The enabled GradScaler whose `step` is running, or None. Optimizers aren't told: only a fused
+    one gets the scaler's tensors.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SCALERS_STEP:
+            scaler = frame.f_locals.get("self")
+            return scaler if scaler is not None and scaler.is_enabled() else None
+        frame = frame.f_back
+    return None
+
+
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The `forward` that somebody has set on this very module, or None."""
+    return vars(module).get("forward")
+
+
+def refuse_autocast_forward(module: nn.Module) -> None:
+    """Refuse a module whose forward somebody has replaced by one under autocast.
+
+    Raises:
+        MPCompileError: says what to change.
+    """
+    forward: Any = replaced_forward(module)
+    while forward is not None:
+        for autocast in _autocasts(getattr(forward, "__func__", forward)):
+            raise MPCompileError(
+                f"the forward of this {type(module).__name__} was replaced by one under "
+                f"autocast({autocast.fast_dtype}), which would choose the dtypes that mpcompile "
+                "chooses. It is Accelerate that does so: make it Accelerator(mixed_precision="
+                '"no"), or TrainingArguments without bf16 and fp16. MPCompileAccelerator and '
+                "MPCompileTrainer, of mpcompile.integrations, take the setting over"
+            )
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def _autocasts(function: Any) -> list[Any]:
+    """The enabled autocasts that a function made by autocast's decorator enters."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [a for a in held if isinstance(a, torch.autocast) and a._enabled]
+
+
+@functools.cache
+def say_autocast(dtype: torch.dtype | None) -> None:
+    """Say, once, that autocast is on around a graph that is being compiled."""
+    text = (
+        "autocast(%(dtype)s) is on where a compiled model is called. It has no effect inside of "
+        "what is compiled; leave it out, or keep it for what runs uncompiled"
+    )
+    logs.event("compile", logging.WARNING, "autocast", text, dtype=str(dtype))

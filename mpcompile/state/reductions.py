@@ -1,0 +1,271 @@
+"""What DistributedDataParallel (DDP) averages over ranks: how it travels, and what is read off it.
+
+    a forward under DDP     `enter`: which of its parameters our graphs read, and under which scale
+    its backward            the gradients are averaged: an overflow on one rank is one on all ranks;
+                            at the end of the backward the averages are checked, so all ranks count
+                            the same overflows, without a collective
+    the first backward      the ranks agree on which parameters all of them may send in the low
+                            dtype, if no loss scale is being searched for: where it is given, or
+                            was loaded, every reduction is like the later ones
+    the first step          else they agree here, also on the least start of each loss scale that a
+                            search of one of them found
+
+A bucket travels in the low dtype if all ranks have agreed on it for each of its parameters: graphs
+read all of them, in FP16 under one and the same loss scale. Gradients that no graph has scaled may
+not fit FP16, however low the scale: one of them keeps its bucket in FP32.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..ranks import agree, ddp
+from ..ranks.fsdp import Ranks
+from . import copies, optimizers, parameters
+from .loss_scale import LossScale
+
+_known: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Low:
+    """How the gradient of a parameter may travel.
+
+    Attributes:
+        dtype: FP16 or BF16.
+        scale: of the graphs that make it, in FP16; None in BF16, which has FP32's range.
+    """
+
+    dtype: torch.dtype
+    scale: LossScale | None
+
+    def multiplier(self, device: torch.device) -> torch.Tensor | float | None:
+        """What it is multiplied by: 1, or 0-d FP32 on `device`; None while ranks have not agreed on
+        the scale (it was loaded), so that it must travel in FP32.
+        """
+        if self.scale is None:
+            return 1.0
+        return self.scale.live.tensor(device, shared=False) if self.scale.agreed else None
+
+
+def gradients_in(low: torch.dtype | None, scale: LossScale | None) -> Low | None:
+    """How gradients may travel that a graph of this scale makes, if they are to in `low`. Without a
+    scale they might overflow FP16.
+    """
+    if low is torch.float16:
+        return None if scale is None else Low(low, scale)
+    return None if low is None else Low(low, None)
+
+
+def enter(
+    module: DistributedDataParallel,
+    trained: Iterable[torch.Tensor],
+    low: Low | None,
+    scale: LossScale | None,
+    *,
+    hooked: bool,
+) -> None:
+    """A graph runs in the forward of this DDP.
+
+    Args:
+        trained: the leaves whose gradients the graph makes.
+        low: how these may travel; None: in FP32.
+        scale: the graph's loss scale, or None.
+        hooked: whether this program wants gradients to travel low, also if this graph's do not:
+            the ranks must all have the hook in which they agree, whatever their graphs came to.
+    """
+    reduction = _known.get(module)
+    if reduction is None:
+        reduction = _known[module] = Reduction(module)
+    reduction.read(trained, low)
+    if hooked:
+        reduction.hook()
+    if scale is not None:
+        scale.overflows.leave_to(reduction)
+        reduction.await_backward(scale, expected=ddp.will_reduce(module))
+
+
+def before_step(optimizer: Optimizer) -> None:
+    """Let ranks agree on what is open, at the first step of an optimizer over a DDP's parameters.
+    All ranks must take it.
+    """
+    for reduction in [r for r in _known.values() if not r.settled]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not held.isdisjoint(reduction.ids):
+            reduction.settle()
+
+
+def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Tensor]]:
+    """The parameters of an optimizer that graphs of this scale read and no DDP averages, and the
+    ranks of the DDPs that average others of its parameters; no ranks if there are none of either.
+    """
+    if not _known:
+        return Ranks(), []
+    groups = optimizer.param_groups
+    when = parameters.changes(), len(_known), [len(group["params"]) for group in groups]
+    known = optimizers.state_of(optimizer).beside
+    if scale not in known or known[scale][0] != when:
+        held = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in held}
+        averaging = [r for r in _known.values() if not ids.isdisjoint(r.ids)]
+        averaged = {key for r in averaging for key in r.ids}
+        own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
+        own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
+        ranks = Ranks()
+        if own and averaging:
+            ranks = Ranks(tuple(dict.fromkeys(r.group for r in averaging)), averaging[0].device)
+        known[scale] = when, (ranks, own)
+    found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
+    return found
+
+
+class Reduction:
+    """What is known of one DDP whose forward has run one of our graphs.
+
+    Attributes:
+        ids: the ids of the parameters whose gradients it averages; the DDP keeps these alive.
+        group, device: its process group, and the device that this reduces on.
+        settled: whether there is nothing that ranks have to agree on.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.settled = False
+        self.group, self.device = module.process_group, module.device
+        self._module = weakref.ref(module)
+        self.ids = {id(p) for p in self.parameters()}
+        self._read: dict[int, Low | None] = {}  # by the id of a parameter that a graph reads
+        self._agreed: dict[int, Low] = {}  # those that all ranks may send low
+        self._expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
+        self._running = -1  # the backward that will call `_look`
+        self._hooked = False
+        for parameter in self.parameters():
+            parameters.note(parameter, reduction=weakref.ref(self))
+        copies.read_in_full(self.parameters())
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients it averages."""
+        module = self._module()
+        return [] if module is None else ddp.reduced_parameters(module)
+
+    # -- in a forward -----------------------------------------------------------------------------
+
+    def read(self, trained: Iterable[torch.Tensor], low: Low | None) -> None:
+        """A graph reads these parameters, and lets their gradients travel so."""
+        for key in map(id, trained):
+            if key in self.ids and self._read.setdefault(key, low) != low:
+                self._read[key] = None  # another graph makes a part of the gradient
+
+    def hook(self) -> None:
+        """From the next backward on, choose how each bucket travels."""
+        if not self._hooked:
+            self._hooked = True
+            module = self._module()
+            assert module is not None
+            ddp.reduce_by(module, _chosen_by(weakref.ref(self)))
+
+    def await_backward(self, scale: LossScale, *, expected: bool) -> None:
+        """A graph of this scale runs forward; whether its backward is expected to reduce."""
+        if expected:
+            self._expected.add(scale)
+        else:
+            self._expected.discard(scale)
+
+    # -- in a backward ----------------------------------------------------------------------------
+
+    def backward_runs(self) -> None:
+        """A graph has run backward: look at the averages when the backward ends."""
+        running = torch._C._current_graph_task_id()
+        if running != self._running:
+            self._running = running
+            ddp.after_reduction(self._look)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look(self) -> None:
+        self._running = -1
+        module = self._module()
+        # A checkpoint with use_reentrant=True runs backwards within the backward.
+        if module is None or not self._expected or ddp.is_reducing(module):
+            return
+        scales = list(self._expected)
+        self._expected.clear()
+        gradients = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        for scale in scales:
+            scale.overflows.saw_reduced(
+                [g for p, g in gradients if _comes_from(scale, parameters.scales_of(p))]
+            )
+
+    def chosen(self, bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
+        """How a bucket of these parameters travels; None: as it is. Before the first bucket of a
+        backward the ranks agree on what is open.
+        """
+        if first and not self.settled:
+            self.settle(in_backward=True)
+        wishes = {self._agreed.get(id(p)) for p in bucket}
+        wish = wishes.pop() if len(wishes) == 1 else None
+        if wish is None:
+            return None
+        if wish.scale is None:
+            return ddp.Wire(wish.dtype, None)
+        if not wish.scale.agreed:  # it was loaded since
+            return None
+        multiplier = wish.scale.live.tensor(bucket[0].device, shared=False)
+        return ddp.Wire(wish.dtype, multiplier)
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def settle(self, *, in_backward: bool = False) -> None:
+        """Agree with the other ranks, if there is something to agree on. It stays open while a
+        search goes on that no rank has finished, and in a backward that changes a scale.
+        """
+        held = self.parameters()
+        scales = [_one(parameters.scales_of(p)) for p in held]
+        wishes = [self._read.get(id(p)) for p in held]
+        undecided = any(s is not None and not s.agreed for s in scales)
+        if not (undecided or self._hooked):
+            self.settled = True
+            return
+        starts = [math.inf if s is None else s.start for s in scales]
+        # Other graphs of the backward that has found a start may still lower it.
+        known = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
+        most = [-start for start in starts]
+        low = [wish is not None for wish in wishes]
+        numbers = agree.least([*starts, *most, *known, *low], [self.group], self.device)
+        n = len(held)
+        starts, most, known, low = (numbers[i * n : (i + 1) * n] for i in range(4))
+        if in_backward and not (all(known) and starts == [-start for start in most]):
+            return
+        for scale in {s for s in scales if s is not None}:
+            scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
+        self._agreed = {
+            id(p): wish for p, wish, sent in zip(held, wishes, low, strict=True) if wish and sent
+        }
+        self.settled = all(x < math.inf or y for x, y in zip(starts, known, strict=True))
+
+
+def _one(scales: Sequence[LossScale]) -> LossScale | None:
+    """The scale of a parameter that the graphs of only one scale read."""
+    return scales[0] if len(scales) == 1 else None
+
+
+def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:
+    """Whether an overflow in a parameter of these scales may come out of a graph of `scale`: of
+    one that reads it, or of one that hands gradients on to what runs uncompiled before it.
+    """
+    return scale in scales if scales else scale.open
+
+
+def _chosen_by(reduction: weakref.ref[Reduction]) -> ddp.Chosen:
+    """`chosen` for a hook that must not keep the reduction, and so the module, alive."""
+
+    def chosen(bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
+        alive = reduction()
+        return None if alive is None else alive.chosen(bucket, first)
+
+    return chosen

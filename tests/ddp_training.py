@@ -1,0 +1,163 @@
+"""Training under DistributedDataParallel (DDP), beside one process in FP64 on the global batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mpcompile import MPOptimizer, mpcompile
+
+# How far the parameters may be off, as a part of how far they have moved: some roundings.
+CLOSE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
+        return y
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+
+class Around(nn.Module):
+    """A module whose DDP wraps an nn.Sequential."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.net(x * 2).tanh()
+        return y
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def held(optimizer: torch.optim.Optimizer, by_us: bool) -> torch.optim.Optimizer:
+    return MPOptimizer(optimizer, emit="eager") if by_us else optimizer
+
+
+def everyones(value: Any) -> list[Any]:
+    """What each rank passed."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def check_same(*values: Any) -> None:
+    """All ranks have the same, bit for bit."""
+    for value in values:
+        plain = flat(value).tolist() if isinstance(value, nn.Module) else value
+        first, *others = everyones(plain)
+        assert all(other == first for other in others), everyones(plain)
+
+
+@contextmanager
+def sent() -> Iterator[list[tuple[torch.dtype, int]]]:
+    """The all-reduces that Python code starts meanwhile: their dtypes and numbers of elements."""
+    known: list[tuple[torch.dtype, int]] = []
+    real = dist.all_reduce
+
+    def spy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        known.append((tensor.dtype, tensor.numel()))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        yield known
+    finally:
+        dist.all_reduce = real
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        root: what DDP wraps: a module of one's own, or an nn.Sequential.
+        order: what is around what; "inside": the compiled module holds the DDP.
+        ours: whether an MPOptimizer steps.
+        engine: further arguments of DDP.
+        splits: whether buckets are so small that Dynamo splits the graph at them.
+    """
+
+    root: str = "own"
+    order: str = "DDP(mpcompile)"
+    level: str = "O2"
+    dtype: torch.dtype = torch.float16
+    ours: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)
+    splits: bool = False
+
+
+def made(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, nn.Module]:
+    """The model to call, the module that was compiled, the optimizer, and the FP64 reference."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    engine = dict(case.engine)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 64 if case.splits else 2**20
+    if case.splits:
+        engine["bucket_cap_mb"] = 1e-4
+    options: dict[str, Any] = {"dtype": case.dtype, "emit": "eager", "strict": True}
+    options["level"] = case.level
+    net = Net() if case.root == "own" else sequential()
+    if case.order == "inside":
+        net = Around(net)
+    reference = copy.deepcopy(net).double()
+    optimizer = sgd(net)
+    if case.order.endswith("optimizer first"):
+        optimizer = held(optimizer, case.ours)
+    if case.order == "inside":
+        assert isinstance(net, Around)
+        net.net = DDP(net.net, **engine)
+        model = compiled = mpcompile(net, **options)
+    elif case.order == "DDP(mpcompile)":
+        compiled = mpcompile(net, **options)
+        model = DDP(compiled, **engine)
+    else:
+        model = compiled = mpcompile(DDP(net, **engine), **options)
+    if not isinstance(optimizer, MPOptimizer):
+        optimizer = held(optimizer, case.ours)
+    return model, compiled, optimizer, reference
+
+
+def train(rank: int, ranks: int, case: Case, steps: int = 4) -> nn.Module:
+    """Some steps; all ranks must end alike, where one process would. Returns what was compiled."""
+    model, compiled, optimizer, reference = made(case)
+    plain, start = sgd(reference), flat(reference)
+    data = torch.randn(steps, ranks, 4, 8, generator=torch.Generator().manual_seed(1))
+    for xs in data:
+        optimizer.zero_grad()
+        model(xs[rank]).square().mean().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        optimizer.step()
+        plain.zero_grad()
+        loss = torch.stack([reference(x.double()).square().mean() for x in xs]).mean()
+        loss.backward()
+        plain.step()
+    check_same(model)
+    wanted = flat(reference)
+    off, moved = (flat(model) - wanted).norm(), (wanted - start).norm()
+    assert off <= CLOSE[case.dtype] * moved, f"{case}: {off / moved}"
+    return compiled

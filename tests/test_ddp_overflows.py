@@ -1,0 +1,341 @@
+"""Overflows under DistributedDataParallel: ranks skip the same steps and have the same scale.
+
+Whatever one rank alone has seen, all decide alike; no rank waits for one that does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import Net, check_same, everyones, flat, held, sgd
+from ranks import on_each_rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mpcompile import LossScale, loss_scale_of, mpcompile
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
+START = 2.0**10
+BAD = 2  # the step in which gradients overflow
+
+
+@pytest.fixture(autouse=True)
+def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are: a device profile would leave them in FP32."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
+
+
+def compiled(net: nn.Module, level: str = "O1", start: float | None = START) -> nn.Module:
+    torch._dynamo.reset()
+    return mpcompile(net, **OPTIONS, level=level, loss_scale=LossScale.dynamic(init_scale=start))
+
+
+class Times(torch.autograd.Function):
+    """The identity; its backward multiplies by `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def ways() -> Iterator[tuple[str, bool]]:
+    """Every level, with a plain optimizer and with an MPOptimizer."""
+    for level in ("O1", "O2"):
+        yield level, False
+        yield level, True
+
+
+def plant(rank: int, where: str, level: str, ours: bool) -> None:
+    """One overflow, on one rank or on all: one skipped step, one move of the scale, everywhere."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    for step in range(4):
+        bad = step == BAD and (rank == 1 or where == "all")
+        factor = 1e30 if bad else 1.0
+        optimizer.zero_grad()
+        if where == "accumulated":  # in a backward that reduces nothing
+            with model.no_sync():
+                (model(torch.randn(4, 8)).square().mean() * factor).backward()
+            factor = 1.0
+        out = model(torch.randn(4, 8))
+        if where == "backward":  # the loss is finite
+            out.square().mean().add(Times.apply(out, factor).mean()).backward()
+        else:
+            (out.square().mean() * factor).backward()
+        before = flat(net)
+        optimizer.step()
+        assert torch.equal(before, flat(net)) == (step == BAD), f"{where}, step {step}"
+    assert (scale.skipped_steps, scale.value) == (1, START / 2)
+    check_same(net, scale.state_dict())
+
+
+def positive(level: str) -> nn.Sequential:
+    """A layer whose gradient, for positive inputs, overflows to inf and never to nan."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 4, bias=False))
+    compiled(net, level)
+    return net
+
+
+def clip_by_value(rank: int, level: str, ours: bool) -> None:
+    """Behind it all numbers are finite, on all ranks: only the count knows, and on all ranks."""
+    for accumulated in (False, True):
+        net = positive(level)
+        model, optimizer = DDP(net), held(sgd(net), ours)
+        for step in range(4):
+            factor = 1e30 if step == BAD and rank == 0 else 1.0
+            optimizer.zero_grad()
+            if accumulated:
+                with model.no_sync():
+                    (model(torch.rand(4, 8)).sum() * factor).backward()
+                factor = 1.0
+            (model(torch.rand(4, 8)).sum() * factor).backward()
+            torch.nn.utils.clip_grad_value_(net.parameters(), 1.0)
+            assert all(
+                bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None
+            )
+            before = flat(net)
+            optimizer.step()
+            assert torch.equal(before, flat(net)) == (step == BAD), f"rank {rank}, step {step}"
+        check_same(net, loss_scale_of(net).state_dict())
+        assert loss_scale_of(net).value == START / 2
+
+
+def in_the_first_backward(rank: int, **engine: bool) -> None:
+    """With static_graph, DDP reduces after its first backward has ended."""
+    net = positive("O1")
+    model, optimizer = DDP(net, **engine), sgd(net)
+    for step in range(2):
+        optimizer.zero_grad()
+        (model(torch.rand(4, 8)).sum() * (1e30 if step == rank == 0 else 1.0)).backward()
+        torch.nn.utils.clip_grad_value_(net.parameters(), 1.0)
+        before = flat(net)
+        optimizer.step()
+        assert torch.equal(before, flat(net)) == (step == 0), f"rank {rank}, step {step}, {engine}"
+
+
+def thrown_away(rank: int, level: str, ours: bool) -> None:
+    """A loop that sees the norm, zeroes the gradients and goes on without a step."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    for step in range(4):
+        factor = 1e30 if step == BAD and rank == 0 else 1.0
+        (model(torch.randn(4, 8)).square().mean() * factor).backward()
+        if step > BAD:  # this forward has heard of it
+            check_same(scale.value)
+            assert scale.value == START / 2
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        if bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
+            optimizer.step()
+        optimizer.zero_grad()
+    check_same(net, scale.state_dict())
+    assert (scale.skipped_steps, scale.value) == (0, START / 2)
+
+
+def thrown_away_unseen(rank: int) -> None:
+    """An overflow that only its own rank has seen, in a backward that reduced nothing: no rank may
+    conclude anything from it, since the others can't.
+    """
+    net = positive("O1")
+    model, optimizer, scale = DDP(net), sgd(net), loss_scale_of(net)
+    for step in range(4):
+        if step == BAD:
+            with model.no_sync():
+                (model(torch.rand(4, 8)).sum() * (1e30 if rank == 0 else 1.0)).backward()
+            optimizer.zero_grad()
+        model(torch.rand(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_same(net, scale.state_dict())
+    assert (scale.skipped_steps, scale.value) == (0, START)
+
+
+def by_hand(rank: int) -> None:
+    """An update written by hand, under `overflowed()`."""
+    net = positive("O1")
+    model, scale = DDP(net), loss_scale_of(net)
+    for step in range(4):
+        net.zero_grad()
+        factor = 1e30 if step == BAD and rank == 0 else 1.0
+        (model(torch.rand(4, 8)).sum() * factor).backward()
+        torch.nn.utils.clip_grad_value_(net.parameters(), 1.0)
+        assert scale.overflowed() == (step == BAD)
+    assert scale.value == START / 2
+
+
+def several_models(rank: int) -> None:
+    """Of two models, each in a DDP of its own, one overflows."""
+    torch.manual_seed(0)
+    nets = [compiled(Net()), mpcompile(Net(), **OPTIONS, loss_scale=LossScale.dynamic(START))]
+    models, optimizers = [DDP(net) for net in nets], [sgd(net) for net in nets]
+    for step in range(4):
+        for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            factor = 1e30 if step == BAD and rank == k == 1 else 1.0
+            (model(torch.randn(4, 8)).square().mean() * factor).backward()
+            before = flat(nets[k])
+            optimizer.step()
+            assert torch.equal(before, flat(nets[k])) == (step == BAD and k == 1)
+    check_same(*nets, *(loss_scale_of(net).state_dict() for net in nets))
+    assert [loss_scale_of(net).value for net in nets] == [START, START / 2]
+
+
+def not_distributed(rank: int) -> None:
+    """A model that only one rank trains: it decides by itself, and nobody waits for anybody."""
+    torch.manual_seed(0)
+    net = compiled(Net())
+    model, optimizer = DDP(net), sgd(net)
+    mine = mpcompile(Net(), **OPTIONS)
+    own = sgd(mine)
+    for step in range(4):
+        if rank == 0:
+            own.zero_grad()
+            factor = 1e38 if step == BAD else 1.0
+            (mine(torch.randn(4, 8)).square().mean() * factor).backward()
+            own.step()
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    assert loss_scale_of(mine).skipped_steps == (rank == 0)
+    assert loss_scale_of(net).skipped_steps == 0
+    check_same(net, loss_scale_of(net).state_dict())
+
+
+def beside(rank: int, level: str, ours: bool) -> None:
+    """One optimizer over a DDP and over a head that each rank has for itself, and that overflows on
+    one rank: the DDP's parameters must stay the same on all, so all skip.
+    """
+    torch.manual_seed(0)
+    net = compiled(Net(), level)
+    head = mpcompile(nn.Linear(4, 3), **OPTIONS, level=level, loss_scale=LossScale.dynamic(START))
+    model = DDP(net)
+    optimizer = held(torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1), ours)
+    for step in range(4):
+        factor = 1e30 if step == BAD and rank == 1 else 1.0
+        optimizer.zero_grad()
+        features = model(torch.randn(4, 8))
+        loss = features.square().mean() + head(features.detach()).square().mean() * factor
+        loss.backward()
+        before = flat(net)
+        optimizer.step()
+        assert torch.equal(before, flat(net)) == (step == BAD), f"rank {rank}, step {step}"
+    check_same(net, loss_scale_of(net).state_dict())
+
+
+def _two(rank: int) -> None:
+    torch.manual_seed(rank)
+    for level, ours in ways():
+        for where in ("one", "all", "backward", "accumulated"):
+            plant(rank, where, level, ours)
+        clip_by_value(rank, level, ours)
+        thrown_away(rank, level, ours)
+        beside(rank, level, ours)
+    in_the_first_backward(rank, static_graph=True)
+    in_the_first_backward(rank, find_unused_parameters=True)
+    in_the_first_backward(rank, gradient_as_bucket_view=True)
+    thrown_away_unseen(rank)
+    by_hand(rank)
+    several_models(rank)
+    not_distributed(rank)
+
+
+def test_two_processes_decide_alike() -> None:
+    on_each_rank(_two)
+
+
+def _four(rank: int) -> None:
+    clip_by_value(rank, "O2", True)
+    plant(rank, "accumulated", "O1", False)
+
+
+def test_four_processes_decide_alike() -> None:
+    on_each_rank(_four, ranks=4)
+
+
+# -- the start -----------------------------------------------------------------------------------
+
+
+def starts_differ(rank: int, level: str, ours: bool) -> None:
+    """Ranks that find different starts go on with the least of them."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level, None)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    # A gradient that is 64 times as large fits a scale 64 times as small.
+    (model(torch.ones(4, 8)).square().mean() * (2.0**16 if rank == 0 else 2.0**10)).backward()
+    found = everyones(scale.value)
+    assert found[0] < found[1]
+    optimizer.step()
+    assert (scale.value, scale.skipped_steps) == (min(found), 0)
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    check_same(net, scale.state_dict())
+
+
+def one_finds_none(rank: int, level: str, ours: bool) -> None:
+    """A rank whose search fails takes the others' start; the step is skipped on all."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level, None)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    x = torch.full((4, 8), torch.inf) if rank == 1 else torch.ones(4, 8)
+    model(x).square().mean().backward()
+    found = everyones((scale.fitting and not scale.search.found, scale.value))
+    assert [missing for missing, _ in found] == [False, True]
+    optimizer.step()
+    assert (scale.value, scale.skipped_steps) == (found[0][1] / 2, 1)
+    check_same(net, scale.state_dict())
+
+
+def none_finds_one(rank: int, level: str, ours: bool) -> None:
+    """As long as no rank has found a start, all go on searching; then they agree."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level, None)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    for value in (torch.inf, 1.0 + rank):
+        optimizer.zero_grad()
+        model(torch.full((4, 8), value)).square().mean().backward()
+        optimizer.step()
+        check_same(scale.fitting, scale.agreed, scale.state_dict())
+        assert scale.fitting == (value == torch.inf)
+    check_same(net)
+
+
+def loaded(rank: int, ours: bool) -> None:
+    """A scale that was loaded, by mistake not the same on each rank: the least is taken."""
+    torch.manual_seed(0)
+    net = compiled(Net(), "O2", None)
+    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    for step in range(4):
+        if step == BAD:
+            state = {**scale.state_dict(), "scale": START * (1 + rank)}
+            scale.load_state_dict(state)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        assert step < BAD or scale.value == START
+    check_same(net, scale.state_dict())
+
+
+def _starts(rank: int) -> None:
+    for level, ours in ways():
+        starts_differ(rank, level, ours)
+        one_finds_none(rank, level, ours)
+        none_finds_one(rank, level, ours)
+    loaded(rank, True)
+    loaded(rank, False)
+
+
+def test_ranks_start_alike() -> None:
+    on_each_rank(_starts)

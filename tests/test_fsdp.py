@@ -1,0 +1,193 @@
+"""FSDP2 on processes that talk through gloo: each trains as one process on the global batch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_each_rank
+from torch import nn
+
+from mpcompile import MPOptimizer, compiled_plans, loss_scale_of
+
+if not dist.is_available():
+    pytest.skip("torch without distributed", allow_module_level=True)
+
+from fsdp_training import (
+    OVERFLOW,
+    Net,
+    Training,
+    everyones,
+    sequential,
+    sgd,
+    shard_blocks,
+    shard_root,
+)
+
+
+@pytest.fixture(autouse=True)
+def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are: a device profile would leave them in FP32."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
+
+
+WAYS = [
+    {"make": Net, "shard": shard_blocks},
+    {"make": Net, "shard": shard_root},
+    {"make": sequential, "shard": shard_blocks},
+    {"make": sequential, "shard": shard_root},
+]
+
+
+MODES = list(itertools.product(("O1", "O2"), (torch.float16, torch.bfloat16)))
+EACH = list(itertools.product(WAYS, (False, True), MODES))
+# Each way in FP16 at O2; each order, level and dtype at least once.
+SOME = [(WAYS[i], bool(i % 2), MODES[2]) for i in range(4)]
+SOME += [(WAYS[0], True, MODES[1]), (WAYS[2], True, MODES[0]), (WAYS[1], False, MODES[3])]
+
+
+def _trains_and_skips(rank: int, rows: list[Any]) -> None:
+    for way, first, (level, dtype) in rows:
+        run = Training(**way, compiled_first=first, options={"level": level, "dtype": dtype})
+        run.step()
+        run.step()
+        plans = compiled_plans(run.model)
+        # Each linear layer is in a graph, and none is in two.
+        low = sum(plan.counts().get("LOW", 0) for plan in plans)
+        linear = sum(isinstance(m, nn.Linear) for m in run.model.modules())
+        assert low >= linear
+        assert not any(plan.left for plan in plans)
+        if dtype is torch.float16:
+            run.overflow([0])
+            run.overflow([0, 1])
+            run.overflow([1], gradient=True)
+        run.step(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        run.step(lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+        assert len(compiled_plans(run.model)) == len(plans)
+        run.check(2e-3 if dtype is torch.bfloat16 else 3e-4)
+
+
+def test_both_orders_any_root_and_whichever_rank_overflows() -> None:
+    on_each_rank(_trains_and_skips, SOME)
+
+
+@pytest.mark.whole
+def test_every_order_root_level_and_dtype() -> None:
+    on_each_rank(_trains_and_skips, [row for row in EACH if row not in SOME])
+
+
+def _clipped_by_value(rank: int) -> None:
+    """Clipping by value makes an infinite gradient an ordinary one before the step looks."""
+    for level in ("O1", "O2"):
+        run = Training(options={"level": level})
+        run.step()
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.backward(run.batches(), OVERFLOW if rank == 1 else 1.0)
+        for p in run.model.parameters():
+            assert p.grad is not None
+            p.grad.to_local().nan_to_num_(nan=0.5, posinf=0.5, neginf=-0.5)  # type: ignore[attr-defined]
+        run.optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(run.model.parameters(), before, strict=True))
+        assert loss_scale_of(run.model).value == 2.0**9
+        run.optimizer.zero_grad()
+        run.step()
+        run.check(3e-4)
+
+
+def _thrown_away(rank: int) -> None:
+    """An overflow on one rank whose gradients no step uses lowers the scale of all."""
+    run = Training(options={"level": "O2"})
+    run.step()
+    run.backward(run.batches(), OVERFLOW if rank == 0 else 1.0)
+    run.optimizer.zero_grad()
+    run.step()
+    scale = loss_scale_of(run.model)
+    assert (scale.value, scale.skipped_steps) == (2.0**9, 0)
+    run.check(3e-4)
+
+
+def _accumulated(rank: int) -> None:
+    """Three batches in a step, of which only the last one exchanges gradients."""
+    for level in ("O1", "O2"):
+        run = Training(options={"level": level})
+        for planted in (None, 0, 1, 2, None):
+            before = [p.detach().clone() for p in run.model.parameters()]
+            for batch in range(3):
+                run.model.set_requires_gradient_sync(batch == 2)  # type: ignore[operator]
+                xs = run.batches()
+                run.backward(xs, OVERFLOW if (rank, batch) == (1, planted) else 1.0)
+                if planted is None:
+                    run.twin_backward(xs)
+            if planted is None:
+                run.take()
+                continue
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            after = run.model.parameters()
+            assert all(torch.equal(p, b) for p, b in zip(after, before, strict=True))
+        scale = loss_scale_of(run.model)
+        assert (scale.value, scale.skipped_steps) == (2.0**7, 3)
+        run.check(3e-4)
+
+
+def _searched(rank: int) -> None:
+    """The start of the scale is searched on each rank, and is the least of all afterwards."""
+    for level in ("O1", "O2"):
+        for sharding in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
+            run = Training(options={"level": level, "loss_scale": "dynamic"}, sharding=sharding)
+            xs = run.batches()
+            factor = 2.0**10 if rank == 0 else 1.0  # gradients that fit lower scales only
+            run.backward(xs, factor)
+            scale = loss_scale_of(run.model)
+            starts = everyones(scale.value)
+            run.optimizer.step()
+            assert starts[0] < starts[1]
+            assert everyones((scale.value, scale.skipped_steps)) == [(starts[0], 0)] * 2
+            run.optimizer.zero_grad()
+            run.overflow([1])
+
+
+def _generated(rank: int) -> None:
+    """MPOptimizer's compiled step over the shards, which clips by the norm over all ranks."""
+    for level in ("O1", "O2"):
+
+        def optimizing(model: nn.Module) -> torch.optim.Optimizer:
+            return MPOptimizer(sgd(model), max_grad_norm=0.1, emit="eager")
+
+        run = Training(options={"level": level}, optimizing=optimizing)
+
+        def clip(model: nn.Module, run: Training = run) -> None:
+            if model is run.twin:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        run.step(clip)
+        run.overflow([1])
+        run.overflow([0], gradient=True)
+        run.step(clip)
+        run.step(clip)
+        run.check(3e-4)
+
+
+def _in_turn(rank: int) -> None:
+    for check in (_clipped_by_value, _thrown_away, _accumulated, _searched, _generated):
+        check(rank)
+
+
+def test_loops_in_which_a_rank_overflows() -> None:
+    on_each_rank(_in_turn)
+
+
+def _on_four(rank: int) -> None:
+    run = Training(options={"level": "O2"})
+    run.step()
+    run.overflow([2])
+    run.step()
+    run.step()
+    run.check(3e-4)
+
+
+def test_four_ranks_some_of_whose_shards_are_padded() -> None:
+    on_each_rank(_on_four, ranks=4)
