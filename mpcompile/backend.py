@@ -164,6 +164,8 @@ def _compile(
     if scale is not None and searches:
         scale.search.possible = True
         compiled = fit_scale.fitting(compiled, scale, inputs)
+    elif scale is not None and scale.fitting:
+        compiled = fit_scale.beside_a_search(compiled, scale, inputs)
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
     reader = _reader(inputs, owned, target.low, scale)

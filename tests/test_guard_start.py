@@ -149,3 +149,42 @@ def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:
             assert not torch.equal(before[0], plain.weight)
     assert values == [values[0], values[0], values[0] / 2, values[0] / 2]
     assert not loss_scale_of(model).fitting
+
+
+class Adds(nn.Module):
+    """Its second graph writes to a tensor that autograd tracks, so it can't be run again; the
+    third, whose backward comes before, searches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        into = x * 1
+        torch._dynamo.graph_break()
+        into += self.first(x)
+        torch._dynamo.graph_break()
+        result: torch.Tensor = self.second(into)
+        return result
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_graph_that_cannot_run_again_beside_one_that_searches(level: str, fast: bool) -> None:
+    torch.manual_seed(0)
+    model = Adds()
+    reference = copy.deepcopy(model)
+    compiled = mpcompile(model, level=level, **FP16)
+    x = torch.randn(16, 8, requires_grad=True)
+    for network in (reference, compiled):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        if fast and network is compiled:
+            optimizer = MPOptimizer(optimizer, emit="eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(x).mean().backward()
+            optimizer.step()
+    assert loss_scale_of(compiled).skipped_steps == 0
+    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=1e-3)
