@@ -164,15 +164,15 @@ def _compile(
     if scale is not None and searches:
         scale.search.possible = True
         compiled = fit_scale.fitting(compiled, scale, inputs)
-    elif scale is not None and scale.fitting:
-        compiled = fit_scale.beside_a_search(compiled, scale, inputs)
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
     reader = _reader(inputs, owned, target.low, scale)
     watched = None
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
-    call = with_extra_inputs(compiled, inputs, reader, scale, example_inputs, device, watched)
+    call = with_extra_inputs(
+        compiled, inputs, reader, scale, example_inputs, device, watched, searches=searches
+    )
     hooked = settings.reduces_low
     return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
 

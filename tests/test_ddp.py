@@ -15,7 +15,14 @@ from ranks import join, on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpcompile
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPOptimizer,
+    compiled_plans,
+    loss_scale_of,
+    mpcompile,
+)
 from mpcompile.state.copies import copies_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -160,6 +167,24 @@ def _train_parts(rank: int) -> None:
                 plain.step()
         check_same(net, [loss_scale_of(m).value for m in (net.fc1, net.fc2)])
         assert (flat(net) - flat(reference)).norm() <= 1e-3 * flat(reference).norm()
+
+
+def test_other_engines_in_a_ddp_are_refused(tmp_path: Path) -> None:
+    join(0, 1, str(tmp_path))
+    try:
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            reducer = DistributedDataParallel(Net())
+        with pytest.raises(MPCompileError, match="Python reducer"):
+            mpcompile(reducer)
+        casting = DistributedDataParallel(mpcompile(Net(), emit="eager"))
+        casting.mixed_precision = object()
+        with pytest.raises(MPCompileError, match="mixed_precision"):
+            mpcompile(casting)
+        casting.module.train()
+        with pytest.raises(MPCompileError, match="mixed_precision"):
+            casting._run_ddp_forward(torch.randn(2, 8))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_ddp_answers_for_what_it_wraps(tmp_path: Path) -> None:

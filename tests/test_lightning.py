@@ -114,8 +114,8 @@ def test_what_is_logged_is_what_plain_lightning_logs() -> None:
         "total_step", "total_epoch", "loss", "number", "accuracy", "seen", "val_loss"
     }  # fmt: skip
     assert ours == pytest.approx(plain, abs=0.01)
-    # A metric ends a graph and is inside of none: there are the validation step and, of the training
-    # step, what comes before the accuracy, between the two metrics, and behind them.
+    # A metric ends a graph and is inside of none: there are the validation step and, of the
+    # training step, what comes before the accuracy, between the two metrics, and behind them.
     assert len(compiled_plans(module)) <= 4
 
 
@@ -139,7 +139,7 @@ def test_the_number_of_the_step_does_not_compile_it_anew() -> None:
 def test_evaluation_and_prediction_are_compiled() -> None:
     module, train = made(), trainer(**plugin())
     (result,) = train.validate(module, batches(), verbose=False)
-    predicted = torch.cat(train.predict(module, batches()))  
+    predicted = torch.cat(train.predict(module, batches()))
     assert [plan.left for plan in compiled_plans(module)] == [None, None]
     x, y = batches().dataset.tensors
     out = made().net(x).detach()
@@ -155,6 +155,13 @@ def test_a_second_fit_keeps_graphs_and_scale() -> None:
     fitted(module, **options)
     assert len(compiled_plans(module)) == plans
     assert loss_scale_of(module).state.good_steps == 2 * good
+
+
+def test_another_trainer_compiles_a_module_anew() -> None:
+    module = fitted(made(Logging), **plugin())
+    fitted(module, **plugin(level="O2"))
+    assert {plan.level for plan in compiled_plans(module)} == {"O2"}
+    assert isinstance(module.training_step.method.__self__, Logging)
 
 
 def test_copies_and_pickles_are_plain() -> None:
@@ -175,7 +182,7 @@ def test_copies_and_pickles_are_plain() -> None:
 
 
 def test_options_are_checked_when_the_plugin_is_made() -> None:
-    with pytest.raises(MPCompileError, match="levle.*did you mean 'level'"):
+    with pytest.raises(MPCompileError, match=r"levle.*did you mean 'level'"):
         MPCompilePrecision(levle="O2")
     with pytest.raises(MPCompileError, match="O7"):
         MPCompilePrecision(level="O7")

@@ -1,7 +1,9 @@
-"""Lightning's DDP strategy, on two processes that talk through gloo."""
+"""Lightning on two processes that talk through gloo: DDP, and FSDP2."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch.distributed as dist
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_nets import FP16, FROM_LIGHTNING, Net, batches, distance, fitted, made
+from ranks import on_each_rank
 
 from mpcompile import compiled_plans, loss_scale_of
 from mpcompile.integrations.lightning import MPCompilePrecision
@@ -49,8 +53,10 @@ class Checked(Callback):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"level": "O2", "compile_optimizers": True}],
-    ids=["O1", "O2, compiled optimizers"],
+    [
+        pytest.param({}, id="O1", marks=pytest.mark.whole),
+        pytest.param({"level": "O2", "compile_optimizers": True}, id="O2, compiled optimizers"),
+    ],
 )
 def test_two_ranks_follow_one_process(options: dict[str, Any]) -> None:
     """On the same batches, of which one has a sample that overflows, of the first rank."""
@@ -65,3 +71,36 @@ def test_two_ranks_follow_one_process(options: dict[str, Any]) -> None:
     two = {"strategy": "ddp_spawn", "devices": 2, "use_distributed_sampler": False}
     assert distance(trained(callbacks=[Checked()], **two), one) < CLOSE
     assert distance(one, made()) > 4 * CLOSE
+
+
+class Sharded(Shared):
+    """Its parameters are sharded by FSDP2."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self.net[0], mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def sharded(rank: int, losses: list[float]) -> None:
+    warnings.simplefilter("ignore")
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    module = fitted(
+        made(Sharded),
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        plugins=[MPCompilePrecision(**FP16)],
+        devices=2,
+        use_distributed_sampler=False,
+    )
+    mine = torch.tensor(module.losses)
+    dist.all_reduce(mine)
+    assert (mine / 2).tolist() == pytest.approx(losses, abs=0.01)
+    assert any(plan.scaled and plan.counts()["LOW"] for plan in compiled_plans(module))
+
+
+@pytest.mark.whole
+def test_shards_follow_one_process() -> None:
+    on_each_rank(sharded, fitted(made()).losses)

@@ -106,7 +106,9 @@ class Adversaries(Net):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()
         self.toggle_optimizer(first)
-        loss = F.cross_entropy(self(batch[0]), batch[1]) + self.parts["judge"](self(batch[0])).mean()
+        loss = (
+            F.cross_entropy(self(batch[0]), batch[1]) + self.parts["judge"](self(batch[0])).mean()
+        )
         first.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
@@ -165,7 +167,9 @@ def test_a_resumed_training_is_bit_equal(way: str, tmp_path: Path) -> None:
 
 
 def test_the_gradscaler_of_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
-    theirs = trainer(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**7))])
+    theirs = trainer(
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**7))]
+    )
     theirs.fit(made(), batches())
     theirs.save_checkpoint(tmp_path / "theirs.ckpt")
     module = made()

@@ -13,7 +13,8 @@ from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpcompile import LossScale, MPOptimizer, mpcompile
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.ir.scale import INIT_SCALE
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -78,6 +79,28 @@ def train(rank: int, level: str, norm: float | None, *, hidden: bool) -> None:
     assert (mine - wanted).norm() <= 1e-2 * wanted.norm()
 
 
+def start_in_a_closure(rank: int) -> None:
+    """The forward that searches for the scale runs inside of the step; another fits each rank."""
+    torch.manual_seed(0)
+    net = Net()
+    fully_shard(net)
+    model: Any = mpcompile(net, level="O1", dtype=torch.float16, emit="eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(4, 8)).square().mean() * (1e6 if rank == 0 else 1.0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    scale = loss_scale_of(net).value
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, scale)
+    assert found == [scale, scale]
+    assert scale < INIT_SCALE  # rank 1 alone would have started there
+
+
 def whole(net: nn.Module) -> torch.Tensor:
     return torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])  # type: ignore[attr-defined]
 
@@ -86,6 +109,7 @@ def _two(rank: int) -> None:
     for level in ("O1", "O2"):
         for norm in (None, 0.1):
             train(rank, level, norm, hidden=norm is None)
+    start_in_a_closure(rank)
 
 
 def test_two_ranks_follow_one_process() -> None:

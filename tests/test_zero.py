@@ -183,6 +183,7 @@ def _inductor(rank: int) -> None:
     Training("adamw", level=None, compiled_step=True, norm=0.1, emit="inductor").run(rank)
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     on_each_rank(_inductor)
 

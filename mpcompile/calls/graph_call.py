@@ -33,6 +33,8 @@ def with_extra_inputs(
     examples: Sequence[Any],
     device: torch.device,
     watched: Watched | None,
+    *,
+    searches: bool,
 ) -> Function:
     """Wrap the compiled graph in the function that Dynamo calls.
 
@@ -44,10 +46,11 @@ def with_extra_inputs(
         examples: the caller's inputs that the graph was compiled with.
         device: the device on which the graph reads the scale.
         watched: runs it node by node after steps were skipped; None where it is not scaled.
+        searches: whether its first backward can search for the start of the scale.
     """
     if scale is not None:
         assert watched is not None
-        return _scaled(compiled, inputs, reader, scale, examples, device, watched)
+        return _scaled(compiled, inputs, reader, scale, examples, device, watched, searches)
     if reader is not None:
         return _reading(compiled, inputs, reader)
     return compiled
@@ -71,6 +74,7 @@ def _scaled(
     examples: Sequence[Any],
     device: torch.device,
     watched: Watched,
+    searches: bool,
 ) -> Function:
     """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
@@ -93,7 +97,7 @@ def _scaled(
         if not same or not all(is_current() for is_current in current):
             known, current = watch(args)
         scale.saw_forward()
-        given: Sequence[Any] = (*args, *scale.inputs(device))
+        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])

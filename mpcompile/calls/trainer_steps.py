@@ -44,17 +44,17 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
 
     Args:
         module: the module, whose `_compiled_call_impl` is set already.
-        compiled: (module, method=None) -> the compiled call of a module, or of a method of it, which
-            is given unbound.
+        compiled: (module, method=None) -> the compiled call of a module, or of a method, given
+            unbound.
     """
     module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
     _keep_out_of_graphs(_metrics(module))
     logs = _Logs(module)
     for name in STEPS:
-        method = getattr(module, name, None)
+        method: Any = getattr(module, name, None)
         if isinstance(method, StepCall):  # of an earlier mpcompile()
-            method = method.__wrapped__
-        if getattr(method, "__self__", None) is not module:  # none, or not a method any more
+            method = method.method
+        if getattr(method, "__self__", method) is not module:  # none, or not a method any more
             continue
         if name == "training_step" and not module.automatic_optimization:
             for called in _called_submodules(module):
@@ -105,12 +105,12 @@ class StepCall:
     """
 
     def __init__(self, module: nn.Module, method: Call, run: Call, logs: _Logs | None) -> None:
-        self._module, self._method, self._run, self._logs = module, method, run, logs
+        self._module, self.method, self._run, self._logs = module, method, run, logs
         functools.update_wrapper(self, method)  # Lightning looks at its signature and its code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # one step that calls another
-            return self._method(*args, **kwargs)
+            return self.method(*args, **kwargs)
         refuse_second_precision(self._module)
         if self._logs is None:
             return self._run(*args, **kwargs)
@@ -118,7 +118,7 @@ class StepCall:
             return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, self._method.__name__)
+        return getattr, (self._module, self.method.__name__)
 
 
 class _Forward:

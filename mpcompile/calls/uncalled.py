@@ -1,9 +1,9 @@
 """Warn of a compiled module that is trained without being called: it gains nothing.
 
-`mpcompile(module)` compiles a call of the module. A trainer that calls another method of the module
-(`training_step`) never runs it. This shows when an optimizer steps: the module's parameters have
-gradients, but no graph that we compiled held one of them. Once a module is called, or the warning
-is given, nothing is checked any more.
+`mpcompile(module)` compiles a call of the module, and the steps of a LightningModule
+(`trainer_steps.py`). A trainer that calls another method never runs it. This shows when an
+optimizer steps: the module's parameters have gradients, but no graph that we compiled held one of
+them. Once a module is called in training, or the warning is given, nothing is checked any more.
 """
 
 from __future__ import annotations

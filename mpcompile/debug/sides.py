@@ -134,9 +134,9 @@ class Sides:
         self.repairs = repairs
         self.graphs: list[Graph] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
-        has_rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
+        rnns = {"allow_rnn": True} if any(isinstance(m, nn.RNNBase) for m in twin.modules()) else {}
         compiled = compiled_apart(twin, _weakly(self), "diagnose")
-        self.forward = running(compiled, has_rnns=has_rnns)
+        self.forward = running(compiled, **rnns)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:

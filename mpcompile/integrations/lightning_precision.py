@@ -6,9 +6,11 @@ own. This file imports neither. What is used of Lightning was read in lightning 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,13 +19,11 @@ from ..errors import MPCompileError
 from ..optim import MPOptimizer
 from ..state.clipping import clip_grad_norm_, clip_grad_value_
 
-if TYPE_CHECKING:
-    _Base = Any
-else:
-    _Base = object
+# The modules that a plugin has compiled: another Trainer's may compile them anew.
+_by_plugins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class CompiledPrecision(_Base):
+class CompiledPrecision:
     """The methods of a Lightning precision plugin that are ours; see `MPCompilePrecision`."""
 
     def __init__(self, *, compile_optimizers: bool = False, **options: Any) -> None:
@@ -46,20 +46,22 @@ class CompiledPrecision(_Base):
     # -- called by the strategy, in this order ----------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Compile the LightningModule in place, before it moves to its device. A module that an
-        earlier fit has compiled keeps its graphs and its loss scale.
+        """Compile the LightningModule in place, before it moves to its device. In a second fit of
+        the same Trainer it keeps its graphs and its loss scale.
 
         Raises:
             MPCompileError: the module, or one inside of it, is compiled already; or it can't be.
         """
         compiled = [path for path, m in module.named_modules() if m._compiled_call_impl is not None]
-        if compiled and self._module is not module:
+        if compiled and module not in _by_plugins:
             raise MPCompileError(
                 f"Trainer(plugins={self!r}): {type(module).__name__} is compiled already "
                 f"({compiled[0] or 'all of it'}), and the plugin compiles all of it: leave out "
                 "mpcompile() and .compile(), or the plugin"
             )
-        self._module = module if compiled else self._compile(module)
+        if not compiled or self._module is not module:
+            self._module = self._compile(module)
+            _by_plugins.add(module)
         return module
 
     def connect(
@@ -92,11 +94,11 @@ class CompiledPrecision(_Base):
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
         by_itself = any(optimizer is one for one in self._clipping)
         if not by_itself or clip_val != self._max_grad_norm:
-            clip_grad_norm_(self.main_params(optimizer), clip_val)
+            clip_grad_norm_(_parameters(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each element; also of gradients that are stored times the loss scale."""
-        clip_grad_value_(self.main_params(optimizer), clip_val)
+        clip_grad_value_(_parameters(optimizer), clip_val)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -112,3 +114,7 @@ class CompiledPrecision(_Base):
         """Take over the GradScaler of a checkpoint of `Trainer(precision="16-mixed")`."""
         if state := checkpoint.get("MixedPrecision"):
             self.load_state_dict(state)
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..emit.emitter import check_inductor
 from ..errors import MPCompileError
-from ..ranks.shards import Connected
+from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero, overlaps
 from ..state.loss_scale import LossScale
 from .trace_context import raw_step
@@ -84,8 +84,14 @@ def _check_wrapper(name: str, optimizer: Optimizer) -> None:
             )
 
 
-def check_norm(name: str, connected: Connected | None, max_grad_norm: float | None) -> None:
-    """Refuse to clip by a norm that can't be known. Raises MPCompileError."""
+def check_ranks(optimizer: Optimizer, max_grad_norm: float | None) -> Connected | None:
+    """The processes that share the optimizer's parameters, or None.
+
+    Raises:
+        MPCompileError: they can't take a step alike, or can't know the norm to clip by.
+    """
+    name = f"MPOptimizer({type(optimizer).__name__})"
+    connected = connect((p for group in optimizer.param_groups for p in group["params"]), name)
     if connected is not None and max_grad_norm is not None and not connected.countable:
         raise MPCompileError(
             f"{name}: max_grad_norm needs the norm over all processes, and some parameters are "
@@ -93,6 +99,7 @@ def check_norm(name: str, connected: Connected | None, max_grad_norm: float | No
             "same elements isn't known. Distribute all parameters on one mesh "
             "(distribute_tensor(p, mesh, [Replicate()])), or clip by hand"
         )
+    return connected
 
 
 def check_group(name: str, group: dict[str, Any]) -> None:

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
-from ..ranks.shards import connect
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
-from .checks import check, check_group, check_norm
+from .checks import check, check_group, check_ranks
 from .compile_piece import Emit
 from .eager import eager_step
 from .first_state import initialise_state, move_scalar_state
@@ -109,7 +108,7 @@ class MPOptimizer(Optimizer):
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
         guard.skips_by_itself(self)
-        self._connect()
+        self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, CompiledStep] = {}
         self._last: tuple[Any, StepKey] | None = None
@@ -147,22 +146,16 @@ class MPOptimizer(Optimizer):
         """As in torch.optim. Takes effect in the next step.
 
         Raises:
-            MPCompileError: complex parameters, or `differentiable=True`.
+            MPCompileError: complex parameters, `differentiable=True`, or other processes' meshes.
         """
         self._inner.add_param_group(param_group)
         try:
             check_group(type(self._inner).__name__, self._inner.param_groups[-1])
-            self._connect()
+            self._connected = check_ranks(self._inner, self._max_grad_norm)
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
         parameters.own(self._parameters(), self, self._given_scale)
-
-    def _connect(self) -> None:
-        """Find the processes that share the parameters."""
-        name = f"MPOptimizer({type(self._inner).__name__})"
-        self._connected = connect(self._parameters(), name)
-        check_norm(name, self._connected, self._max_grad_norm)
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])

@@ -49,7 +49,7 @@ class _Look:
         self.said = False
 
     def look(self) -> None:
-        tensor: torch.Tensor | None = self.scale.resident(self.name)
+        tensor: torch.Tensor | None = self.scale.live.resident(self.name)
         if tensor is None or self.said:
             return
         if self.arriving is None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import MPCompileError
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
@@ -28,14 +31,38 @@ def active() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def check(module: DistributedDataParallel) -> None:
+    """Refuse what mpcompile can't train under.
+
+    Raises:
+        MPCompileError: the DDP casts to a narrow dtype itself, or reduces in Python.
+    """
+    if module.mixed_precision is not None:
+        raise MPCompileError(
+            "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: "
+            "leave it out, mpcompile chooses the dtypes"
+        )
+    if module._use_python_reducer:
+        raise MPCompileError(
+            "mpcompile can't see what DistributedDataParallel's Python reducer averages: leave "
+            "torch._dynamo.config.optimize_ddp at True, or set it to False, before DDP is made"
+        )
+
+
 def called_modules(module: nn.Module) -> list[nn.Module]:
     """The modules whose calls are to be compiled, so that all of `module` is: itself, and what each
     DDP inside of it wraps; of a DDP, the module that it wraps comes first.
 
     Dynamo compiles no frame of torch's own files by itself: neither DDP's forward, nor that of an
     nn.Sequential, which DDP calls.
+
+    Raises:
+        MPCompileError: see `check`.
     """
-    wrapped = [m.module for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    engines = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    for engine in engines:
+        check(engine)
+    wrapped = [engine.module for engine in engines]
     return wrapped if isinstance(module, DistributedDataParallel) else [module, *wrapped]
 
 
@@ -98,24 +125,24 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
         return False
     group, ranks = module.process_group, module.process_group.size()
 
-    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return _average(bucket, choose, group, ranks)
 
     try:
         # Not module.register_comm_hook: pickles and copies of the module would hold the hook.
-        dist._register_comm_hook(module.reducer, None, hook)
+        dist._register_comm_hook(module.reducer, None, hook)  # type: ignore[attr-defined]
     except RuntimeError:  # a built-in hook is there
         return False
     return True
 
 
 def _average(
-    bucket: dist.GradBucket, choose: Chosen, group: dist.ProcessGroup, ranks: int
+    bucket: Any, choose: Chosen, group: dist.ProcessGroup, ranks: int
 ) -> torch.futures.Future[torch.Tensor]:
     """The average over ranks. Each rank divides before it sums: a sum of finite numbers of a
     narrow dtype is then finite.
     """
-    buffer = bucket.buffer()
+    buffer: torch.Tensor = bucket.buffer()
     asked = buffer.dtype is torch.float32
     wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
     if wire is None:
@@ -133,4 +160,5 @@ def _average(
 
     work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
-    return work.get_future().then(received)
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
+    return averaged

@@ -57,29 +57,6 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
     return call
 
 
-def beside_a_search(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Function:
-    """Wrap a graph that can't be run again: it multiplies by a scale of its own while other graphs
-    search, because they write what they find to the tensor that all share, maybe before this
-    graph's backward reads it.
-
-    If gradients leave it multiplied by the scale, those of the whole step must use one: then
-    nothing is searched, and training starts as GradScaler does.
-
-    Args:
-        compiled, scale, inputs: as for `fitting`.
-    """
-    if inputs.copies:
-        scale.search.fitting = False
-
-    def call(*args: Any) -> Any:
-        if not scale.fitting:
-            return compiled(*args)
-        values, used, found = inputs.scaling_apart(args)
-        return compiled(*values, used.clone(), found)
-
-    return call
-
-
 def can_run_again(gm: fx.GraphModule) -> bool:
     """Whether a call of the graph may be repeated on copies of the tensors that it writes to.
 

@@ -30,7 +30,7 @@ class LiveScale:
         self.forwards = self.replaced = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
-        self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
+        self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
         self._log = ScaleLog(state)
 
     @property
@@ -83,14 +83,15 @@ class LiveScale:
         tensor: a backward still to come must divide by the number that its forward multiplied by.
 
         Args:
-            shared: all forwards use one tensor until `forget_tensors`, whatever the value.
+            shared: it is for forwards whose backward may search: they use one tensor, which the
+                search writes to, until `forget_tensors`. No other forward uses that one.
         """
         if self._resident and not shared:
             return self._resident["scale"].clone()
-        value, held = self.scale, self._tensors.get(device)
+        value, held = self.scale, self._tensors.get((device, shared))
         if held is None or held[0] != value:
             held = value, torch.tensor(value, dtype=torch.float32, device=device)
-            self._tensors[device] = held
+            self._tensors[device, shared] = held
         return held[1]
 
     def forget_tensors(self) -> None:

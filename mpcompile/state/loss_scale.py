@@ -59,6 +59,7 @@ class LossScale:
         skipped_steps: optimizer steps skipped because of an overflow.
         fitting: whether the first backward is still to find the scale.
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
+        used_apart: whether that is a number which the search for the start leaves as it is.
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
         fp16_only: it was made by default, not by the user: BF16 does without it.
         agreed: whether all ranks of a group have the same scale: its start was given, or they have
@@ -100,6 +101,7 @@ class LossScale:
         self.restored = self.loaded = False
         self.agreed = not fitting
         self.used: torch.Tensor | None = None
+        self.used_apart = False
         self._optimized = False  # whether some optimizer's step checks it
 
     @classmethod
@@ -233,7 +235,7 @@ class LossScale:
     @property
     def start(self) -> float:
         """The scale that this rank would go on with, or inf while its search has found none."""
-        return math.inf if self.fitting and not self.search.found else self.value
+        return math.inf if self.search.goes_on else self.value
 
     def take_start(self, value: float) -> None:
         """Go on with the least start of all ranks; with one's own search if that is inf."""
@@ -257,13 +259,17 @@ class LossScale:
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
-    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, device: torch.device, *, searched: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The graph's two extra inputs: the scale, and the leaf whose "gradient" counts overflows.
 
-        Both are 0-d FP32 on `device`. In the iteration that finds the scale, all forwards share one
-        tensor for it, which the search writes to.
+        Both are 0-d FP32 on `device`. In the iteration that finds the scale, the graphs whose
+        backward can search (`searched`) share one tensor for it, which the search writes to. Any
+        other keeps the number that it began with: its backward may have run before the search.
         """
-        self.used = self.live.tensor(device, shared=self.fitting and self.search.possible)
+        self.used = self.live.tensor(device, shared=self.fitting and searched)
+        self.used_apart = self.fitting and not searched
         return self.used, self.overflows.leaf(device)
 
     def fit(self, value: float) -> None:
@@ -326,7 +332,7 @@ class LossScale:
         return overflow
 
     def _step_looks(self) -> None:
-        self.search.end_if_found()
+        self.search.end_if_over()
         self.overflows.looked()
         self._optimized = True
 
@@ -353,10 +359,6 @@ class LossScale:
         `ScaleState`. A generated step writes to them.
         """
         return self.live.reside(device)
-
-    def resident(self, name: str) -> torch.Tensor | None:
-        """One of the tensors of `reside`, or None before they exist."""
-        return self.live.resident(name)
 
     def skip_for(self) -> None:
         """Count a step skipped for an overflow in this scale's graphs, by an optimizer that holds

@@ -52,7 +52,8 @@ class Multiplied:
         """The multiplier of the forward that runs now, or None."""
         if scale is None or scale.used is None:
             return None
-        return cls(scale.used, scale.live.moves)
+        moves = next(_unequal) if scale.used_apart else scale.live.moves
+        return cls(scale.used, moves)
 
     def true(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.float() * self.by.reciprocal()

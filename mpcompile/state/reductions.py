@@ -96,6 +96,8 @@ def before_step(optimizer: Optimizer) -> None:
     """Let ranks agree on what is open, at the first step of an optimizer over a DDP's parameters.
     All ranks must take it.
     """
+    if not _known:
+        return
     for reduction in [r for r in _known.values() if not r.settled]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not held.isdisjoint(reduction.ids):
@@ -136,6 +138,7 @@ class Reduction:
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
+        ddp.check(module)
         self.settled = False
         self.group, self.device = module.process_group, module.device
         self._module = weakref.ref(module)
@@ -238,15 +241,17 @@ class Reduction:
         low = [wish is not None for wish in wishes]
         numbers = agree.least([*starts, *most, *known, *low], [self.group], self.device)
         n = len(held)
-        starts, most, known, low = (numbers[i * n : (i + 1) * n] for i in range(4))
-        if in_backward and not (all(known) and starts == [-start for start in most]):
+        starts, most, all_know, all_low = (numbers[i * n : (i + 1) * n] for i in range(4))
+        if in_backward and not (all(all_know) and starts == [-start for start in most]):
             return
         for scale in {s for s in scales if s is not None}:
             scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
         self._agreed = {
-            id(p): wish for p, wish, sent in zip(held, wishes, low, strict=True) if wish and sent
+            id(p): wish
+            for p, wish, sent in zip(held, wishes, all_low, strict=True)
+            if wish and sent
         }
-        self.settled = all(x < math.inf or y for x, y in zip(starts, known, strict=True))
+        self.settled = all(x < math.inf or y for x, y in zip(starts, all_know, strict=True))
 
 
 def _one(scales: Sequence[LossScale]) -> LossScale | None:

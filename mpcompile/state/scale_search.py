@@ -32,6 +32,11 @@ class Search:
         """
         return self._found_in is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later backward may still find the start."""
+        return self.fitting and self.possible and not self.found
+
     def find(self) -> None:
         """Note that the backward that is running has found the start."""
         self._found_in = backward_running()
@@ -39,6 +44,11 @@ class Search:
     def end_if_found(self, *, but_in: int | None = None) -> None:
         """End the search if the start is found, unless the backward number `but_in` found it."""
         if self._found_in is not None and self._found_in != but_in:
+            self.end()
+
+    def end_if_over(self) -> None:
+        """At an optimizer's step: end the search if the start is found, or no graph can search."""
+        if not self.goes_on:
             self.end()
 
     def end(self) -> None:

@@ -11,6 +11,8 @@ its range holds the square of every FP32 norm.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -56,7 +58,7 @@ def _all_reduce(vector: fx.Node, ranks: Ranks) -> list[fx.Node]:
     functional = torch.ops._c10d_functional  # there only if torch was built with distributed
     nodes = [vector]
 
-    def then(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+    def then(target: torch._ops.OpOverload, *args: object, **kwargs: Any) -> None:
         why = "one sum over all ranks"
         nodes.append(ir.call(graph, target, nodes[-1], *args, why=why, **kwargs))
 
