@@ -18,7 +18,13 @@ that happens by chance in one of 128 rows.
 Graphs are those that Dynamo made, over all draws. A fault is an error, a graph left in FP32, a
 warning of mpcompile's, more graphs than torch.compile makes, gradients further off at O1 than
 autocast's, or at O2 than pure half's, which stores what O2 stores. How O2 compares with autocast
-has its own columns: autocast keeps in FP32 what no product computes, such as the residual stream.
+has its own columns: O2 stores in FP16 what autocast keeps in FP32, such as the residual stream and
+the results of norms. That is what O2 is, and it costs accuracy.
+
+O1 rounds where autocast does, but for three things: one cast serves all products that read it, so
+that their gradients are summed in FP16; a cast comes before a view that repeats the heads of an
+attention, so that the gradients of these heads are summed in FP16; and operators between products
+have the dtype that the planner gives them.
 """
 
 from __future__ import annotations

@@ -31,11 +31,23 @@ def make_report(
     return Report(
         name=name,
         title="A zoo of architectures in FP16",
-        notes=notes,
+        notes=[*notes, _o2_and_autocast(rows)],
         tables=[_table(library, rows) for library in LEAST] + _findings(rows),
         verdicts=_verdicts(rows),
         data={"rows": list(rows)},
         environment=record,
+    )
+
+
+def _o2_and_autocast(rows: Sequence[Row]) -> str:
+    near, both = _near([row for row in rows if "arms" in row], "O2", AUTOCAST)
+    ratios = [ratio_to(row, "O2", AUTOCAST, "error") for row in rows if "arms" in row]
+    known = sorted(ratio for ratio in ratios if ratio is not None)
+    if not known:
+        return "O2 and autocast never ran both."
+    return (
+        f"O2's gradients are further off than autocast's in {both - near} of {both} models: "
+        f"{median(known):.2f}x as far in the median of the models, {known[-1]:.2f}x at most."
     )
 
 
