@@ -7,6 +7,10 @@ PYTHON ?= python3
 # choose one, e.g. `make demo TORCH="torch==2.13.0 --index-url URL"` for a CUDA build.
 TORCH ?= torch==2.13.0
 
+# Models for the zoo. What timm needs beside torchvision comes with transformers; each torchvision
+# fits one build of torch, and would bring that build along (benchmarks/zoo/timm_import.py).
+TIMM := --no-deps 'timm>=1.0'
+
 # Worker processes of the test run; each compiles C++ of its own.
 WORKERS ?= auto
 PYTEST_ARGS ?=
@@ -87,8 +91,10 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-torch pyproject.toml
 	$(PIP) --editable '.[test]'
+	$(PIP) $(TIMM)
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
 	$(PIP) --editable '.[dev]'
+	$(PIP) $(TIMM)
 	@touch $@

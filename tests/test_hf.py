@@ -13,18 +13,18 @@ from torch import nn
 from mpcompile import diagnose, explain
 
 pytest.importorskip("transformers")
-from hf_models import MODELS
+from hf_models import NAMES, made
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLE = ("gpt2", "vit")
-EACH = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.whole) for name in MODELS]
+EACH = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.whole) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_it_is_explained(name: str) -> None:
-    model, inputs = MODELS[name]()
+    model, inputs = made(name)
     plan = explain(model, dtype=torch.float16, **inputs)
     assert not plan.left
     products = [node for node in plan.nodes if node.op in ("aten::linear", "aten::addmm")]
@@ -37,7 +37,7 @@ def test_it_is_explained(name: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", EACH)
 def test_a_sound_model_has_no_fault(name: str, level: str) -> None:
-    model, inputs = MODELS[name]()
+    model, inputs = made(name)
     report = diagnose(model, dtype=torch.float16, level=level, **inputs)
     assert report.faults == ()
     assert report.losses["low"] == pytest.approx(report.losses["fp64"], rel=0.01)
@@ -46,7 +46,7 @@ def test_a_sound_model_has_no_fault(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", EACH)
 def test_an_overflow_in_a_random_layer_is_named(name: str, level: str) -> None:
-    model, inputs = MODELS[name]()
+    model, inputs = made(name)
     path = overflow_somewhere(model, inputs, random.Random(zlib.crc32(f"{name} {level}".encode())))
     report = diagnose(model, dtype=torch.float16, level=level, **inputs)
     assert report.first is not None

@@ -1,0 +1,137 @@
+"""The ways in which a model takes a training step: mpcompile's, and those of its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from mpcompile import MPCompileWarning, compiled_plans, mpcompile
+
+from .making import Entry, Inputs
+
+__all__ = ["AUTOCAST", "COMPILED", "HALF", "LEVELS", "Draw", "Stepped", "floating", "run"]
+
+LOW = torch.float16
+COMPILED, AUTOCAST, HALF = "compile FP32", "autocast", "pure half"
+LEVELS = ("O1", "O2")
+
+K = TypeVar("K")
+
+_TRIES = 30
+"""Steps that a scale may take to fit: GradScaler starts at 2^16 and halves."""
+_RATE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Weights and a batch."""
+
+    weights: Mapping[str, Tensor]
+    inputs: Inputs
+
+
+@dataclasses.dataclass
+class Stepped:
+    """What an arm did with the draws.
+
+    Attributes:
+        gradients: for each draw, of each parameter that has one, unscaled, in FP64.
+        skipped: steps that changed nothing, because gradients overflowed.
+        graphs: that Dynamo made.
+        left: why a graph of ours stayed in FP32.
+        warned: mpcompile's own warnings.
+    """
+
+    gradients: list[dict[str, Tensor]]
+    skipped: int = 0
+    graphs: int = 0
+    left: list[str] = dataclasses.field(default_factory=list)
+    warned: list[str] = dataclasses.field(default_factory=list)
+
+
+def floating(inputs: Mapping[K, Tensor], dtype: torch.dtype) -> dict[K, Tensor]:
+    """The same, its floating-point tensors in `dtype`."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
+    """One training step of `arm` for each of `draws`, on a copy of `model`.
+
+    Raises:
+        RuntimeError: no scale was found at which the gradients are finite, or a step moved nothing.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    model = copy.deepcopy(model)
+    called = _Half(model) if arm == HALF else model
+    if arm == COMPILED:
+        model.compile(backend="eager")
+    elif arm in LEVELS:
+        mpcompile(model, dtype=LOW, level=arm, emit="aot_eager")
+    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, HALF) else None
+    found = Stepped([])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for draw in draws:
+            model.load_state_dict(draw.weights)
+            with torch.autocast("cpu", LOW) if arm == AUTOCAST else contextlib.nullcontext():
+                found.skipped += _step(entry, called, draw.inputs, scaler)
+            found.gradients.append(gradients(model))
+    found.warned = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
+    found.graphs = counters["stats"]["unique_graphs"]
+    if arm in LEVELS:
+        found.left = [plan.left for plan in compiled_plans(model) if plan.left]
+    return found
+
+
+class _Half(nn.Module):
+    """A model that computes wholly in FP16, from parameters and a batch in FP32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        low = floating(tensors, LOW)
+        args = tuple(floating(dict(enumerate(args)), LOW).values())
+        return torch.func.functional_call(self.model, low, args, floating(kwargs, LOW))
+
+
+def _step(entry: Entry, model: nn.Module, inputs: Inputs, scaler: Any) -> int:
+    """Train until one step wasn't skipped; how many were."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    before = [p.detach().clone() for p in model.parameters()]
+    for skipped in range(_TRIES):
+        optimizer.zero_grad()
+        loss = entry.loss(model, inputs)
+        with torch.autocast("cpu", enabled=False):
+            _backward(loss, optimizer, scaler)
+        if any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True)):
+            return skipped
+    raise RuntimeError(f"{_TRIES} steps moved no parameter")
+
+
+def _backward(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    if scaler is None:
+        loss.backward()
+        optimizer.step()
+        return
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Of each parameter that has one, in FP64."""
+    named = model.named_parameters()
+    return {name: p.grad.double() for name, p in named if p.grad is not None}

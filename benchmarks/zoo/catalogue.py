@@ -1,0 +1,17 @@
+"""Every architecture of the zoo, by library and name."""
+
+from __future__ import annotations
+
+from .beyond_text import AUDIO, EXPERTS, STATE_SPACES, VISIONS
+from .making import Entry
+from .text import DECODERS, ENCODER_DECODERS, ENCODERS
+from .timm_models import CONVOLUTIONS, MIXERS, TRANSFORMERS
+
+__all__ = ["HUGGING_FACE", "LIBRARIES", "TIMM"]
+
+HUGGING_FACE: dict[str, Entry] = {
+    **ENCODERS, **DECODERS, **ENCODER_DECODERS, **VISIONS, **AUDIO, **EXPERTS, **STATE_SPACES
+}  # fmt: skip
+TIMM: dict[str, Entry] = {**CONVOLUTIONS, **TRANSFORMERS, **MIXERS}
+
+LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM}

@@ -1,0 +1,106 @@
+"""One model's gradients by every arm, against those of the same model in FP64.
+
+`python -m benchmarks.zoo.measure 7 timm/swin timm/vit_tiny` measures each for 7 draws of weights
+and batch, and prints a line of JSON for each as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arms import AUTOCAST, COMPILED, HALF, LEVELS, Draw, Stepped, floating, gradients, run
+from .catalogue import LIBRARIES
+from .making import Entry
+
+__all__ = ["FLOOR", "measure"]
+
+FLOOR = 2.0**-10
+"""What FP16 may round a number by, relatively. A parameter whose gradient is a smaller part of the
+whole gradient than that is measured against this part: exact arithmetic may make it zero."""
+
+Gradients = dict[str, Tensor]
+
+
+def measure(name: str, draws: int) -> dict[str, Any]:
+    """Measure `library/model`.
+
+    Returns:
+        `arms`: for each, `error` and `worst` (of each draw), `graphs`, `skipped`, `left`, `warned`;
+        or `failed`, why it didn't run.
+    """
+    library, _, model_name = name.partition("/")
+    entry = LIBRARIES[library][model_name]
+    made = [_draw(entry, seed) for seed in range(draws)]
+    model, drawn = made[0][0], [draw for _, draw in made]
+    exact = [_exact(entry, model, draw) for model, draw in made]
+    arms = {}
+    for arm in (COMPILED, AUTOCAST, HALF, *LEVELS):
+        try:
+            arms[arm] = _compared(run(arm, entry, model, drawn), exact)
+        except Exception as error:
+            arms[arm] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {"name": name, "kind": entry.kind, "arms": arms}
+
+
+def _draw(entry: Entry, seed: int) -> tuple[nn.Module, Draw]:
+    torch.manual_seed(seed)
+    model = entry.build()
+    inputs = entry.draw(torch.Generator().manual_seed(seed))
+    return model, Draw(copy.deepcopy(model.state_dict()), inputs)
+
+
+def _exact(entry: Entry, model: nn.Module, draw: Draw) -> Gradients:
+    in_fp64 = copy.deepcopy(model).double()
+    if hasattr(in_fp64, "set_experts_implementation"):  # torch's grouped product has no FP64
+        with contextlib.suppress(ValueError):  # a model without experts
+            in_fp64.set_experts_implementation("eager")
+    entry.loss(in_fp64, floating(draw.inputs, torch.float64)).backward()
+    return gradients(in_fp64)
+
+
+def _compared(found: Stepped, exact: list[Gradients]) -> dict[str, Any]:
+    errors = [_errors(*pair) for pair in zip(found.gradients, exact, strict=True)]
+    return {
+        "error": [error for error, _, _ in errors],
+        "worst": [worst for _, worst, _ in errors],
+        "worst_parameter": [name for _, _, name in errors],
+        "graphs": found.graphs,
+        "skipped": found.skipped,
+        "left": found.left,
+        "warned": found.warned,
+    }
+
+
+def _errors(found: Gradients, exact: Gradients) -> tuple[float, float, str]:
+    """Relative, over all parameters together; of the worst one; and which one that is.
+
+    Raises:
+        RuntimeError: not the same parameters have gradients.
+    """
+    if found.keys() != exact.keys():
+        raise RuntimeError(f"gradients differ: {sorted(found.keys() ^ exact.keys())}")
+    whole = _norm(exact)
+    off = {name: found[name] - exact[name] for name in exact}
+    worst = {
+        name: float(off[name].norm() / max(float(exact[name].norm()), FLOOR * whole))
+        for name in exact
+    }
+    name = max(worst, key=lambda name: worst[name])
+    return _norm(off) / whole, worst[name], name
+
+
+def _norm(tensors: Gradients) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors.values()]).norm())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for wanted in sys.argv[2:]:
+        print(json.dumps(measure(wanted, draws=int(sys.argv[1]))), flush=True)

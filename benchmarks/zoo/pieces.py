@@ -1,0 +1,92 @@
+"""Models measured in other processes, each row kept as soon as it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.processes import ROOT
+
+from .catalogue import LIBRARIES
+
+__all__ = ["installed", "measure_each"]
+
+_ENVIRONMENT = {
+    "MPCOMPILE_PROFILE": "none",  # a profile may leave small products in FP32
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+_PIECE = 12
+"""Models in one process: libraries are imported once for them, memory is given back after them."""
+
+
+def installed() -> list[str]:
+    """`library/model` of each library that is there."""
+    there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
+    return [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
+
+
+def measure_each(
+    names: Sequence[str], draws: int, *, kept: Path | None = None, commit: str = ""
+) -> list[dict[str, Any]]:
+    """Rows as `benchmarks/zoo/measure.py` makes them; one at which its process died has `died`
+    instead of `arms`.
+
+    Args:
+        names: as "timm/swin".
+        draws: of weights and batch, for each model.
+        kept: a file to which each row is added at once. Rows in it that were measured with as many
+            draws at the same `commit`, without uncommitted changes, are not measured again.
+        commit: what is measured.
+    """
+    stamp = {"commit": commit, "draws": draws}
+    rows = _known(kept, stamp)
+
+    def fill(missing: list[str]) -> None:
+        while missing:
+            for row in _measured(missing, draws):
+                rows[row["name"]] = row
+                missing.remove(row["name"])
+                if kept:
+                    _append(kept, {"stamp": stamp, "row": row})
+
+    missing = [name for name in names if name not in rows]
+    pieces = [missing[start : start + _PIECE] for start in range(0, len(missing), _PIECE)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, pieces))
+    return [rows[name] for name in names]
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:  # one write, so that lines of two threads don't mix
+        file.write(json.dumps(line) + "\n")
+
+
+def _known(kept: Path | None, stamp: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    if kept is None or not kept.exists() or stamp["commit"].endswith("+changes"):
+        return {}
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    return {line["row"]["name"]: line["row"] for line in lines if line["stamp"] == stamp}
+
+
+def _measured(names: Sequence[str], draws: int) -> Iterator[dict[str, Any]]:
+    """Rows, in this order, up to the first at which the process dies."""
+    names = tuple(names)
+    command = [sys.executable, "-m", "benchmarks.zoo.measure", str(draws), *names]
+    environment = {**os.environ, **_ENVIRONMENT}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        number = 0
+        for number, line in enumerate(process.stdout, 1):
+            print(names[number - 1], file=sys.stderr, flush=True)
+            yield json.loads(line)
+    if process.returncode:
+        yield {"name": names[number], "died": f"its process ended with {process.returncode}"}

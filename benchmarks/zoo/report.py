@@ -1,0 +1,113 @@
+"""A table for each library, and what its rows bear out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.report import Report, Table
+
+from .arms import AUTOCAST, COMPILED, HALF, LEVELS
+from .faults import faults, further_off, peer_fails, ratio_to
+
+__all__ = ["make_report"]
+
+LEAST = {"transformers": 30, "timm": 25}
+"""Architectures of each library that the zoo is to have."""
+
+Row = Mapping[str, Any]
+
+_RATIOS = [
+    ("O1", AUTOCAST, "error"), ("O1", AUTOCAST, "worst"), ("O2", AUTOCAST, "error"),
+    ("O2", AUTOCAST, "worst"), ("O2", HALF, "error"), ("O2", HALF, "worst"),
+]  # fmt: skip
+
+
+def make_report(
+    name: str, notes: Sequence[str], rows: Sequence[Row], record: Mapping[str, str]
+) -> Report:
+    """The whole report; `record` says what was measured on, as `environment` does."""
+    return Report(
+        name=name,
+        title="A zoo of architectures in FP16",
+        notes=[*notes, _o2_and_autocast(rows)],
+        tables=[_table(library, rows) for library in LEAST] + _findings(rows),
+        verdicts=_verdicts(rows),
+        data={"rows": list(rows)},
+        environment=record,
+    )
+
+
+def _o2_and_autocast(rows: Sequence[Row]) -> str:
+    near, both = _near([row for row in rows if "arms" in row], "O2", AUTOCAST)
+    ratios = [ratio_to(row, "O2", AUTOCAST, "error") for row in rows if "arms" in row]
+    known = sorted(ratio for ratio in ratios if ratio is not None)
+    if not known:
+        return "O2 and autocast never ran both."
+    return (
+        f"O2's gradients are further off than autocast's in {both - near} of {both} models: "
+        f"{median(known):.2f}x as far in the median of the models, {known[-1]:.2f}x at most."
+    )
+
+
+def _of(library: str, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["name"].startswith(f"{library}/")]
+
+
+def _table(library: str, rows: Sequence[Row]) -> Table:
+    def cells(row: Row) -> tuple[str, ...]:
+        name = row["name"].partition("/")[2]
+        if "died" in row:
+            return (name, *("-" for _ in columns[1:]))
+        arms = row["arms"]
+        graphs = (str(arms[arm].get("graphs", "-")) for arm in (COMPILED, *LEVELS))
+        error = arms[AUTOCAST].get("error")
+        ratios = (ratio_to(row, *which) for which in _RATIOS)
+        return (
+            name,
+            row["kind"],
+            " / ".join(graphs),
+            f"{median(error):.1e}" if error else "-",
+            *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+        )
+
+    columns = ("model", "kind", f"graphs: {COMPILED} / O1 / O2", "autocast's error",
+               *(f"{level} over {peer}" + (", worst" if measure == "worst" else "")
+                 for level, peer, measure in _RATIOS))  # fmt: skip
+    return Table(library, columns, [cells(row) for row in _of(library, rows)])
+
+
+def _findings(rows: Sequence[Row]) -> list[Table]:
+    """Rows with faults, and arms of others that don't run."""
+    found = [(row["name"], fault) for row in rows for fault in faults(row)]
+    found += [
+        (row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}")
+        for row in rows
+        for arm in (COMPILED, AUTOCAST, HALF)
+        if "failed" in row.get("arms", {}).get(arm, {})
+    ]
+    return [Table("Faults", ("model", "what"), found)] if found else []
+
+
+def _verdicts(rows: Sequence[Row]) -> dict[str, bool]:
+    verdicts = {}
+    for library, least in LEAST.items():
+        number = len(_of(library, rows))
+        verdicts[f"at least {least} architectures of {library}: {number}"] = number >= least
+    comparable = [row for row in rows if not peer_fails(row)]
+    sound = sum(not faults(row) for row in comparable)
+    claim = "models without a fault, of those that torch.compile trains"
+    verdicts[f"{claim}: {sound} of {len(comparable)}"] = sound == len(comparable)
+    comparable = [row for row in comparable if "died" not in row]
+    for level, peer in (("O1", AUTOCAST), ("O2", HALF), ("O2", AUTOCAST)):
+        near, both = _near(comparable, level, peer)
+        claim = f"{level}'s gradients no further off than {peer}'s"
+        verdicts[f"{claim}: {near} of {both}"] = near == both
+    return verdicts
+
+
+def _near(rows: Sequence[Row], level: str, peer: str) -> tuple[int, int]:
+    """In how many rows the level isn't further off, and how many have both."""
+    both = [row for row in rows if all("error" in row["arms"][arm] for arm in (level, peer))]
+    return sum(not further_off(row, level, peer) for row in both), len(both)

@@ -1,0 +1,195 @@
+"""The zoo: ten of its models as its benchmark measures them, and how rows are judged and kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.zoo import DRAWS, pieces, timm_import
+from benchmarks.zoo.arms import AUTOCAST, COMPILED, HALF, LEVELS
+from benchmarks.zoo.catalogue import LIBRARIES
+from benchmarks.zoo.faults import faults, further_off, ratio_to
+from benchmarks.zoo.measure import measure
+from benchmarks.zoo.report import make_report
+
+# torch warns, while Dynamo traces other libraries, of what those do.
+third_party = pytest.mark.filterwarnings("ignore")
+
+SAMPLE = (
+    "transformers/bert", "transformers/llama", "transformers/t5", "transformers/olmoe",
+    "transformers/mamba", "timm/resnet10t", "timm/convnext", "timm/vit_tiny", "timm/swin",
+    "timm/mixer",
+)  # fmt: skip
+
+
+@third_party
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_of_the_zoo(name: str) -> None:
+    if importlib.util.find_spec(name.partition("/")[0]) is None:
+        pytest.skip("not installed")
+    row = measure(name, draws=DRAWS)
+    assert faults(row) == []
+    # The reference is right: FP32 is as near to it as FP32 can be.
+    assert max(row["arms"][COMPILED]["error"]) < 1e-4
+
+
+def test_the_zoo_is_large_enough() -> None:
+    assert len(LIBRARIES["transformers"]) >= 30
+    assert len(LIBRARIES["timm"]) >= 25
+    kinds = {entry.kind for entry in LIBRARIES["transformers"].values()}
+    assert kinds == {
+        "encoder", "decoder", "encoder-decoder", "vision", "audio", "mixture of experts",
+        "state space",
+    }  # fmt: skip
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+def arm(*errors: float, **more: Any) -> dict[str, Any]:
+    found = {"error": list(errors), "worst": list(errors), "graphs": 1, "left": [], "warned": []}
+    return {**found, **more}
+
+
+def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
+    sound = {COMPILED: arm(0.0, 0.0), AUTOCAST: arm(2.0, 4.0), HALF: arm(3.0, 3.0),
+             "O1": arm(1.0, 6.0), "O2": arm(2.5, 4.0)}  # fmt: skip
+    return {"name": "timm/made_up", "kind": "mixer", "arms": {**sound, **arms}}
+
+
+def test_further_off_means_in_each_draw() -> None:
+    assert further_off(a_row(O1=arm(2.1, 4.1)), "O1", AUTOCAST)
+    assert not further_off(a_row(O1=arm(2.1, 4.0)), "O1", AUTOCAST)
+    assert faults(a_row()) == []
+    # Roundings to FP32 explain up to twice FP32's error.
+    full = {COMPILED: arm(0.06, 0.04)}
+    assert not further_off(a_row(O1=arm(2.1, 4.1), **full), "O1", AUTOCAST)
+    assert further_off(a_row(O1=arm(2.13, 4.1), **full), "O1", AUTOCAST)
+    # Half as far off in one draw, half as far again in the other.
+    assert ratio_to(a_row(), "O1", AUTOCAST, "error") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arms", "fault"),
+    [
+        ({"O1": arm(2.1, 4.1, worst=[1.0, 1.0])}, "O1: gradients further off than autocast's"),
+        ({"O2": arm(1.0, 1.0, worst=[3.1, 3.1])},
+         "O2: the worst parameter's gradients further off than pure half's"),
+        ({"O1": arm(1.0, 1.0, graphs=2)}, "O1 makes 2 graphs, torch.compile 1"),
+        ({"O2": arm(1.0, 1.0, left=["a reason"])}, "O2 leaves a graph in FP32: a reason"),
+        ({"O2": arm(1.0, 1.0, warned=["a word"])}, "O2 warns: a word"),
+        ({"O1": {"failed": "KeyError: 1"}}, "O1 fails: KeyError: 1"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_named(arms: dict[str, Any], fault: str) -> None:
+    assert faults(a_row(**arms)) == [fault]
+
+
+def test_where_torch_compile_fails_nothing_is_ours() -> None:
+    failed = {"failed": "E: no"}
+    row = a_row(**{COMPILED: failed, "O1": failed})
+    assert faults(row) == []
+    report = make_report("zoo_cpu", [], [row], {})
+    assert ("timm/made_up", f"a peer's: {COMPILED} fails: E: no") in report.tables[-1].rows
+
+
+def test_a_peer_that_fails_is_left_out() -> None:
+    row = a_row(**{HALF: {"failed": "E: no kernel"}})
+    assert faults(row) == []
+    assert ratio_to(row, "O2", HALF, "error") is None
+    assert "O2's gradients no further off than pure half's: 0 of 0" in verdicts(row)
+
+
+def verdicts(*rows: dict[str, Any]) -> dict[str, bool]:
+    return dict(make_report("zoo_cpu", [], rows, {}).verdicts)
+
+
+def test_verdicts_count_rows() -> None:
+    found = verdicts(a_row(), a_row(O1=arm(2.1, 4.1)), {"name": "timm/died", "died": "killed"})
+    assert found == {
+        "at least 30 architectures of transformers: 0": False,
+        "at least 25 architectures of timm: 3": False,
+        "models without a fault, of those that torch.compile trains: 1 of 3": False,
+        "O1's gradients no further off than autocast's: 1 of 2": False,
+        "O2's gradients no further off than pure half's: 2 of 2": True,
+        "O2's gradients no further off than autocast's: 2 of 2": True,
+    }
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def worker(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of the process that measures; it notes the names that it is asked for."""
+    package = folder / "benchmarks" / "zoo"
+    package.mkdir(parents=True)
+    for module in (package.parent / "__init__.py", package / "__init__.py"):
+        module.touch()
+    notes = folder / "notes"
+    lines = [
+        "import json, sys",
+        "for name in sys.argv[2:]:",
+        f"    print(name, file=open({str(notes)!r}, 'a'))",
+        f"    {text}",
+        "    print(json.dumps({'name': name}), flush=True)",
+    ]
+    (package / "measure.py").write_text("\n".join(lines))
+    monkeypatch.setattr(pieces, "ROOT", folder)
+    return notes
+
+
+def test_rows_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = worker("pass", tmp_path, monkeypatch)
+    kept = tmp_path / "scratch" / "rows.jsonl"
+    names = ["timm/a", "timm/b"]
+    assert pieces.measure_each(names[:1], 7, kept=kept, commit="abc") == [{"name": "timm/a"}]
+    rows = pieces.measure_each(names, 7, kept=kept, commit="abc")
+    assert rows == [{"name": "timm/a"}, {"name": "timm/b"}]
+    assert notes.read_text().split() == names
+    # Another commit, other draws, or uncommitted changes: measured anew.
+    for draws, commit in ((7, "abd"), (3, "abc"), (7, "abd+changes"), (7, "abd+changes")):
+        notes.unlink()
+        pieces.measure_each(names[:1], draws, kept=kept, commit=commit)
+        assert notes.read_text().split() == ["timm/a"]
+
+
+def test_a_process_that_dies_takes_one_row_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = worker("name == 'timm/b' and sys.exit(3)", tmp_path, monkeypatch)
+    rows = pieces.measure_each(["timm/a", "timm/b", "timm/c"], 1)
+    died = {"name": "timm/b", "died": "its process ended with 3"}
+    assert rows == [{"name": "timm/a"}, died, {"name": "timm/c"}]
+    assert notes.read_text().split() == ["timm/a", "timm/b", "timm/c"]
+    assert faults(died) == ["the process died: its process ended with 3"]
+
+
+def test_timm_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other packages would take it for torchvision."""
+    pytest.importorskip("transformers")  # timm's other needs come with it
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(timm_import, "_importable", lambda name: False)
+    try:
+        package = timm_import.timm()
+    except ImportError:
+        pytest.skip("timm isn't installed")
+    assert package.create_model("resnet10t")
+    stand_ins = [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
+    assert not any(type(sys.modules[name]).__name__ == "MagicMock" for name in stand_ins)
+
+
+@pytest.mark.slow
+@third_party
+def test_zoo_quick(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert main(["run", "zoo", "--quick", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "zoo_cpu.json").read_text())["rows"]
+    assert rows[0]["name"] == "transformers/bert"
+    assert all("error" in row["arms"][level] for row in rows for level in LEVELS)
