@@ -182,3 +182,27 @@ def test_autocast_across_a_graph_break(around: bool) -> None:
     assert twin.grad is not None
     limit = 5e-2 * float(twin.grad.abs().max())
     torch.testing.assert_close(w.grad, twin.grad, rtol=5e-2, atol=limit)
+
+
+def test_a_half_buffer_under_autocast_is_written_to() -> None:
+    """An operator that writes to it, or views it, also has an FP32 operand."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            for i in range(4):
+                self.register_buffer(f"seen{i}", torch.zeros(8, dtype=torch.float16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.float16):
+                torch.ops.aten.copy_.default(self.seen0, x)
+                torch.ops.aten.add_.Tensor(self.seen1, x)
+                self.seen2.view_as(x).add_(1)
+                self.seen3.expand_as(x).add_(1)
+                h: torch.Tensor = self.fc(x)
+            return h
+
+    model = mpcompile(Writes(), dtype=torch.float16, emit="eager", strict=True)
+    model(torch.ones(8)).float().sum().backward()
+    assert all(bool((seen == 1).all()) for seen in model.buffers())

@@ -75,7 +75,7 @@ class Replay(fx.Interpreter):
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
             lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
         )
-        return replaced if _writes(n) else _of_one_dtype(replaced, autocast[1])
+        return _of_one_dtype(replaced, autocast[1]) if _is_product(n) else replaced
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -148,8 +148,8 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 def _of_one_dtype(
     operands: tuple[tuple[Any, ...], dict[str, Any]], low: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Operands of which some are FP32 and others have autocast's dtype, all in FP32: an input may
-    come out of another graph under the same autocast, and autocast is off here.
+    """Operands of a product of which some are FP32 and others have autocast's dtype, all in FP32:
+    an input may come out of another graph under the same autocast, and autocast is off here.
     """
     tensors = [a for a in pytree.tree_leaves(operands) if isinstance(a, torch.Tensor)]
     if not {low, torch.float32} <= {t.dtype for t in tensors}:
@@ -160,15 +160,25 @@ def _of_one_dtype(
     return wide
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether the node's name says that it writes to an operand, as far as operands may differ in
-    dtype: `add_`, `setitem`, `iadd`, or `out=`.
-    """
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    operator = getattr(node.target, "__module__", "") == "_operator"
-    return (
-        name.endswith("_") or "out" in node.kwargs or (operator and name.startswith(("i", "set")))
-    )
+# What autocast runs in its dtype, and what fails without it if operands differ in dtype. None of
+# these writes to an operand or returns a view of one: that would be lost with a widened copy.
+_PRODUCTS = frozenset(
+    f"conv{kind}" for kind in ("1d", "2d", "3d", "_tbc", "_transpose1d", "_transpose2d",
+                               "_transpose3d", "olution")
+) | {
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addbmm",
+    "baddbmm", "addmv", "bilinear", "einsum", "tensordot", "multi_dot", "chain_matmul", "cdist",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether the node makes a new tensor of a product of its operands: not `out=`."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._opname in _PRODUCTS and not target._schema.is_mutable
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name in _PRODUCTS and "out" not in node.kwargs
 
 
 def _is_torchs(node: fx.Node) -> bool:
