@@ -118,7 +118,7 @@ class CompiledPrecision:
 
 
 def _clips_in_its_own_way(module: Any) -> bool:
-    """Whether `configure_gradient_clipping` is the user's: it may clip not at all, or not always."""
+    """Whether the user overrides `configure_gradient_clipping`: it may clip at times, or never."""
     hook = "configure_gradient_clipping"
     owner = next(kind for kind in type(module).__mro__ if hook in vars(kind))
     lightning = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
