@@ -65,6 +65,25 @@ def test_training_follows_fp32(way: str, clipped: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2  # the scheduler's
 
 
+class ClipsAtTimes(Scheduled):
+    """Clips in every second batch."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.global_step % 2:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
+def test_a_hook_that_clips_at_times_is_obeyed(way: str) -> None:
+    plain = fitted(made(ClipsAtTimes), **CLIPPED["norm"])
+    module = fitted(made(ClipsAtTimes), **CLIPPED["norm"], **plugin(way))
+    assert 0 < distance(module, plain) < CLOSE
+    for always in ("norm", "not"):
+        assert distance(plain, fitted(made(Scheduled), **CLIPPED[always])) > 4 * CLOSE
+
+
 class Watching(Callback):
     """Notes the parameters after each batch."""
 

@@ -11,6 +11,8 @@ each step is compiled as a call of its own, with the loss inside the graph:
   can't be one graph, so it runs as it is, and the submodules that it calls are compiled.
 * Under DistributedDataParallel, Lightning puts the step in the place of `forward` for one call of
   the wrapper. That call is passed on.
+* Copies and pickles of the module, and of the metrics in it, are plain: nothing in them is
+  compiled.
 
 Lightning isn't imported: a LightningModule is known by what it has. What is used of it was read in
 lightning 2.6.
@@ -20,13 +22,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import MPCompileError
+from ..errors import MPCompileError, MPCompileWarning
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -49,6 +53,7 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
     """
     module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
     _keep_out_of_graphs(_metrics(module))
+    vars(module)["__getstate__"] = _PlainState(module)
     logs = _Logs(module)
     for name in STEPS:
         method: Any = getattr(module, name, None)
@@ -59,10 +64,18 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
         if name == "training_step" and not module.automatic_optimization:
             for called in _called_submodules(module):
                 called._compiled_call_impl = compiled(called)
-            setattr(module, name, StepCall(module, method, method, None))
+            setattr(module, name, StepCall(module, name, method, method, None))
         else:
-            run = compiled(module, method=method.__func__)
-            setattr(module, name, StepCall(module, method, run, logs))
+            run = compiled(module, method=_unbound(method))
+            setattr(module, name, StepCall(module, name, method, run, logs))
+
+
+def _unbound(method: Any) -> Call:
+    """A method as a function of the module and the arguments."""
+    if hasattr(method, "__func__"):
+        function: Call = method.__func__
+        return function
+    return lambda _, *args, **kwargs: method(*args, **kwargs)  # of a functools.partialmethod
 
 
 def _metrics(module: nn.Module) -> list[Any]:
@@ -74,13 +87,12 @@ def _metrics(module: nn.Module) -> list[Any]:
 
 
 def _keep_out_of_graphs(metrics: list[Any]) -> None:
-    """Let metrics run as they are: their lists and counters would compile a step anew and anew.
-    They keep neither attribute in copies and pickles.
-    """
+    """Let metrics run as they are: their lists and counters would compile a step anew and anew."""
     for metric in metrics:
         if metric._compiled_call_impl is None:
             metric._compiled_call_impl = torch.compiler.disable(metric._call_impl)
             metric.update = torch.compiler.disable(metric.update)
+            vars(metric)["__getstate__"] = _PlainState(metric)
 
 
 def _called_submodules(module: nn.Module) -> Iterator[Any]:
@@ -94,18 +106,62 @@ def _called_submodules(module: nn.Module) -> Iterator[Any]:
             yield child
 
 
+class _PlainState:
+    """What copy, deepcopy and pickle take of a module: all but what was put into it here. That is
+    bound to this one module: a copy that had it would run, or write to, the original.
+
+    Args:
+        module: a LightningModule, or a metric.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> Any:
+        state = type(self._module).__getstate__(self._module)
+        if not isinstance(state, dict):  # of the user's own making
+            return state
+        ours = ("__getstate__", "_compiled_call_impl")
+        state = {name: value for name, value in state.items() if name not in ours}
+        steps = {name: step for name, step in state.items() if isinstance(step, StepCall)}
+        if steps and get_spawning_popen() is not None:
+            self._warn_of_spawning()
+        for name, step in steps.items():
+            del state[name]
+            if step.own is not None:
+                state[name] = step.own
+        return state
+
+    def _warn_of_spawning(self) -> None:
+        name = type(self._module).__name__
+        warnings.warn(
+            f"{name} was compiled by mpcompile(), and is sent to another process as a plain copy, "
+            "which trains in FP32. Leave mpcompile() out and use MPCompilePrecision, the plugin: "
+            'it compiles in the processes that Lightning spawns (strategy="ddp_spawn")',
+            MPCompileWarning,
+            stacklevel=2,
+        )
+
+
 class StepCall:
-    """One step of a LightningModule. In copies and pickles of the module it is the plain method.
+    """One step of a LightningModule.
 
     Args:
         module: the module.
+        name: of the step.
         method: the step as the user wrote it.
         run: what a call runs: the compiled method, or the method itself.
         logs: where the compiled method logs to, or None.
     """
 
-    def __init__(self, module: nn.Module, method: Call, run: Call, logs: _Logs | None) -> None:
-        self._module, self.method, self._run, self._logs = module, method, run, logs
+    def __init__(
+        self, module: nn.Module, name: str, method: Call, run: Call, logs: _Logs | None
+    ) -> None:
+        self._module, self._name, self.method = module, name, method
+        self._run, self._logs = run, logs
+        before = vars(module).get(name)
+        # What the module itself, not its class, had of this name.
+        self.own: Call | None = before.own if isinstance(before, StepCall) else before
         functools.update_wrapper(self, method)  # Lightning looks at its signature and its code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +174,7 @@ class StepCall:
             return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, self.method.__name__)
+        return getattr, (self._module, self._name)  # the step by itself, without its module
 
 
 class _Forward:
@@ -134,7 +190,7 @@ class _Forward:
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a LightningModule pickles this, and other modules don't
+        return _nothing, ()  # for a module with a __deepcopy__ of its own
 
     def _is_redirected(self) -> bool:
         """Whether a step stands in the place of forward. Lightning puts a bound method back."""
@@ -150,11 +206,14 @@ class _Logs:
     """While entered, what the module logs is only noted; it is logged at the end.
 
     Dynamo traces an append to a list, and what notes is the same function in each step: so a step
-    is one graph, and is compiled once.
+    is one graph, and is compiled once. If a step that isn't compiled calls another, they are
+    entered one within the other, and all is logged when the outer one ends.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._depth = 0
+        self._before: list[tuple[str, Any, Any]] = []  # noted before the step within began
         self._noted: list[tuple[str, Any, Any]] = []
         noted = self._noted
 
@@ -167,17 +226,26 @@ class _Logs:
         self._instead = {"log": log, "log_dict": log_dict}
 
     def __enter__(self) -> None:
-        self._noted.clear()
+        self._set_aside()
+        self._depth += 1
         vars(self._module).update(self._instead)
 
     def __exit__(self, failed: Any, *_: Any) -> None:
+        self._set_aside()
+        self._depth -= 1
+        if self._depth:
+            return
         for name in self._instead:
             vars(self._module).pop(name, None)
-        noted = list(self._noted)
-        self._noted.clear()
+        noted, self._before = self._before, []
         if failed is None:
             for name, args, kwargs in noted:
                 getattr(self._module, name)(*args, **kwargs)
+
+    def _set_aside(self) -> None:
+        """A compiled step begins with an empty list: for another length it is compiled anew."""
+        self._before += self._noted
+        self._noted.clear()
 
 
 def _as_it_is(value: Any, enable_graph: bool = False, **_: Any) -> Any:

@@ -74,8 +74,9 @@ class CompiledPrecision:
             return model, list(optimizers), lr_schedulers
         trainer = self._module.trainer
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        in_step = by_norm and not _clips_in_its_own_way(self._module)
         self._clipping = []
-        self._max_grad_norm = (trainer.gradient_clip_val or None) if by_norm else None
+        self._max_grad_norm = (trainer.gradient_clip_val or None) if in_step else None
         compiled = [self._compiled(optimizer) for optimizer in optimizers]
         return model, compiled, lr_schedulers
 
@@ -114,6 +115,14 @@ class CompiledPrecision:
         """Take over the GradScaler of a checkpoint of `Trainer(precision="16-mixed")`."""
         if state := checkpoint.get("MixedPrecision"):
             self.load_state_dict(state)
+
+
+def _clips_in_its_own_way(module: Any) -> bool:
+    """Whether the user overrides `configure_gradient_clipping`: it may clip at times, or never."""
+    hook = "configure_gradient_clipping"
+    owner = next(kind for kind in type(module).__mro__ if hook in vars(kind))
+    lightning = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+    return hook in vars(module) or owner.__module__ not in lightning
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
