@@ -219,11 +219,9 @@ def test_the_mixin_comes_first() -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    "told", [{"mixed": "O2"}, {"mixed": {"levle": "O2"}}, {"compile_optimizers": "no"}]
-)
+@pytest.mark.parametrize("told", [{"mixed": "O2"}, {"compile_optimizers": "no"}])
 def test_a_bad_argument_is_refused_at_once(told: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(MPCompileError, match=r"mpcompile='O2'|'level'|compile_optimizers='no'"):
+    with pytest.raises(MPCompileError, match=r"mpcompile='O2'|compile_optimizers='no'"):
         trainer(tmp_path, **told)
 
 
