@@ -83,6 +83,39 @@ def test_a_norm_below_the_limit_changes_nothing() -> None:
     pair.step()
 
 
+def test_the_order_of_the_norm_may_be_a_word() -> None:
+    pair = Pair()
+    pair.backward()
+    mine = clip_grad_norm_(pair.params, 0.2, "inf")
+    other = torch.nn.utils.clip_grad_norm_(pair.theirs, 0.2, "inf")
+    torch.testing.assert_close(mine.double(), other, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_order_0_counts_gradients_as_torch_does(zeros: int) -> None:
+    pair = Pair()
+    if zeros:  # then the last weight sees zeros
+        for model in (pair.model, pair.reference):
+            model[1].weight.detach().zero_()
+    pair.backward()
+    mine = clip_grad_norm_(pair.params, 100.0, 0)
+    other = torch.nn.utils.clip_grad_norm_(pair.theirs, 100.0, 0)
+    assert mine.item() == other.item() > 1
+
+
+def test_all_of_them_after_some() -> None:
+    """The second call finds gradients of one loss scale that have different multipliers."""
+    pair = Pair()
+    pair.backward()
+    norms = []
+    for params, clip in ((pair.params, clip_grad_norm_),
+                         (pair.theirs, torch.nn.utils.clip_grad_norm_)):  # fmt: skip
+        clip(params[:2], 0.1)
+        norms.append(clip(params, 0.3).double())
+    torch.testing.assert_close(*norms, rtol=2e-3, atol=0)
+    pair.step()
+
+
 def test_some_of_the_parameters_and_one() -> None:
     pair = Pair()
     pair.backward()

@@ -25,7 +25,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from mpcompile.integrations.huggingface import MPCompileTrainer
+from mpcompile.integrations.huggingface import MPCompileMixin, MPCompileTrainer
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,7 +65,8 @@ def trainer(
     if "model" not in own and "model_init" not in own:
         own["model"] = gpt()
     if issubclass(cls, MPCompileTrainer):
-        own["mpcompile"] = {"emit": "eager", "strict": True, **(mixed or {})}
+        usual = {"emit": "eager", "strict": True}
+        own["mpcompile"] = mixed if isinstance(mixed, str) else {**usual, **(mixed or {})}
     arguments: dict[str, Any] = {
         "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
@@ -198,6 +199,30 @@ def test_model_init(tmp_path: Path) -> None:
     ours.train()
     assert compiled_plans(ours.model)
     assert math.isfinite(ours.evaluate()["eval_loss"])
+
+
+def test_the_mixin_comes_first() -> None:
+    class Own(Trainer):
+        pass
+
+    class First(MPCompileMixin, Own):
+        pass
+
+    class Cooperating(Own, MPCompileTrainer):
+        pass
+
+    for cls in (First, Cooperating):
+        assert cls._save_scaler is MPCompileMixin._save_scaler
+    with pytest.raises(MPCompileError, match=r"Last.*mixin first"):
+
+        class Last(Own, MPCompileMixin):
+            pass
+
+
+@pytest.mark.parametrize("told", [{"mixed": "O2"}, {"compile_optimizers": "no"}])
+def test_a_bad_argument_is_refused_at_once(told: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(MPCompileError, match=r"mpcompile='O2'|compile_optimizers='no'"):
+        trainer(tmp_path, **told)
 
 
 @pytest.mark.parametrize("argument", ["torch_compile", "bf16_full_eval"])

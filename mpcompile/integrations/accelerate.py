@@ -26,8 +26,10 @@ from torch.optim import Optimizer
 from ..api import compiled_in, loss_scale_of, mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from ..state import clipping, parameters
+from ..state import clipping
+from ..state.loss_scale import LossScale
 
+SCALES_FILE = "loss_scale.pt"  # in the folder of a checkpoint
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP)
 
@@ -40,8 +42,13 @@ def options_for(precision: str, given: Mapping[str, Any] | None) -> dict[str, An
         given: the arguments that the user wants.
 
     Raises:
-        MPCompileError: the two name different dtypes, or `precision` is another word.
+        MPCompileError: the two name different dtypes, or `precision` is another word, or `given`
+            is no mapping.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise MPCompileError(
+            f'mpcompile={given!r}: give the arguments of mpcompile(), such as {{"level": "O2"}}'
+        )
     options = dict(given or {})
     if precision in ("", "no"):
         return options
@@ -55,20 +62,46 @@ def options_for(precision: str, given: Mapping[str, Any] | None) -> dict[str, An
     return {**options, "dtype": dtype}
 
 
+def scales_in(models: Iterable[nn.Module]) -> list[LossScale]:
+    """The loss scales of all that `mpcompile()` has compiled in these models, in their order."""
+    return [loss_scale_of(module) for model in models for module in compiled_in(model)]
+
+
+def load_scales(models: Iterable[nn.Module], folder: str) -> None:
+    """Take over the loss scales of a checkpoint, if it has any: a plain trainer's has none.
+
+    Raises:
+        MPCompileError: it was saved with more or fewer compiled modules.
+    """
+    file = os.path.join(folder, SCALES_FILE)
+    if not os.path.isfile(file):
+        return
+    scales, states = scales_in(models), torch.load(file, weights_only=True)
+    if len(scales) != len(states):
+        raise MPCompileError(
+            f"{file} holds the loss scales of {len(states)} compiled modules, and here are "
+            f"{len(scales)}: load it with the models that it was saved with"
+        )
+    for scale, state in zip(scales, states, strict=True):
+        scale.load_state_dict(state)
+
+
 class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
-    """An `accelerate.Accelerator` that compiles the models and optimizers given to `prepare`.
+    """An `accelerate.Accelerator` that compiles the models and optimizers that it prepares.
 
     A model that `mpcompile()` has compiled already, and an `MPOptimizer`, are taken as they are.
 
     Args:
         mpcompile: arguments of `mpcompile()`, such as `{"level": "O2"}`.
-        compile_optimizers: whether `prepare` wraps optimizers in `MPOptimizer`.
+        compile_optimizers: whether optimizers are wrapped in `MPOptimizer`.
         mixed_precision: "fp16" or "bf16" names the low dtype. Default: what `accelerate launch` was
             told, or else mpcompile's own choice.
-        **kwargs: those of `accelerate.Accelerator`.
+        **kwargs: those of `accelerate.Accelerator`. What a `GradScalerKwargs` among its
+            `kwargs_handlers` sets goes to the loss scale of each model.
 
     Raises:
-        MPCompileError: two different dtypes; or DeepSpeed, Megatron-LM or FSDP.
+        MPCompileError: a bad argument; two different dtypes, or two loss scales; `AutocastKwargs`;
+            or DeepSpeed, Megatron-LM or FSDP.
     """
 
     def __init__(
@@ -91,8 +124,25 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
                 "its own, which MPCompileAccelerator doesn't know. Use DDP (several processes, no "
                 "plugin), or torch's fully_shard in a loop of your own"
             )
+        if not isinstance(compile_optimizers, bool):
+            raise MPCompileError(f"compile_optimizers={compile_optimizers!r}: use True or False")
+        if self.autocast_handler is not None:
+            raise MPCompileError(
+                "AutocastKwargs: MPCompileAccelerator runs no autocast, so they change nothing; "
+                "leave them out, and name what stays in FP32 in a Policy"
+            )
+        if self.scaler_handler is not None and "loss_scale" in options:
+            raise MPCompileError(
+                "GradScalerKwargs, and loss_scale in the arguments of mpcompile(): give one"
+            )
+        mpcompile(None, **options)  # checks them
         self.compile_options = dict(options)
         self.compile_optimizers = compile_optimizers
+        # Scales are looked up when the state is saved: which models exist, and who steps them, can
+        # change until then. They are no registered objects, whose number must be the same in
+        # every process that loads the state.
+        self.register_save_state_pre_hook(self._save_scales)
+        self.register_load_state_pre_hook(load_scales)
 
     @classmethod
     def adopt(
@@ -101,7 +151,7 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
         """Make one of an Accelerator that somebody else has just made, without mixed precision.
 
         Raises:
-            MPCompileError: DeepSpeed, Megatron-LM or FSDP.
+            MPCompileError: see the class.
         """
         accelerator.__class__ = cls
         accelerator._compile_with(options, compile_optimizers)
@@ -113,39 +163,65 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             MPCompileError: a model or an optimizer that can't be compiled; says what to do.
         """
-        result = super().prepare(*map(self._compiled, args), device_placement=device_placement)
-        for model in args:
-            if isinstance(model, nn.Module):
-                self._save_scales_of(model)
-        return result
+        for given in args:  # models come first, wherever they stand
+            if isinstance(given, nn.Module):
+                self.compile_model(given)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """As Accelerate's; the model is compiled before. For evaluation alone, one that isn't in
+        FP32 stays as it is.
+
+        Raises:
+            MPCompileError: it can't be compiled; says what to do.
+        """
+        if not evaluation_mode or all(p.dtype is torch.float32 for p in model.parameters()):
+            self.compile_model(model)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """As Accelerate's; with `compile_optimizers` the optimizer is wrapped before.
+
+        Raises:
+            MPCompileError: it can't be compiled; says what to do.
+        """
+        known = isinstance(optimizer, (MPOptimizer, AcceleratedOptimizer))
+        if self.compile_optimizers and not known:
+            optimizer = MPOptimizer(optimizer, emit=self.compile_options.get("emit", "inductor"))
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def compile_model(self, model: nn.Module) -> nn.Module:
         """Compile a model in place, unless it is compiled, or some modules in it are."""
         if any(True for _ in model.parameters()) and not compiled_in(model):
-            mpcompile(model, **self.compile_options)
+            mpcompile(model, **{**self._told_scale(), **self.compile_options})
         return model
 
-    def _compiled(self, given: Any) -> Any:
-        if isinstance(given, nn.Module):
-            return self.compile_model(given)
-        known = isinstance(given, (MPOptimizer, AcceleratedOptimizer))
-        if self.compile_optimizers and isinstance(given, Optimizer) and not known:
-            return MPOptimizer(given, emit=self.compile_options.get("emit", "inductor"))
-        return given
+    def _told_scale(self) -> dict[str, LossScale]:
+        """A loss scale by the GradScalerKwargs, if they were given: in FP16, as a GradScaler."""
+        if self.scaler_handler is None:
+            return {}
+        told = self.scaler_handler.to_kwargs()
+        scale = LossScale.dynamic(**told) if told.pop("enabled", True) else LossScale.none()
+        scale.fp16_only = True
+        return {"loss_scale": scale}
 
-    def _save_scales_of(self, model: nn.Module) -> None:
-        """Save the loss scales of a model with the state, unless its optimizer's state has them."""
-        if any(parameters.owner_of(p) is not None for p in model.parameters()):
-            return
-        for module in compiled_in(model):
-            if (scale := loss_scale_of(module)) not in self._custom_objects:
-                self.register_for_checkpointing(scale)
+    def _save_scales(self, models: list[nn.Module], _weights: Any, folder: str) -> None:
+        if scales := scales_in(models):
+            self.save([scale.state_dict() for scale in scales], os.path.join(folder, SCALES_FILE))
 
     def clip_grad_norm_(
         self,
         parameters: torch.Tensor | Iterable[torch.Tensor],
         max_norm: float,
-        norm_type: float = 2.0,
+        norm_type: float | str = 2.0,
     ) -> Any:
         """As Accelerate's, also where O2 stores gradients times the loss scale. Returns the norm of
         the true gradients before clipping, 0-d.

@@ -18,11 +18,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ..api import compiled_in, loss_scale_of
 from ..errors import MPCompileError
-from .accelerate import MPCompileAccelerator, options_for
-
-_FILE = "loss_scale.pt"
+from .accelerate import SCALES_FILE, MPCompileAccelerator, load_scales, options_for, scales_in
 
 
 class MPCompileMixin:
@@ -34,12 +31,22 @@ class MPCompileMixin:
         *args, **kwargs: the Trainer's own.
 
     Raises:
-        MPCompileError: TrainingArguments that can't be followed; says what to change.
+        MPCompileError: TrainingArguments that can't be followed, or a bad argument; says what to
+            change. A class whose bases name a Trainer before the mixin: where it is defined.
     """
 
     model: Any
     args: Any
     accelerator: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(MPCompileMixin):
+            raise MPCompileError(
+                f"class {cls.__name__}: the Trainer's own methods come before MPCompileMixin's, so "
+                "nothing would be compiled; name the mixin first among the base classes"
+            )
 
     def __init__(
         self,
@@ -75,17 +82,13 @@ class MPCompileMixin:
     def _save_scaler(self, output_dir: str) -> None:
         super()._save_scaler(output_dir)  # type: ignore[misc]
         if self.args.should_save:
-            scales = [loss_scale_of(module).state_dict() for module in compiled_in(self.model)]
-            torch.save(scales, os.path.join(output_dir, _FILE))
+            states = [scale.state_dict() for scale in scales_in([self.model])]
+            torch.save(states, os.path.join(output_dir, SCALES_FILE))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)  # type: ignore[misc]
-        file = os.path.join(checkpoint or "", _FILE)
-        if checkpoint is None or not os.path.isfile(file):
-            return
-        scales = torch.load(file, weights_only=True)
-        for module, state in zip(compiled_in(self.model), scales, strict=True):
-            loss_scale_of(module).load_state_dict(state)
+        if checkpoint is not None:
+            load_scales([self.model], checkpoint)
 
 
 def _check(args: Any) -> None:

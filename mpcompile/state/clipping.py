@@ -22,14 +22,16 @@ _Stored = list[tuple[LowGradient, torch.Tensor]]
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`, also for gradients that are stored times the loss scale.
 
     These are not written: the multiplier that is kept with them is divided by the factor instead,
-    so nothing is rounded, and no step is compiled anew for another `max_norm`.
+    so nothing is rounded, and no step is compiled anew for another `max_norm`. Clip in one call
+    what is stepped together: gradients of one loss scale that were clipped by different factors are
+    brought back to one multiplier by the step, or by the next call, which rounds them in FP16.
 
     Returns:
         0-d FP32 on the device: the norm of the true gradients before clipping.
@@ -38,21 +40,18 @@ def clip_grad_norm_(
         MPCompileError: a scaled gradient was changed since its backward.
         RuntimeError: the norm is not finite, under `error_if_nonfinite`.
     """
-    parameters = listed(parameters)
+    parameters, norm_type = listed(parameters), float(norm_type)
     plain, by_scale = _parted(parameters)
     if not by_scale:
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    norms = [
-        _norm([grad for _, grad in stored], norm_type) / on_one_scale(stored)
-        for stored in by_scale.values()
-    ]
+    norms = [_true_norm(stored, norm_type) for stored in by_scale.values()]
     if plain:
         gradients = [p.grad for p in plain if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach))
     device = norms[0].device
-    total = _total([n.to(device) for n in norms], norm_type)
+    total = _joined([n.to(device) for n in norms], norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the total norm of order {norm_type} of these gradients is not finite")
     if plain:
@@ -118,12 +117,20 @@ def _parted(
     return plain, by_scale
 
 
-def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The global norm, computed in FP32: in FP16 a sum of squares overflows."""
-    return _total(torch._foreach_norm(gradients, norm_type, torch.float32), norm_type)
+def _true_norm(stored: _Stored, norm_type: float) -> torch.Tensor:
+    """The global norm of gradients of one scale, divided by it. Computed in FP32: in FP16 a sum of
+    squares overflows.
+    """
+    multiplier = on_one_scale(stored)  # first: it may rewrite gradients
+    each = torch._foreach_norm([grad for _, grad in stored], norm_type, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+    return norm / multiplier if norm_type != 0 else norm  # of order 0 it counts gradients
 
 
-def _total(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients, from the norm of each: 0-d."""
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+def _joined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The global norm, from the global norm of each group of gradients: 0-d."""
+    stacked = torch.stack(list(norms))
+    if norm_type == 0:  # how many gradients aren't all zero, in each group
+        return stacked.sum()
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return total
