@@ -124,8 +124,10 @@ def _leave(
     """Compile a graph unchanged, in FP32."""
     plan = plan_of_left(reason, place_of(example_inputs))
     trace_graph(plan)
+    low_wire = settings.reduces_low  # other ranks may have rewritten this graph
+    shardings.enter(gm, example_inputs, None, None, hooked=low_wire)
     compiled = _emit(gm, example_inputs, settings, untouched=True)
-    return noticing_ddp(compiled, example_inputs, None, None, hooked=settings.reduces_low), plan
+    return noticing_ddp(compiled, example_inputs, None, None, hooked=low_wire), plan
 
 
 def reason_of(error: Exception) -> str:
@@ -153,7 +155,8 @@ def _compile(
     _heed_the_device(captured, plan, config, device)
     _note_read_in_full(example_inputs, owned, inputs)
     reduced_in = target.low if settings.reduces_low else None
-    shardings.enter(captured, example_inputs, reduced_in, scale)
+    low_wire = settings.reduces_low
+    shardings.enter(captured, example_inputs, reduced_in, scale, hooked=low_wire)
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how = _to_emit(gm, captured, plan, settings)
@@ -173,8 +176,7 @@ def _compile(
     call = with_extra_inputs(
         compiled, inputs, reader, scale, example_inputs, device, watched, searches=searches
     )
-    hooked = settings.reduces_low
-    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=hooked), plan
+    return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=low_wire), plan
 
 
 _adjusted: ContextVar[Callable[[Config], Config]] = ContextVar("_adjusted", default=lambda c: c)

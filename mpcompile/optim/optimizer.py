@@ -339,8 +339,10 @@ class MPOptimizer(Optimizer):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Of a ZeroRedundancyOptimizer: bring the state of all ranks to the rank `to`, which may
-        then call `state_dict()`. All ranks must call this.
+        then call `state_dict()`. All ranks must call this. Others have nothing to bring.
         """
+        if not is_zero(self._inner):
+            return
         self._inner.consolidate_state_dict(to)  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:

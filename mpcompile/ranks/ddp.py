@@ -49,6 +49,20 @@ def check(module: DistributedDataParallel) -> None:
         )
 
 
+def check_forward(module: DistributedDataParallel) -> None:
+    """Refuse a forward in which ranks can't decide alike.
+
+    Raises:
+        MPCompileError: it runs in `module.join()`.
+    """
+    if module._join_config.enable:
+        raise MPCompileError(
+            "a compiled model can't train in DistributedDataParallel.join(): a rank that has no "
+            "batch takes no step, so its loss scale would not move with the others'. Give all ranks the "
+            "same number of batches: DistributedSampler(..., drop_last=True)"
+        )
+
+
 def called_modules(module: nn.Module) -> list[nn.Module]:
     """The modules whose calls are to be compiled, so that all of `module` is: itself, and what each
     DDP inside of it wraps; of a DDP, the module that it wraps comes first.
@@ -144,7 +158,10 @@ def _average(
     """
     buffer: torch.Tensor = bucket.buffer()
     asked = buffer.dtype is torch.float32
+    # Asked in any case: in the first bucket the ranks may agree on something.
     wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
+    if buffer.is_sparse:  # an embedding's: FP16 has no kernels for it
+        wire = None
     if wire is None:
         sent = buffer.div_(ranks)
     else:

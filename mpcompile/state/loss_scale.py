@@ -30,7 +30,7 @@ import torch.distributed as dist
 from .. import logs
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
-from ..ranks import agree
+from ..ranks import agree, ddp
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
@@ -297,6 +297,8 @@ class LossScale:
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
         """
+        if self.overflows.reductions and ddp.active() is None:
+            return  # one rank's own forward, beside those that all ranks run
         self.live.forward_begins()
         self.loaded = False
         running = backward_running()
@@ -323,7 +325,7 @@ class LossScale:
         Args:
             gradients: the gradients to be used; default: the `.grad` of the model's parameters.
         """
-        for reduction in self.overflows.reductions:
+        for reduction in sorted(self.overflows.reductions, key=lambda r: r.number):
             if not reduction.settled:
                 reduction.settle()
         self.agree_on_start(self.overflows.ranks.groups, self.overflows.ranks.device)

@@ -17,6 +17,7 @@ not fit FP16, however low the scale: one of them keeps its bucket in FP32.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,11 +27,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..errors import MPCompileError
 from ..ranks import agree, ddp
 from ..ranks.fsdp import Ranks
 from . import copies, optimizers, parameters
 from .loss_scale import LossScale
 
+_numbers = itertools.count()
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
 
 
@@ -81,6 +84,7 @@ def enter(
         hooked: whether this program wants gradients to travel low, also if this graph's do not:
             the ranks must all have the hook in which they agree, whatever their graphs came to.
     """
+    ddp.check_forward(module)
     reduction = _known.get(module)
     if reduction is None:
         reduction = _known[module] = Reduction(module)
@@ -89,6 +93,9 @@ def enter(
         reduction.hook()
     if scale is not None:
         scale.overflows.leave_to(reduction)
+        if reduction.settled and not scale.agreed:
+            # Perhaps not all ranks run this graph, so they can't agree any more: each takes 2**16.
+            scale.take_start(scale.value)
         reduction.await_backward(scale, expected=ddp.will_reduce(module))
 
 
@@ -135,10 +142,12 @@ class Reduction:
         ids: the ids of the parameters whose gradients it averages; the DDP keeps these alive.
         group, device: its process group, and the device that this reduces on.
         settled: whether there is nothing that ranks have to agree on.
+        number: counts the reductions, in the same order on all ranks.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         ddp.check(module)
+        self.number = next(_numbers)
         self.settled = False
         self.group, self.device = module.process_group, module.device
         self._module = weakref.ref(module)
@@ -224,26 +233,39 @@ class Reduction:
     # -- in a step --------------------------------------------------------------------------------
 
     def settle(self, *, in_backward: bool = False) -> None:
-        """Agree with the other ranks, if there is something to agree on. It stays open while a
-        search goes on that no rank has finished, and in a backward that changes a scale.
+        """Agree with the other ranks. It stays open while a search goes on that none has finished,
+        and in a backward that changes a scale. What one rank knows doesn't decide whether it takes
+        part: its graph may have been left in FP32, and that of another one not.
+
+        Raises:
+            MPCompileError: a parameter's gradients are scaled on some ranks only.
         """
         held = self.parameters()
         scales = [_one(parameters.scales_of(p)) for p in held]
         wishes = [self._read.get(id(p)) for p in held]
-        undecided = any(s is not None and not s.agreed for s in scales)
-        if not (undecided or self._hooked):
-            self.settled = True
-            return
         starts = [math.inf if s is None else s.start for s in scales]
         # Other graphs of the backward that has found a start may still lower it.
         known = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
         most = [-start for start in starts]
         low = [wish is not None for wish in wishes]
-        numbers = agree.least([*starts, *most, *known, *low], [self.group], self.device)
+        scaled = [bool(parameters.scales_of(p)) for p in held]
+        columns = starts, most, known, low, scaled, [not x for x in scaled]
+        numbers = agree.least([x for column in columns for x in column], [self.group], self.device)
         n = len(held)
-        starts, most, all_know, all_low = (numbers[i * n : (i + 1) * n] for i in range(4))
+        starts, most, all_know, all_low, all_scaled, none_scaled = (
+            numbers[i * n : (i + 1) * n] for i in range(len(columns))
+        )
         if in_backward and not (all(all_know) and starts == [-start for start in most]):
             return
+        for p, everywhere, nowhere in zip(held, all_scaled, none_scaled, strict=True):
+            if not (everywhere or nowhere):
+                raise MPCompileError(
+                    f"a parameter of shape {tuple(p.shape)} gets scaled gradients on some of the "
+                    "ranks only, so they would not skip the same steps. Either a graph was left in "
+                    "FP32 there (a warning gives the reason), or some ranks have not run it yet: "
+                    "all must run the compiled model before the first step. Otherwise use "
+                    'loss_scale="none" or dtype=torch.bfloat16'
+                )
         for scale in {s for s in scales if s is not None}:
             scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
         self._agreed = {

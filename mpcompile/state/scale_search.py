@@ -1,4 +1,4 @@
-"""State of the search for a loss scale's start; `fit.py` does the searching."""
+"""State of the search for a loss scale's start; `fit_scale.py` does the searching."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .. import ir
+from ..errors import MPCompileError
 from ..ranks import agree, fsdp
 from . import parameters
 from .loss_scale import LossScale
@@ -39,14 +40,18 @@ def enter(
     inputs: Sequence[Any],
     low: torch.dtype | None,
     scale: LossScale | None,
+    *,
+    hooked: bool,
 ) -> None:
     """A graph was compiled.
 
     Args:
-        captured: the rewritten graph.
+        captured: the rewritten graph; or the one that was left in FP32.
         inputs: the caller's inputs, which come first among the graph's.
         low: the dtype in which parameters and gradients may travel; None: FP32.
         scale: the graph's loss scale; None where it is not scaled.
+        hooked: whether this program wants gradients to travel low, also if this graph's do not: all
+            ranks must ask each other in the same places, whatever their graphs came to.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")[: len(inputs)]
     pairs = zip(inputs, placeholders, strict=True)
@@ -55,6 +60,7 @@ def enter(
         sharding = _known.get(shard.group)
         if sharding is None:
             sharding = _known[shard.group] = Sharding(shard.group)
+        sharding.hooked |= hooked
         _, node = read[id(shard.whole)]
         casts = low is not None and ir.reads_only_low(node, low)
         sharding.is_read(shard.holder, low if casts else None)
@@ -75,9 +81,14 @@ def before_step(optimizer: Optimizer) -> None:
 
 
 class Sharding:
-    """What is known of one FSDP group whose parameters a graph reads."""
+    """What is known of one FSDP group whose parameters a graph reads.
+
+    Attributes:
+        hooked: whether ranks agree in a backward, if they can.
+    """
 
     def __init__(self, group: Any) -> None:
+        self.hooked = False
         self._group = weakref.ref(group)
         # By the id of a holder: how graphs let its parameter and its gradient travel (None: FP32).
         self._gathers: dict[int, torch.dtype | None] = {}
@@ -138,7 +149,7 @@ class Sharding:
     def settle_where_alike(self) -> None:
         """Agree in a backward, if all ranks have the same scale and none searches for its start."""
         gathers, reduces = self.wishes()
-        if not self.is_open() or not any((*gathers, *reduces)):
+        if not (self.hooked and self.is_open()):
             return
         scales = self.scales()
         # What a search has found may become less until its backward ends.
@@ -158,14 +169,26 @@ class Sharding:
 
 
 def _settle(shardings: Sequence[Sharding]) -> None:
-    """Agree with the other ranks. It stays open while a search goes on that no rank finished."""
+    """Agree with the other ranks. It stays open while a search goes on that no rank finished.
+
+    Raises:
+        MPCompileError: a graph is scaled on some ranks only, which would not check the same steps.
+    """
     scales = [scale for sharding in shardings for scale in sharding.scales()]
     wishes = [sharding.wishes() for sharding in shardings]
     starts = [math.inf if s is None else s.start for s in scales]
     idle = [float(s is None or s.start < math.inf) for s in scales]
     gathers, reduces = ([x for wish in wishes for x in wish[side]] for side in (0, 1))
-    if any(s is not None and not s.agreed for s in scales) or any((*gathers, *reduces)):
-        starts, idle, gathers, reduces = _least(shardings, starts, idle, gathers, reduces)
+    scaled = [float(s is not None) for s in scales]
+    not_scaled = [1 - x for x in scaled]
+    columns = starts, idle, gathers, reduces, scaled, not_scaled
+    starts, idle, gathers, reduces, everywhere, nowhere = _least(shardings, *columns)
+    if not all(x or y for x, y in zip(everywhere, nowhere, strict=True)):
+        raise MPCompileError(
+            "a graph of this FSDP model was left in FP32 on some of the ranks, and rewritten on "
+            "others: they would not skip the same steps. The warning of the former gives the "
+            'reason; loss_scale="none" or dtype=torch.bfloat16 needs no agreement'
+        )
     for scale in {s for s in scales if s is not None}:
         scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
     at = 0
