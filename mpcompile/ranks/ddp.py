@@ -58,8 +58,8 @@ def check_forward(module: DistributedDataParallel) -> None:
     if module._join_config.enable:
         raise MPCompileError(
             "a compiled model can't train in DistributedDataParallel.join(): a rank that has no "
-            "batch takes no step, so its loss scale would not move with the others'. Give all ranks the "
-            "same number of batches: DistributedSampler(..., drop_last=True)"
+            "batch takes no step, so its loss scale would not move with the others'. Give all "
+            "ranks the same number of batches: DistributedSampler(..., drop_last=True)"
         )
 
 
