@@ -143,7 +143,10 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     if not own and not asked:
         return
     found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
-    *overflowed, bad = _common([*found, any_nonfinite(others if asked else ())], ranks)
+    if asked or ranks.groups:  # all ranks exchange as many
+        found.append(any_nonfinite(others if asked else ()))
+    overflowed = _common(found, ranks)
+    bad = len(overflowed) > len(own) and overflowed.pop()
     answers = dict(zip(own, overflowed, strict=True))
     upstream = bad and bool(before)
     if upstream and not any(answers[scale] for scale in before):  # blame every scale that ran
@@ -174,9 +177,11 @@ def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | Non
 
 def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
     """The flags (0-d bool), each true if it is on any of the ranks."""
-    devices = [ranks.device, *(flag.device for flag in flags)]
-    device = next((d for d in devices if d.type != "cpu"), ranks.device)
-    together = torch.stack([flag.to(device) for flag in flags])
+    known = [flag.device for flag in flags]
+    device = next((d for d in (*known, ranks.device) if d.type != "cpu"), ranks.device)
+    # Only where they differ: a copy from the host to a GPU would wait for it.
+    moved = [flag if flag.device == device else flag.to(device) for flag in flags]
+    together = torch.stack(moved)
     if ranks.groups:
         together = all_max(together.to(torch.int32), ranks.groups) > 0
     return [bool(flag) for flag in together.tolist()]
