@@ -107,7 +107,7 @@ class Ranks:
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=torch.get_default_device)
 
     def __add__(self, others: Ranks) -> Ranks:
         groups = tuple(dict.fromkeys((*self.groups, *others.groups)))

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..devices.registry import capabilities
 from ..ranks import fsdp
 from ..ranks.agree import all_max
 from . import optimizers, parameters, reductions
@@ -178,12 +179,12 @@ def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | Non
 def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
     """The flags (0-d bool), each true if it is on any of the ranks."""
     known = [flag.device for flag in flags]
-    device = next((d for d in (*known, ranks.device) if d.type != "cpu"), ranks.device)
+    device = next((d for d in known if capabilities(d).asynchronous), known[0])
     # Only where they differ: a copy from the host to a GPU would wait for it.
     moved = [flag if flag.device == device else flag.to(device) for flag in flags]
     together = torch.stack(moved)
     if ranks.groups:
-        together = all_max(together.to(torch.int32), ranks.groups) > 0
+        together = all_max(together.to(ranks.device, torch.int32), ranks.groups) > 0
     return [bool(flag) for flag in together.tolist()]
 
 
