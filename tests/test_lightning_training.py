@@ -84,6 +84,22 @@ def test_a_hook_that_clips_at_times_is_obeyed(way: str) -> None:
         assert distance(plain, fitted(made(Scheduled), **CLIPPED[always])) > 4 * CLOSE
 
 
+class ClipsAtFirst(Callback):
+    """Takes the clipping back after the first epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.gradient_clip_val = None
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
+def test_a_norm_that_changes_while_training_is_heeded(way: str) -> None:
+    options: dict[str, Any] = {**CLIPPED["norm"], "callbacks": [ClipsAtFirst()]}
+    plain = fitted(made(Scheduled), **options)
+    module = fitted(made(Scheduled), **options, **plugin(way))
+    assert 0 < distance(module, plain) < CLOSE
+    assert distance(plain, fitted(made(Scheduled), **CLIPPED["norm"])) > 4 * CLOSE
+
+
 class Watching(Callback):
     """Notes the parameters after each batch."""
 

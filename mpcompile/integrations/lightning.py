@@ -18,8 +18,7 @@ class MPCompilePrecision(CompiledPrecision, Precision):
 
     Args:
         compile_optimizers: make an `MPOptimizer` of each optimizer that `configure_optimizers`
-            returns. `Trainer(gradient_clip_val=)` is then its `max_grad_norm`, unless the module
-            has a `configure_gradient_clipping` of its own: that one clips.
+            returns.
         **options: those of `mpcompile()`.
 
     Raises:

@@ -34,9 +34,6 @@ class CompiledPrecision:
         self._options = options
         self._compile_optimizers = compile_optimizers
         self._module: Any = None
-        # the optimizers that were compiled here, whose steps clip to this norm
-        self._clipping: list[MPOptimizer] = []
-        self._max_grad_norm: float | None = None
 
     def __repr__(self) -> str:
         own = {"compile_optimizers": True} if self._compile_optimizers else {}
@@ -72,30 +69,19 @@ class CompiledPrecision:
         """
         if not self._compile_optimizers:
             return model, list(optimizers), lr_schedulers
-        trainer = self._module.trainer
-        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        in_step = by_norm and not _clips_in_its_own_way(self._module)
-        self._clipping = []
-        self._max_grad_norm = (trainer.gradient_clip_val or None) if in_step else None
-        compiled = [self._compiled(optimizer) for optimizer in optimizers]
-        return model, compiled, lr_schedulers
+        return model, [self._compiled(optimizer) for optimizer in optimizers], lr_schedulers
 
     def _compiled(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, MPOptimizer):
             return optimizer
         inductors = {k: v for k, v in self._options.items() if k in ("emit", "mode", "options")}
-        compiled = MPOptimizer(optimizer, max_grad_norm=self._max_grad_norm, **inductors)
-        self._clipping.append(compiled)
-        return compiled
+        return MPOptimizer(optimizer, **inductors)
 
     # -- clipping, between the backward and the step ----------------------------------------------
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the global norm; a compiled step that clips by this norm does it itself."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        by_itself = any(optimizer is one for one in self._clipping)
-        if not by_itself or clip_val != self._max_grad_norm:
-            clip_grad_norm_(_parameters(optimizer), clip_val)
+        """Clip by the global norm; also gradients that are stored times the loss scale."""
+        clip_grad_norm_(_parameters(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each element; also of gradients that are stored times the loss scale."""
@@ -115,14 +101,6 @@ class CompiledPrecision:
         """Take over the GradScaler of a checkpoint of `Trainer(precision="16-mixed")`."""
         if state := checkpoint.get("MixedPrecision"):
             self.load_state_dict(state)
-
-
-def _clips_in_its_own_way(module: Any) -> bool:
-    """Whether the user overrides `configure_gradient_clipping`: it may clip at times, or never."""
-    hook = "configure_gradient_clipping"
-    owner = next(kind for kind in type(module).__mro__ if hook in vars(kind))
-    lightning = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
-    return hook in vars(module) or owner.__module__ not in lightning
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
