@@ -1,38 +1,53 @@
 """Small collectives by which ranks decide alike.
 
-All ranks of a group must call them, in the same order. They are called where data-parallel training
-is collective anyway: in an optimizer's step, or in a forward that exchanges shards.
+All ranks must call them, in the same order. They are called where data-parallel training is
+collective anyway: in an optimizer's step, in a forward that exchanges shards, in a reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 
-def all_max(
-    tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]
-) -> torch.Tensor:  # fmt: skip
-    """The elementwise maximum over the ranks of each group in turn, written into `tensor` (any
-    shape, a dtype that the backend reduces), which is returned. None is the default group.
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train something together; false if there are no others.
+
+    Attributes:
+        groups: the process groups that connect them.
+        device: the kind of device whose tensors the groups exchange.
     """
-    for group in groups:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return tensor
 
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    device: torch.device = field(default_factory=torch.get_default_device)
 
-def least(
-    numbers: Sequence[float], groups: Iterable[dist.ProcessGroup | None], device: torch.device
-) -> list[float]:
-    """For each number, the least that a rank of these groups has; waits for the device.
+    def __bool__(self) -> bool:
+        return bool(self.groups)
 
-    Args:
-        numbers: as many on each rank.
-        device: one that the groups' backend reduces on.
-    """
-    found = torch.tensor(numbers, dtype=torch.float64, device=device)
-    for group in groups:
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-    return [float(number) for number in found.tolist()]
+    def __add__(self, others: Ranks) -> Ranks:
+        groups = tuple(dict.fromkeys((*self.groups, *others.groups)))
+        return Ranks(groups, others.device if others else self.device)
+
+    def all_max(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over these ranks of flags or small counts: any shape, an integer
+        dtype or bool. On the groups' device; without groups the tensor itself.
+        """
+        if not self:
+            return numbers
+        found = numbers.to(self.device, torch.int32, copy=True)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found.to(numbers.dtype)
+
+    def least(self, numbers: Sequence[float]) -> list[float]:
+        """For each number, of which each rank has as many, the least that one of them has; waits
+        for the device.
+        """
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        return [float(number) for number in found.tolist()]

@@ -118,11 +118,11 @@ class Wire:
 
     Attributes:
         dtype: what it is cast to.
-        multiplier: what each gradient is multiplied by, 0-d FP32 on the bucket's device, or None.
+        multiplier: what each gradient is multiplied by: 0-d FP32 on the bucket's device, or 1.
     """
 
     dtype: torch.dtype
-    multiplier: torch.Tensor | None
+    multiplier: torch.Tensor | float
 
 
 # How a bucket of these parameters travels; None: in its own dtype. All ranks must answer alike. It
@@ -165,13 +165,13 @@ def _average(
     if wire is None:
         sent = buffer.div_(ranks)
     else:
-        factor = 1 / ranks if wire.multiplier is None else wire.multiplier / ranks
-        sent = torch.mul(buffer, factor, out=torch.empty_like(buffer, dtype=wire.dtype))
+        low = torch.empty_like(buffer, dtype=wire.dtype)
+        sent = torch.mul(buffer, wire.multiplier / ranks, out=low)
 
     def received(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         if wire is not None:
             buffer.copy_(future.value()[0])
-            if wire.multiplier is not None:
+            if isinstance(wire.multiplier, torch.Tensor):
                 buffer.div_(wire.multiplier)
         return buffer
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,34 +95,6 @@ def holders() -> Iterator[Any]:
     for state in _states():
         for group in _groups_of(state):
             yield from group.fsdp_params
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that hold shards of some parameters.
-
-    Attributes:
-        groups: the process groups that connect them; none for plain parameters.
-        device: the kind of device whose tensors the groups exchange.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device = field(default_factory=torch.get_default_device)
-
-    def __add__(self, others: Ranks) -> Ranks:
-        groups = tuple(dict.fromkeys((*self.groups, *others.groups)))
-        return Ranks(groups, others.device if others.groups else self.device)
-
-
-def ranks_of(tensors: Iterable[torch.Tensor]) -> Ranks:
-    """The ranks that hold parts of the DTensors among these."""
-    found = dict.fromkeys(getattr(t, "device_mesh", None) for t in tensors)
-    meshes = [mesh for mesh in found if mesh is not None]
-    if not meshes:
-        return Ranks()
-    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    distinct = {group.group_name: group for group in groups}
-    return Ranks(tuple(distinct.values()), torch.device(meshes[0].device_type))
 
 
 def _state_of(module: nn.Module) -> Any:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MPCompileError
+from .agree import Ranks
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -40,6 +41,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     wait = getattr(held, "wait", None)  # an AsyncCollectiveTensor: still on its way
     mine: torch.Tensor = held if wait is None else wait()
     return mine
+
+
+def ranks_of(tensors: Iterable[torch.Tensor]) -> Ranks:
+    """The ranks that hold parts of the DTensors among these."""
+    # Each step asks this of each parameter: see `local`.
+    found = dict.fromkeys(getattr(t, "device_mesh", None) for t in tensors)
+    meshes = [mesh for mesh in found if mesh is not None]
+    if not meshes:
+        return Ranks()
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    distinct = {group.group_name: group for group in groups}
+    return Ranks(tuple(distinct.values()), torch.device(meshes[0].device_type))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@
       trouble.py           how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         the search: the first backward is run again at lower scales
+    agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks
+    shardings.py         what FSDP2 gathers and reduces
     gradient_readers.py  who else reads a gradient, so that it must be FP32
     async_read.py        a number on the device that the host reads later
     guard.py             whether an optimizer may take its step

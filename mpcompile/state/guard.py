@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
 from ..ranks import fsdp
-from ..ranks.agree import all_max
+from ..ranks.agree import Ranks
+from ..ranks.shards import ranks_of
 from . import optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
@@ -106,13 +107,13 @@ def _beside_ddp(
     same on all ranks, and others of this scale, whose gradients each rank has for itself.
     """
     ranks, own = reductions.beside(optimizer, scale)
-    if not ranks.groups:
+    if not ranks:
         return overflows
     bad = any_nonfinite([p.grad for p in own if p.grad is not None])
     count = bad.to(ranks.device, torch.int64)
     if overflows is not None:
         count = count + overflows.to(ranks.device)
-    return all_max(count, ranks.groups)
+    return ranks.all_max(count)
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:
@@ -134,7 +135,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
             own[scale].append(gradient)
         if not scales:
             others.append(gradient)
-    ranks = fsdp.ranks_of(p for p, _ in held)
+    ranks = ranks_of(p for p, _ in held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward
     # left), or before graphs of which the optimizer holds nothing.
@@ -144,7 +145,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     if not own and not asked:
         return
     found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
-    if asked or ranks.groups:  # all ranks exchange as many
+    if asked or ranks:  # all ranks exchange as many
         found.append(any_nonfinite(others if asked else ()))
     overflowed = _common(found, ranks)
     bad = len(overflowed) > len(own) and overflowed.pop()
@@ -176,16 +177,13 @@ def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | Non
     return found if overflows is None else found.to(overflows.device) | (overflows > 0)
 
 
-def _common(flags: Sequence[torch.Tensor], ranks: fsdp.Ranks) -> list[bool]:
+def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
     """The flags (0-d bool), each true if it is on any of the ranks."""
     known = [flag.device for flag in flags]
     device = next((d for d in known if capabilities(d).asynchronous), known[0])
     # Only where they differ: a copy from the host to a GPU would wait for it.
     moved = [flag if flag.device == device else flag.to(device) for flag in flags]
-    together = torch.stack(moved)
-    if ranks.groups:
-        together = all_max(together.to(ranks.device, torch.int32), ranks.groups) > 0
-    return [bool(flag) for flag in together.tolist()]
+    return [bool(flag) for flag in ranks.all_max(torch.stack(moved)).tolist()]
 
 
 def _alike() -> bool:

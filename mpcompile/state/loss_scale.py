@@ -25,12 +25,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import logs
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
-from ..ranks import agree, ddp
+from ..ranks import ddp
+from ..ranks.agree import Ranks
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
@@ -248,14 +248,12 @@ class LossScale:
             self.live.start_at(value)
             self.live.moves += 1
 
-    def agree_on_start(
-        self, groups: Sequence[dist.ProcessGroup | None], device: torch.device
-    ) -> None:
-        """At the top of a step that all ranks of these groups take: agree on the start, if that is
-        still to be done.
+    def agree_on_start(self, ranks: Ranks) -> None:
+        """At the top of a step that all these ranks take: agree on the start, if that is still to
+        be done.
         """
-        if groups and not self.agreed:
-            self.take_start(agree.least([self.start], groups, device)[0])
+        if ranks and not self.agreed:
+            self.take_start(ranks.least([self.start])[0])
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -328,7 +326,7 @@ class LossScale:
         for reduction in sorted(self.overflows.reductions, key=lambda r: r.number):
             if not reduction.settled:
                 reduction.settle()
-        self.agree_on_start(self.overflows.ranks.groups, self.overflows.ranks.device)
+        self.agree_on_start(self.overflows.ranks)
         overflow = self.overflows.before_update_by_hand(gradients)
         self.settle(overflow)
         return overflow

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
-from ..ranks.agree import all_max
-from ..ranks.fsdp import Ranks, ranks_of
+from ..ranks.agree import Ranks
+from ..ranks.shards import local, ranks_of
 from .async_read import Later
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Overflows:
         overflow = any_nonfinite(gradients)
         if new is not None:
             overflow = overflow.to(new.device) | (new > 0)
-        return bool(self._on_any_rank(overflow))
+        return bool(self.ranks.all_max(overflow))
 
     # -- backward passes that no optimizer's step checked ------------------------------------------
 
@@ -192,11 +192,11 @@ class Overflows:
         if self._arriving or count.passes != self._looked.passes:
             accumulating = self._accumulating()
             if (new := count.since(self._looked)) is not None:
-                self._arriving.append((Later(self._on_any_rank(new)), accumulating))
+                self._arriving.append((Later(self.ranks.all_max(new)), accumulating))
             self._looked = count
             if not accumulating:
                 self.void = count
-            if self.reductions or self.ranks.groups:  # on all ranks in the same forward
+            if self.reductions or self.ranks:  # on all ranks in the same forward
                 for later, _ in self._arriving:
                     later.wait()
             while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
@@ -209,18 +209,12 @@ class Overflows:
         ):
             self.void = count  # some optimizer may have looked during the backward
 
-    def _on_any_rank(self, number: torch.Tensor) -> torch.Tensor:
-        """The largest of this 0-d number on all ranks."""
-        if not self.ranks.groups:
-            return number
-        return all_max(number.to(self.ranks.device, torch.int64), self.ranks.groups)
-
     def _accumulating(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p in map(_local, self._parameters):
+        for p in map(local, self._parameters):
             held = p.untyped_storage().size() > 0  # FSDP frees a parameter between uses
             if held and not bool(p.isfinite().all()):
                 raise MPCompileError(
@@ -236,16 +230,10 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
-    own = map(_local, gradients)
+    own = map(local, gradients)
     dense = [g.coalesce().values() if g.is_sparse else g for g in own]
     dense = [g for g in dense if g.numel() > 0]
     if not dense:
         return torch.tensor(False)
     # The largest magnitude of all elements is inf or nan exactly if some element is.
     return torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite().logical_not()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor (torch 2.13)
-    return held

@@ -18,7 +18,6 @@ not fit FP16, however low the scale: one of them keeps its bucket in FP32.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import MPCompileError
-from ..ranks import agree, ddp
-from ..ranks.fsdp import Ranks
+from ..ranks import ddp
+from ..ranks.agree import Ranks
 from . import copies, optimizers, parameters
+from .agreement import agree
 from .loss_scale import LossScale
 
 _numbers = itertools.count()
@@ -127,9 +126,7 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
         own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
-        ranks = Ranks()
-        if own and averaging:
-            ranks = Ranks(tuple(dict.fromkeys(r.group for r in averaging)), averaging[0].device)
+        ranks = sum((r.ranks for r in averaging), Ranks()) if own else Ranks()
         known[scale] = when, (ranks, own)
     found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
     return found
@@ -140,7 +137,7 @@ class Reduction:
 
     Attributes:
         ids: the ids of the parameters whose gradients it averages; the DDP keeps these alive.
-        group, device: its process group, and the device that this reduces on.
+        ranks: those that average them.
         settled: whether there is nothing that ranks have to agree on.
         number: counts the reductions, in the same order on all ranks.
     """
@@ -149,7 +146,7 @@ class Reduction:
         ddp.check(module)
         self.number = next(_numbers)
         self.settled = False
-        self.group, self.device = module.process_group, module.device
+        self.ranks = Ranks((module.process_group,), module.device)
         self._module = weakref.ref(module)
         self.ids = {id(p) for p in self.parameters()}
         self._read: dict[int, Low | None] = {}  # by the id of a parameter that a graph reads
@@ -219,66 +216,29 @@ class Reduction:
         """
         if first and not self.settled:
             self.settle(in_backward=True)
-        wishes = {self._agreed.get(id(p)) for p in bucket}
-        wish = wishes.pop() if len(wishes) == 1 else None
-        if wish is None:
-            return None
-        if wish.scale is None:
-            return ddp.Wire(wish.dtype, None)
-        if not wish.scale.agreed:  # it was loaded since
-            return None
-        multiplier = wish.scale.live.tensor(bucket[0].device, shared=False)
-        return ddp.Wire(wish.dtype, multiplier)
+        lows = {self._agreed.get(id(p)) for p in bucket}
+        low = lows.pop() if len(lows) == 1 else None
+        multiplier = None if low is None else low.multiplier(bucket[0].device)
+        return None if low is None or multiplier is None else ddp.Wire(low.dtype, multiplier)
 
     # -- in a step --------------------------------------------------------------------------------
 
     def settle(self, *, in_backward: bool = False) -> None:
         """Agree with the other ranks. It stays open while a search goes on that none has finished,
-        and in a backward that changes a scale. What one rank knows doesn't decide whether it takes
-        part: its graph may have been left in FP32, and that of another one not.
+        and in a backward that may change a scale.
 
         Raises:
-            MPCompileError: a parameter's gradients are scaled on some ranks only.
+            MPCompileError: see `agreement.agree`.
         """
         held = self.parameters()
-        scales = [_one(parameters.scales_of(p)) for p in held]
         wishes = [self._read.get(id(p)) for p in held]
-        starts = [math.inf if s is None else s.start for s in scales]
-        # Other graphs of the backward that has found a start may still lower it.
-        known = [s is None or not s.fitting or (s.search.found and not in_backward) for s in scales]
-        most = [-start for start in starts]
         low = [wish is not None for wish in wishes]
-        scaled = [bool(parameters.scales_of(p)) for p in held]
-        columns = starts, most, known, low, scaled, [not x for x in scaled]
-        numbers = agree.least([x for column in columns for x in column], [self.group], self.device)
-        n = len(held)
-        starts, most, all_know, all_low, all_scaled, none_scaled = (
-            numbers[i * n : (i + 1) * n] for i in range(len(columns))
-        )
-        if in_backward and not (all(all_know) and starts == [-start for start in most]):
-            return
-        for p, everywhere, nowhere in zip(held, all_scaled, none_scaled, strict=True):
-            if not (everywhere or nowhere):
-                raise MPCompileError(
-                    f"a parameter of shape {tuple(p.shape)} gets scaled gradients on some of the "
-                    "ranks only, so they would not skip the same steps. Either a graph was left in "
-                    "FP32 there (a warning gives the reason), or some ranks have not run it yet: "
-                    "all must run the compiled model before the first step. Otherwise use "
-                    'loss_scale="none" or dtype=torch.bfloat16'
-                )
-        for scale in {s for s in scales if s is not None}:
-            scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
-        self._agreed = {
-            id(p): wish
-            for p, wish, sent in zip(held, wishes, all_low, strict=True)
-            if wish and sent
-        }
-        self.settled = all(x < math.inf or y for x, y in zip(starts, all_know, strict=True))
-
-
-def _one(scales: Sequence[LossScale]) -> LossScale | None:
-    """The scale of a parameter that the graphs of only one scale read."""
-    return scales[0] if len(scales) == 1 else None
+        agreed = agree(held, [low], self.ranks, in_backward=in_backward)
+        if agreed is not None:
+            (sent,) = agreed.wishes
+            common = zip(held, wishes, sent, strict=True)
+            self._agreed = {id(p): wish for p, wish, all_wish in common if wish and all_wish}
+            self.settled = all(agreed.found)
 
 
 def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:

@@ -15,7 +15,6 @@ low dtype if graphs make all of them, in FP16 under one and the same scale.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +24,9 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .. import ir
-from ..errors import MPCompileError
-from ..ranks import agree, fsdp
-from . import parameters
+from ..ranks import fsdp
+from ..ranks.shards import ranks_of
+from .agreement import agree, only_scale_of
 from .loss_scale import LossScale
 from .reductions import Low, gradients_in
 
@@ -107,11 +106,9 @@ class Sharding:
 
     def is_open(self) -> bool:
         """Whether there is something that ranks have to agree on."""
-        return not self._settled or any(s is not None and not s.agreed for s in self.scales())
-
-    def scales(self) -> list[LossScale | None]:
-        """The scale of the graphs that read each parameter, or None."""
-        return [_one(parameters.scales_of(shard)) for shard in self.shards()]
+        return not self._settled or not all(
+            scale.agreed for shard in self.shards() if (scale := only_scale_of(shard)) is not None
+        )
 
     def is_read(self, holder: Any, low: torch.dtype | None) -> None:
         """A graph reads this parameter; only cast to `low`, if that is not None."""
@@ -123,13 +120,13 @@ class Sharding:
         if self._reduces.setdefault(id(holder), low) != low:
             self._reduces[id(holder)] = None  # another graph makes a part of the gradient
 
-    def wishes(self) -> tuple[list[float], list[float]]:
-        """For each parameter, as numbers: whether to gather it low, and to reduce its gradient."""
-        gathers = [float(self._gathers.get(id(h)) is not None) for h in self.holders()]
-        reduces = [float(self._reduces.get(id(h)) is not None) for h in self.holders()]
+    def wishes(self) -> tuple[list[bool], list[bool]]:
+        """For each parameter, whether to gather it low, and whether to reduce its gradient low."""
+        gathers = [self._gathers.get(id(holder)) is not None for holder in self.holders()]
+        reduces = [self._reduces.get(id(holder)) is not None for holder in self.holders()]
         return gathers, reduces
 
-    def settle(self, gathers: Sequence[float], reduces: Sequence[float], *, final: bool) -> None:
+    def settle(self, gathers: Sequence[bool], reduces: Sequence[bool], *, final: bool) -> None:
         """Take what all ranks can do."""
         self._settled = final
         wire, holders = self._wire(), self.holders()
@@ -146,21 +143,10 @@ class Sharding:
         if low is not None:
             wire.reduced, wire.scale = low.dtype, low.multiplier
 
-    def settle_where_alike(self) -> None:
-        """Agree in a backward, if all ranks have the same scale and none searches for its start."""
-        gathers, reduces = self.wishes()
-        if not (self.hooked and self.is_open()):
-            return
-        scales = self.scales()
-        # What a search has found may become less until its backward ends.
-        starts = [0.0 if s is None else math.inf if s.fitting else s.start for s in scales]
-        negative = [-start for start in starts]
-        least, negative, gathers, reduces = _least([self], starts, negative, gathers, reduces)
-        if all(x == -y < math.inf for x, y in zip(least, negative, strict=True)):
-            for scale, value in zip(scales, least, strict=True):
-                if scale is not None:
-                    scale.take_start(value)
-            self.settle(gathers, reduces, final=True)
+    def settle_in_backward(self) -> None:
+        """Agree on what is open, if no scale may change by it."""
+        if self.hooked and self.is_open():
+            _settle([self], in_backward=True)
 
     def _wire(self) -> Any:
         from ..ranks.fsdp_wire import wire_of  # only a torch with distributed has it
@@ -168,55 +154,32 @@ class Sharding:
         return wire_of(self._group())
 
 
-def _settle(shardings: Sequence[Sharding]) -> None:
-    """Agree with the other ranks. It stays open while a search goes on that no rank finished.
+def _settle(shardings: Sequence[Sharding], *, in_backward: bool = False) -> None:
+    """Agree with the other ranks. It stays open while a search goes on that no rank finished, and
+    in a backward that may change a scale.
 
     Raises:
-        MPCompileError: a graph is scaled on some ranks only, which would not check the same steps.
+        MPCompileError: see `agreement.agree`.
     """
-    scales = [scale for sharding in shardings for scale in sharding.scales()]
+    held = [shard for sharding in shardings for shard in sharding.shards()]
     wishes = [sharding.wishes() for sharding in shardings]
-    starts = [math.inf if s is None else s.start for s in scales]
-    idle = [float(s is None or s.start < math.inf) for s in scales]
     gathers, reduces = ([x for wish in wishes for x in wish[side]] for side in (0, 1))
-    scaled = [float(s is not None) for s in scales]
-    not_scaled = [1 - x for x in scaled]
-    columns = starts, idle, gathers, reduces, scaled, not_scaled
-    starts, idle, gathers, reduces, everywhere, nowhere = _least(shardings, *columns)
-    if not all(x or y for x, y in zip(everywhere, nowhere, strict=True)):
-        raise MPCompileError(
-            "a graph of this FSDP model was left in FP32 on some of the ranks, and rewritten on "
-            "others: they would not skip the same steps. The warning of the former gives the "
-            'reason; loss_scale="none" or dtype=torch.bfloat16 needs no agreement'
-        )
-    for scale in {s for s in scales if s is not None}:
-        scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
+    agreed = agree(held, [gathers, reduces], ranks_of(held), in_backward=in_backward)
+    if agreed is None:
+        return
+    gathers, reduces = agreed.wishes
     at = 0
     for sharding in shardings:
         part = slice(at, at := at + len(sharding.shards()))
-        found = all(x < math.inf or y for x, y in zip(starts[part], idle[part], strict=True))
-        sharding.settle(gathers[part], reduces[part], final=found)
-
-
-def _least(shardings: Sequence[Sharding], *columns: Sequence[float]) -> list[list[float]]:
-    """The least on all ranks of each number; a column has one for each parameter."""
-    shards = [shard for sharding in shardings for shard in sharding.shards()]
-    ranks, n = fsdp.ranks_of(shards), len(shards)
-    numbers = agree.least([x for column in columns for x in column], ranks.groups, ranks.device)
-    return [numbers[i * n : (i + 1) * n] for i in range(len(columns))]
+        sharding.settle(gathers[part], reduces[part], final=all(agreed.found[part]))
 
 
 def _settling(sharding: weakref.ref[Sharding]) -> Callable[[], None]:
-    """`settle_where_alike` for what must not keep it alive."""
+    """`settle_in_backward` for what must not keep it alive."""
 
     def settle() -> None:
         alive = sharding()
         if alive is not None:
-            alive.settle_where_alike()
+            alive.settle_in_backward()
 
     return settle
-
-
-def _one(scales: Sequence[LossScale]) -> LossScale | None:
-    """The scale of a parameter that the graphs of only one scale read."""
-    return scales[0] if len(scales) == 1 else None
