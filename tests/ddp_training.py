@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from low_gradients import Net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -18,16 +18,6 @@ from mpcompile import MPOptimizer, mpcompile
 
 # How far the parameters may be off, as a part of how far they have moved: some roundings.
 CLOSE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
 
 
 def sequential() -> nn.Module:

@@ -16,12 +16,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 SAVED, STEPS = 3, 5
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 def save(rank: int, folder: Path, names: list[str]) -> None:
     """Train, save, and train on."""
     for name in names:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import Case, Net, check_same, flat, sgd
+from ddp_training import Case, check_same, flat, sgd
 from ddp_training import train as train_like_one
+from low_gradients import Net
 from ranks import join, on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -82,12 +83,6 @@ def train(rank: int, ranks: int, order: str, dtype: torch.dtype) -> None:
 
 
 ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first", "used before"]
-
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import Net, check_same, everyones, flat, held, sgd
+from ddp_training import check_same, everyones, flat, held, sgd
+from low_gradients import Net
 from ranks import on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -23,12 +24,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 START = 2.0**10
 BAD = 2  # the step in which gradients overflow
-
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
 
 
 def compiled(net: nn.Module, level: str = "O1", start: float | None = START) -> nn.Module:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import Case, Net, check_same, flat, sent, sgd, train
+from ddp_training import Case, check_same, flat, sent, sgd, train
+from low_gradients import Net
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -21,12 +22,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 RANKS = 2
-
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
 
 
 def low(net: nn.Module, start: float | None = 2.0**10, **options: Any) -> nn.Module:

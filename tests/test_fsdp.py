@@ -27,13 +27,6 @@ from fsdp_training import (
     shard_root,
 )
 
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 WAYS = [
     {"make": Net, "shard": shard_blocks},
     {"make": Net, "shard": shard_root},

@@ -26,12 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
     """The collectives of FSDP that run meanwhile: (name, bytes that one rank sends or receives)."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from low_gradients import Net
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,22 +19,6 @@ from mpcompile.ir.scale import INIT_SCALE
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 17), nn.LayerNorm(17), nn.Linear(17, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
-
-
 OVERFLOW = 2
 
 
@@ -43,7 +27,7 @@ def train(rank: int, level: str, norm: float | None, *, hidden: bool) -> None:
     on one rank. `hidden`: its gradients are zeroed, so that this rank's graphs alone know of it.
     """
     torch.manual_seed(0)
-    net = Net()
+    net = Net(width=17)
     reference = copy.deepcopy(net)
     fully_shard(net)
     scale = LossScale.dynamic(init_scale=2.0**10)
@@ -82,7 +66,7 @@ def train(rank: int, level: str, norm: float | None, *, hidden: bool) -> None:
 def start_in_a_closure(rank: int) -> None:
     """The forward that searches for the scale runs inside of the step; another fits each rank."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net(width=17)
     fully_shard(net)
     model: Any = mpcompile(net, level="O1", dtype=torch.float16, emit="eager", strict=True)
     optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager")

@@ -19,12 +19,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 def alike(*values: Any) -> None:
     """Assert that these are the same on both ranks, to the last bit."""
     mine = [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]

@@ -36,12 +36,6 @@ PARTS = [Activation, Square, Steep]
 HOW = [("O1", False), ("O1", True), ("O2", False), ("O2", True)]  # level, whether MPOptimizer
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 # -- named -----------------------------------------------------------------------------------------
 
 

@@ -20,12 +20,6 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 DEPTH = 6
 
 
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
     hidden = [layer for _ in range(DEPTH) for layer in (nn.Linear(16, 16), nn.Tanh())]

@@ -20,13 +20,6 @@ from mpcompile.state.live_scale import LiveScale
 from mpcompile.state.scale_search import after_backward
 from mpcompile.state.trouble import EVERY, FIRST_LOOK, Trouble, Verdict
 
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
 # -- counting --------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from low_gradients import Net
 from ranks import join, on_each_rank
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -25,22 +25,6 @@ with warnings.catch_warnings():  # it uses a part of torch that is deprecated
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-
-
-@pytest.fixture(autouse=True)
-def products_run_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are: a device profile would leave them in FP32."""
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "none")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
 
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
