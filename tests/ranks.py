@@ -5,25 +5,39 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+SECONDS = 240  # within the time of a test (pyproject.toml)
+
 
 def join(rank: int, ranks: int, folder: str) -> None:
-    """Be this rank of a group whose processes meet in `folder`."""
+    """Be this rank of a group whose processes meet in `folder`, of which none waits forever."""
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+    patience = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=patience)
 
 
 def on_each_rank(function: Callable[..., None], *args: Any, ranks: int = 2) -> None:
     """Run `function(rank, *args)` in `ranks` processes of one thread; raise what one raises."""
+    end = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory() as folder:
         processes = (function, folder, ranks, args)
-        multiprocessing.spawn(_run, processes, nprocs=ranks)  # type: ignore[no-untyped-call]
+        context = multiprocessing.spawn(  # type: ignore[no-untyped-call]
+            _run, processes, nprocs=ranks, join=False
+        )
+        try:
+            while not context.join(timeout=1):
+                assert time.monotonic() < end, f"some of the ranks hang: {context.pids()}"
+        finally:
+            for process in context.processes:
+                process.kill()
 
 
 def _run(

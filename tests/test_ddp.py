@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,37 @@ def test_other_engines_in_a_ddp_are_refused(tmp_path: Path) -> None:
             casting._run_ddp_forward(torch.randn(2, 8))
     finally:
         dist.destroy_process_group()
+
+
+class Slow:
+    """Its end takes a while, in which the thread that drops it waits for the GIL."""
+
+    def __del__(self) -> None:
+        time.sleep(0.5)
+
+
+def _goes_right_after_a_backward(rank: int) -> None:
+    then = torch._C.Future.then
+
+    def slowly(future: Any, callback: Any) -> Any:
+        callback.slow = Slow()
+        return then(future, callback)
+
+    torch._C.Future.then = slowly  # type: ignore[method-assign]
+    model = mpcompile(DistributedDataParallel(Net()), level="O2", emit="eager")
+    model(torch.randn(2, 8)).sum().backward()
+    dist.destroy_process_group()
+    del model
+    gc.collect()
+    with tempfile.TemporaryDirectory() as folder:
+        join(rank, 1, folder)
+
+
+def test_a_ddp_goes_right_after_a_backward() -> None:
+    """The last reference to a group must not go in C++, which waits for gloo's threads with the GIL
+    held, while one of them waits for the GIL.
+    """
+    on_each_rank(_goes_right_after_a_backward, ranks=1)
 
 
 def test_a_ddp_answers_for_what_it_wraps(tmp_path: Path) -> None:

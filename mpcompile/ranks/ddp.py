@@ -10,6 +10,8 @@ Torch internals used here were read in torch 2.13; they are the same in 2.11.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,9 @@ from ..errors import MPCompileError
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
 _HOPS = 3
+
+# The groups of the modules that have our hook. See `_hold`.
+_held: list[tuple[weakref.ref[DistributedDataParallel], dist.ProcessGroup]] = []
 
 
 def active() -> DistributedDataParallel | None:
@@ -147,7 +152,24 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
         dist._register_comm_hook(module.reducer, None, hook)  # type: ignore[attr-defined]
     except RuntimeError:  # a built-in hook is there
         return False
+    _hold(module)
     return True
+
+
+def _hold(module: DistributedDataParallel) -> None:
+    """Keep the module's process group until some time after the module has gone.
+
+    A thread of gloo's needs the GIL to let go of a hook's callback, shortly after the backward. If
+    the reducer, in C++, has the last reference to the group, the group waits for its threads with
+    the GIL held: a deadlock. Python's references give the GIL up before they let a group go.
+    """
+    _let_go(of=lambda module: module is None)
+    _held.append((weakref.ref(module), module.process_group))
+
+
+@atexit.register
+def _let_go(of: Callable[[nn.Module | None], bool] = lambda module: True) -> None:
+    _held[:] = [(module, group) for module, group in _held if not of(module())]
 
 
 def _average(
