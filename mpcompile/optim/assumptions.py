@@ -34,10 +34,10 @@ class Assumptions:
     def hold(self, optimizer: Optimizer) -> bool:
         """Whether all of it is unchanged."""
         return (
-            not self.changed_settings(optimizer)
+            self._settings_hold(optimizer.param_groups)
             and not self._changed_attributes(optimizer)
             and self._state_holds(optimizer.state)
-            and all(map(_is_at, self._params, self._memory))
+            and self._lie_there()
         )
 
     def broken_by(self, optimizer: Optimizer) -> str | None:
@@ -48,7 +48,7 @@ class Assumptions:
             return f"another value of the optimizer's own {', '.join(attributes)}"
         if not self._state_holds(optimizer.state):
             return "other tensors in its state"
-        if not all(map(_is_at, self._params, self._memory)):
+        if not self._lie_there():
             return "parameters that lie elsewhere in memory"
         return None
 
@@ -61,13 +61,29 @@ class Assumptions:
         groups = optimizer.param_groups
         return frozenset(s for s, v in self._reads.items() if not _same(groups[s[0]].get(s[1]), v))
 
+    # The three below run in every step for every tensor, with cold caches, so they must be fast.
+
+    def _settings_hold(self, groups: Sequence[dict[str, Any]]) -> bool:
+        for (group, name), value in self._reads.items():
+            now = groups[group].get(name)
+            if now is not value and not _same(now, value):
+                return False
+        return True
+
+    def _lie_there(self) -> bool:
+        for param, (address, dtype, strides) in zip(self._params, self._memory, strict=True):
+            held = local(param)
+            if held.data_ptr() != address or held.dtype is not dtype or held.stride() != strides:
+                return False
+        return True
+
     def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
-        # This runs in every step for every tensor, with cold caches, so it must be fast.
         for param, entries, items in self._states:
             if state.get(param) is not entries:
                 return False
             for key, value in items:
-                if entries.get(key) is not value and not _same(entries.get(key), value):
+                now = entries.get(key)
+                if now is not value and not _same(now, value):
                     return False
         return True
 
@@ -77,10 +93,6 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (not tensors and a == b)
 
 
-def _memory(param: torch.Tensor) -> tuple[object, ...]:
+def _memory(param: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
     held = local(param)
     return held.data_ptr(), held.dtype, held.stride()
-
-
-def _is_at(param: torch.Tensor, memory: tuple[object, ...]) -> bool:
-    return _memory(param) == memory

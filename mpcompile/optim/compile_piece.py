@@ -47,7 +47,7 @@ _MULTI_TENSOR = {
 _HINT = 1 << 20  # the size of flattened tensors that the compiler assumes
 
 # For fewer elements than this, waking other threads costs more than the update.
-_FEW = 1 << 14
+SMALL = 1 << 14
 _ONE_THREAD = {"cpp.threads": 1}
 
 _compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
@@ -128,7 +128,7 @@ def _inductor(piece: Piece, emit: Emit, sized: Sequence[int]) -> Callable[..., A
 
 
 def _is_small(piece: Piece) -> bool:
-    return max(ir.value(n).numel() for n in piece.inputs) <= _FEW
+    return max(ir.value(n).numel() for n in piece.inputs) <= SMALL
 
 
 def _joins_short(piece: Piece) -> bool:

@@ -16,7 +16,7 @@ from ..ranks.shards import is_sharded, local
 from ..state import guard
 from . import pipeline
 from .assumptions import Assumptions
-from .compile_piece import Emit
+from .compile_piece import SMALL, Emit
 from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
 from .inputs import Setting
@@ -72,7 +72,8 @@ class CompiledStep:
         self.settings = HeldSettings(
             optimizer.param_groups, taking_part, traced, varying, self.device
         )
-        pieces = split(traced.graph, whole=multi_tensor or emit.how != "inductor")
+        whole = multi_tensor or emit.how != "inductor" or _is_tiny(key)
+        pieces = split(traced.graph, whole=whole)
         self.program = Program(pieces, self._held(optimizer, results), emit)
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
@@ -83,6 +84,11 @@ class CompiledStep:
             (node, member)
             for i, member in enumerate(key.members)
             if (node := given.get(Slot("grad", i))) is not None
+        ]
+        # For each scale, which inputs of the graph it fills anew in each step.
+        self.scale_inputs = [
+            [given.get(Slot("scale", k, name)) for name in ("first", "flag", "used")]
+            for k in range(len(key.scales))
         ]
         self.copied = [
             (member, copy)
@@ -128,21 +134,28 @@ class CompiledStep:
             for node, member in self.gradients
         }
         self.settings.refresh(optimizer.param_groups)
-        given = self.program.given
-        for k, scale in enumerate(self.key.scales):
+        for k, (scale, inputs) in enumerate(zip(self.key.scales, self.scale_inputs, strict=True)):
+            first, flag, used = inputs
             overflows = guard.look(optimizer, scale)
-            fresh: dict[str, Any] = {
-                "first": self.first[scale.begin_step()],
-                "flag": self.no_overflows if overflows is None else overflows.to(self.device),
-                "used": multipliers.get(k),
-            }
-            for name, tensor in fresh.items():
-                if (node := given.get(Slot("scale", k, name))) is not None:
-                    env[node] = tensor
+            is_first = scale.begin_step()
+            if first is not None:
+                env[first] = self.first[is_first]
+            if flag is not None:
+                env[flag] = self.no_overflows if overflows is None else overflows.to(self.device)
+            if used is not None:
+                env[used] = multipliers[k]
         self.program.run(env)
         torch.autograd.graph.increment_version(self.written)
         for member, copy in self.copied:
             copy.written(member.param)
+
+
+def _is_tiny(key: StepKey) -> bool:
+    """Whether a call costs more than the update of a parameter, and there are few: as one function
+    they run up to a third faster, and it compiles as fast as one for each kind would.
+    """
+    sizes = [local(member.param).numel() for member in key.members]
+    return len(sizes) <= 16 and max(sizes) <= SMALL
 
 
 def _traced(

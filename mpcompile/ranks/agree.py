@@ -7,7 +7,7 @@ collective anyway: in an optimizer's step, in a forward that exchanges shards, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ class Ranks:
 
     Attributes:
         groups: the process groups that connect them.
-        device: the kind of device whose tensors the groups exchange.
+        device: the kind of device whose tensors the groups exchange; None without groups.
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device = field(default_factory=torch.get_default_device)
+    device: torch.device | None = None
 
     def __bool__(self) -> bool:
         return bool(self.groups)

@@ -9,8 +9,9 @@ parameters, `_fsdp_param_group`, in place of a list.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def engines(module: nn.Module) -> tuple[int, bool]:
     """What changes when an engine such as FSDP2 takes charge of a module, or of parts of it."""
-    if not dist.is_available():
-        return 0, False
-    from torch.distributed._composable_state import _module_state_mapping
-
-    return len(_module_state_mapping), getattr(module, MARK, False)
+    return len(_states_by_module()), MARK in vars(module)
 
 
 def sharded_modules() -> list[nn.Module]:
@@ -104,11 +101,19 @@ def _state_of(module: nn.Module) -> Any:
     return state if _is_fsdp(state) else None
 
 
-def _states() -> Iterator[Any]:
-    """The FSDP states of the process; one state may be that of several modules."""
+@functools.cache  # each call of a compiled module asks for it
+def _states_by_module() -> Mapping[Any, weakref.ref[Any]]:
+    """Torch's own record of which module has which state."""
+    if not dist.is_available():
+        return {}
     from torch.distributed._composable_state import _module_state_mapping
 
-    alive = (ref() for ref in list(_module_state_mapping.values()))
+    return _module_state_mapping
+
+
+def _states() -> Iterator[Any]:
+    """The FSDP states of the process; one state may be that of several modules."""
+    alive = (ref() for ref in list(_states_by_module().values()))
     yield from dict.fromkeys(state for state in alive if _is_fsdp(state))
 
 

@@ -59,7 +59,10 @@ class MasterWeight(nn.Parameter):
 
     def may_be_written(self) -> bool:
         """Whether `.data` was accessed since `settled`, or a tensor it returned still exists."""
-        return getattr(self, "_mp_written", False) or bool(self._living_handles())
+        facts = self.__dict__
+        return facts.get("_mp_written", False) or (
+            "_mp_handles" in facts and bool(self._living_handles())
+        )
 
     def settled(self) -> None:
         self._mp_written = False
@@ -208,15 +211,15 @@ class Reader:
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, brought up to date; tracked by autograd where grad mode is on."""
         copies = [copy_of(p, self.dtype) for p in masters]
+        tracked = torch.is_grad_enabled()
         for copy, master in zip(copies, masters, strict=True):
             copy.refresh(master)
-        tensors = [copy.stored for copy in copies]
-        if not torch.is_grad_enabled():
-            return tensors
-        for copy, master in zip(copies, masters, strict=True):
-            copy.awaited += 1
-            if master.requires_grad:
-                copy.gradient.expect(master, self.scale, low=self.stores_low(master))
+            if tracked:
+                copy.awaited += 1
+                if master.requires_grad:
+                    copy.gradient.expect(master, self.scale, low=self.stores_low(master))
+        if not tracked:
+            return [copy.stored for copy in copies]
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
     def stores_low(self, master: torch.Tensor) -> bool:
@@ -256,10 +259,8 @@ class _ReadCopies(torch.autograd.Function):
                 # In the parameter's layout: autograd then stores this gradient without a copy.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            low, keeper = ctx.reader.stores_low(master), parameters.owner_of(master)
-            results.append(
-                copy.gradient.hand_over(grad, ctx.multiplied, node, low=low, keeper=keeper)
-            )
+            low = ctx.reader.stores_low(master)
+            results.append(copy.gradient.hand_over(grad, ctx.multiplied, node, low=low))
         # The optimizer's step checks low gradients; nothing can change them before.
         true = [g for g in results if g is not None and g.dtype is torch.float32]
         if ctx.multiplied is not None and true:

@@ -146,7 +146,6 @@ class LowGradient:
         node: Any,
         *,
         low: bool,
-        keeper: Any,
     ) -> torch.Tensor | None:
         """Take one graph's gradient. Returns what the graph's backward returns to autograd for it.
 
@@ -154,7 +153,6 @@ class LowGradient:
             multiplied: the number that the graph multiplied it by, or None: it is unscaled.
             node: the AccumulateGrad of the parameter.
             low: store it in the low dtype, unless something else needs it in FP32.
-            keeper: the object that keeps the parameter alive while gradients are stored low.
         """
         master = self._master()
         stores = _stores(node)
@@ -169,7 +167,7 @@ class LowGradient:
             return grad.float() if multiplied is None else multiplied.true(grad)
         if multiplied is None:
             return grad
-        self._look_at(node, keeper)
+        self._look_at(node, master)
         task = torch._C._current_graph_task_id()  # as torch.utils.checkpoint does
         if task not in self._aside:
             self._aside[task] = grad, multiplied
@@ -178,14 +176,14 @@ class LowGradient:
         self._aside[task] = others + by.bring(grad, multiplied), by
         return None
 
-    def _look_at(self, node: Any, keeper: Any) -> None:
+    def _look_at(self, node: Any, master: torch.Tensor) -> None:
         """Hook into this AccumulateGrad; a parameter gets a new one when none is referenced."""
         if node.metadata.get("mpcompile") is not self:
             node.metadata["mpcompile"] = self
             node.register_prehook(self._arrive)
             node.register_hook(lambda *_: self.note_arrival())
-        # The node holds its parameter: if we held the node, neither would ever be freed.
-        optimizers.state_of(keeper).nodes[id(self)] = node
+            # The node holds its parameter: if we held the node, neither would ever be freed.
+            optimizers.state_of(parameters.owner_of(master)).nodes[id(self)] = node
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from .copies import WorkingCopy
@@ -45,7 +44,9 @@ class ParamState:
 
 
 _NOTHING = ParamState()
-_states = WeakIdKeyDictionary()  # parameter -> ParamState
+# A parameter's id -> the parameter and its state. Each forward asks for each parameter, and torch's
+# WeakIdKeyDictionary takes several times as long: it makes an object for each question.
+_states: dict[int, tuple[weakref.ref[torch.Tensor], ParamState]] = {}
 _changes = 0
 
 
@@ -64,8 +65,8 @@ def changed() -> None:
 
 def state_of(parameter: torch.Tensor) -> ParamState:
     """What is known of a parameter, or of any tensor."""
-    state: ParamState = _states.get(parameter, _NOTHING)
-    return state
+    known = _states.get(id(parameter))
+    return known[1] if known is not None and known[0]() is parameter else _NOTHING
 
 
 def note(parameter: torch.Tensor, **facts: Any) -> None:
@@ -73,7 +74,9 @@ def note(parameter: torch.Tensor, **facts: Any) -> None:
     before = state_of(parameter)
     after = dataclasses.replace(before, **facts)
     if after != before:
-        _states[parameter] = after
+        key, states = id(parameter), _states
+        alive = weakref.ref(parameter, lambda _: states.pop(key, None))
+        states[key] = alive, after
         changed()
 
 

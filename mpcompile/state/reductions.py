@@ -32,6 +32,7 @@ from . import copies, optimizers, parameters
 from .agreement import agree
 from .loss_scale import LossScale
 
+_NOBODY = Ranks()
 _numbers = itertools.count()
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
 
@@ -115,7 +116,7 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
     ranks of the DDPs that average others of its parameters; no ranks if there are none of either.
     """
     if not _known:
-        return Ranks(), []
+        return _NOBODY, []
     groups = optimizer.param_groups
     when = parameters.changes(), len(_known), [len(group["params"]) for group in groups]
     known = optimizers.state_of(optimizer).beside
@@ -126,7 +127,7 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
         own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
-        ranks = sum((r.ranks for r in averaging), Ranks()) if own else Ranks()
+        ranks = sum((r.ranks for r in averaging), _NOBODY) if own else _NOBODY
         known[scale] = when, (ranks, own)
     found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
     return found
