@@ -58,6 +58,8 @@ def test_matrix_units_of_a_cpu(
 def test_auto_is_bf16_on_cpu(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"architecture": "x86_64", "avx512_bf16": units}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    # What ATen itself uses here may be less.
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(limit, raising=False)
     cpu = capabilities("cpu")

@@ -53,4 +53,5 @@ PIECES = (
     _benchmark("parity", 480),
     _benchmark("first_steps", 480),
     _benchmark("watching", 360),
+    _benchmark("overhead", 300),
 )  # fmt: skip

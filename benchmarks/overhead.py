@@ -1,0 +1,296 @@
+"""What a step of a model costs that computes next to nothing: one linear layer, two, a small MLP.
+
+The peer is what a user of torch would write: torch.compile, autocast, GradScaler and fused AdamW.
+Everything is in FP16, so that both scale the loss; also in BF16, where neither does. Each arm's
+step is forward, loss, backward, step and zero_grad, in one thread.
+
+The parts of ours are timed in a run of their own. Each is a function of the library, by the time
+spent in it and not in another part of the table; a clock around each adds some tenths of a
+microsecond. What is left of the step is torch's: Dynamo's guards, AOTAutograd, the engine, kernels.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.harness.ratios import Ratio, ratio, summarize
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import idle_wait
+from mpcompile import MPOptimizer, mpcompile
+from mpcompile.calls.module_call import ModuleCall
+from mpcompile.optim.program import Program
+from mpcompile.optim.step import CompiledStep
+from mpcompile.optim.watch import Watch
+from mpcompile.state import copies, guard
+from mpcompile.state.loss_scale import LossScale
+from mpcompile.state.low_gradients import LowGradient
+
+PHASES, WHOLE = ("forward", "backward", "step", "zero_grad"), "the whole step"
+PEER = "compile + autocast + GradScaler + fused AdamW"
+PLAIN = "mpcompile O1, fused AdamW"
+O1, O2 = "mpcompile O1, MPOptimizer", "mpcompile O2, MPOptimizer"
+OURS = (O1, O2, PLAIN)
+
+PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
+    "is the compiled call still right": (
+        (ModuleCall, "_is_stale"), (ModuleCall, "_look_at_forward"),
+    ),
+    "the scale, before a forward": ((LossScale, "saw_forward"), (LossScale, "inputs")),
+    "copies handed to a graph": ((copies.Reader, "read"),),
+    "gradients of copies, stored": (
+        (copies._ReadCopies, "backward"), (LowGradient, "_arrive"), (LowGradient, "note_arrival"),
+    ),
+    "overflows, looked at by the step": ((guard, "look"),),
+    "which step is it (key)": ((MPOptimizer, "_key"),),
+    "is the compiled step still right": ((CompiledStep, "still_holds"),),
+    "inputs of the compiled step": ((CompiledStep, "run"),),
+    "the compiled step itself (launch)": ((Program, "run"),),
+    "skipped steps, noted": ((Watch, "look"), (Watch, "follow")),
+}  # fmt: skip
+"""A part -> functions: where each is found, and its name there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is timed: sizes of the layers, by the model's name; ReLU in between."""
+
+    models: Mapping[str, tuple[int, ...]]
+    batch: int = 16
+    rounds: int = 60
+    steps: int = 20
+    emit: str = "inductor"
+
+
+WORK = Work(
+    {"one linear, 32": (32, 32), "two linears, 32": (32, 32, 32),
+     "MLP, five linears, 64": (64, 64, 64, 64, 64, 64)}
+)  # fmt: skip
+TINY = Work({"one linear, 8": (8, 8)}, batch=2, rounds=2, steps=1, emit="eager")
+DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
+
+Phases = dict[str, list[float]]
+"""A phase, or the whole step -> seconds, one sample for each round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A training step in its phases; `backward` takes the loss."""
+
+    forward: Callable[[], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    step: Callable[[], object]
+    zero_grad: Callable[[], None]
+
+    def run(self) -> tuple[float, ...]:
+        """One step. Returns the seconds of each phase."""
+        clock = time.perf_counter
+        times = [clock()]
+        loss = self.forward()
+        times.append(clock())
+        self.backward(loss)
+        times.append(clock())
+        self.step()
+        times.append(clock())
+        self.zero_grad()
+        times.append(clock())
+        return tuple(end - start for start, end in itertools.pairwise(times))
+
+
+def run(settings: Settings) -> Report:
+    """Time each arm in each phase; under `settings.quick` one layer, without Inductor."""
+    work, device = TINY if settings.quick else WORK, settings.device
+    record, threads = environment(device), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = {
+            f"{name}, {dtype}": _timed(_arms(sizes, DTYPES[dtype], work, device), work, device)
+            for name, sizes in work.models.items()
+            for dtype in DTYPES
+        }
+        parts = {arm: _parts(arm, work, device) for arm in (O1, O2)}
+    finally:
+        torch.set_num_threads(threads)
+    ratios = {
+        name: {arm: ratio(arms[PEER][WHOLE], arms[arm][WHOLE]) for arm in OURS}
+        for name, arms in found.items()
+    }
+    return Report(
+        name=f"overhead_{device.type}",
+        title=f"What a small step costs, on {where(device)}",
+        notes=[
+            *paragraphs(__doc__),
+            f"Batch {work.batch}. Microseconds, median [p10, p90] of {work.rounds} interleaved "
+            f"rounds of {work.steps} steps; on a GPU those of the host. A ratio is the median over "
+            "the rounds of peer/ours within a round, with its 95% bootstrap interval: above 1, "
+            "ours is faster.",
+        ],
+        tables=[*(_table(name, arms, ratios[name]) for name, arms in found.items()), _split(parts)],
+        verdicts={
+            f"{name}: {O1} takes no longer than the peer: {by_arm[O1]}": by_arm[O1].paired >= 1
+            for name, by_arm in ratios.items()
+        },
+        data={
+            "work": plain(work), "seconds": found, "ratios": plain(ratios), "parts": parts,
+        },
+        environment=record,
+    )  # fmt: skip
+
+
+# -- the arms --------------------------------------------------------------------------------------
+
+
+def _net(sizes: Sequence[int], device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for pair in itertools.pairwise(sizes) for m in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]).to(device)
+
+
+def _arms(
+    sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device
+) -> dict[str, Arm]:
+    arms = {PEER: _peer(sizes, dtype, work, device)}
+    return arms | {name: _ours(name, sizes, dtype, work, device) for name in OURS}
+
+
+def _batch(sizes: Sequence[int], work: Work, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(work.batch, n, device=device) for n in (sizes[0], sizes[-1]))
+
+
+def _peer(sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
+    model, (x, y) = _net(sizes, device), _batch(sizes, work, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    compiled = torch.compile(model, backend=work.emit)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            return F.mse_loss(compiled(x), y)
+
+    def backward(loss: torch.Tensor) -> None:
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Arm(forward, backward, step, optimizer.zero_grad)
+
+
+def _ours(
+    name: str, sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device
+) -> Arm:
+    model, (x, y) = _net(sizes, device), _batch(sizes, work, device)
+    mpcompile(model, dtype=dtype, level="O2" if name == O2 else "O1", emit=work.emit)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == PLAIN)
+    optimizer = inner if name == PLAIN else MPOptimizer(inner, emit=work.emit)
+    backward = torch.Tensor.backward
+    return Arm(lambda: F.mse_loss(model(x), y), backward, optimizer.step, optimizer.zero_grad)
+
+
+# -- the clock -------------------------------------------------------------------------------------
+
+
+def _timed(arms: Mapping[str, Arm], work: Work, device: torch.device) -> dict[str, Phases]:
+    """The arms in turns, each round beginning with another one."""
+    wait = idle_wait(device)
+    found: dict[str, Phases] = {name: {p: [] for p in (*PHASES, WHOLE)} for name in arms}
+    for arm in arms.values():
+        for _ in range(3 * work.steps):
+            arm.run()
+    for turn in range(work.rounds):
+        first = turn % len(arms)
+        for name in (*list(arms)[first:], *list(arms)[:first]):
+            arm = arms[name]
+            for _ in range(max(1, work.steps // 4)):
+                arm.run()
+            wait()
+            # The median: an interrupt takes as long as a step.
+            steps = [arm.run() for _ in range(work.steps)]
+            wait()
+            for phase, seconds in zip(PHASES, zip(*steps, strict=True), strict=True):
+                found[name][phase].append(statistics.median(seconds))
+            found[name][WHOLE].append(statistics.median(map(sum, steps)))
+    return found
+
+
+def _parts(name: str, work: Work, device: torch.device) -> dict[str, float]:
+    """Seconds of a step spent in each part, for the smallest model in FP16: a median of steps."""
+    clock = Clock()
+    with contextlib.ExitStack() as patched:
+        for part, functions in PARTS.items():
+            for owner, attribute in functions:
+                timed = clock.around(part, getattr(owner, attribute))
+                patched.enter_context(mock.patch.object(owner, attribute, timed))
+        sizes = next(iter(work.models.values()))
+        arm = _ours(name, sizes, torch.float16, work, device)
+        steps: list[Mapping[str, float]] = []
+        for _ in range(10 * work.steps):
+            clock.spent.clear()
+            whole = sum(arm.run())
+            steps.append(collections.Counter({**clock.spent, WHOLE: whole}))
+    late = steps[len(steps) // 2 :]
+    return {part: statistics.median(s[part] for s in late) for part in (*PARTS, WHOLE)}
+
+
+class Clock:
+    """The time spent in functions, less that in others of them which they call.
+
+    Attributes:
+        spent: seconds by part.
+    """
+
+    def __init__(self) -> None:
+        self.spent: collections.Counter[str] = collections.Counter()
+        self._inside: list[float] = []  # for each function that runs: the time spent in others
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = time.perf_counter() - start
+                self.spent[part] += whole - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += whole
+
+        return timed
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def _table(name: str, arms: Mapping[str, Phases], ratios: Mapping[str, Ratio]) -> Table:
+    rows = [
+        (arm, *(summarize(phases[p]).text(1e6, 0) for p in (*PHASES, WHOLE)),
+         str(ratios[arm]) if arm in ratios else "")
+        for arm, phases in arms.items()
+    ]  # fmt: skip
+    return Table(name, ("arm", *PHASES, "all", "peer over ours"), rows)
+
+
+def _split(parts: Mapping[str, Mapping[str, float]]) -> Table:
+    rows = [
+        (part, *(f"{found[part] * 1e6:.1f}" for found in parts.values()))
+        for part in (*PARTS, WHOLE)
+    ]
+    title = "Where our part of the time goes, in microseconds: the smallest model, FP16"
+    return Table(title, ("part", *parts), rows)
