@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+_groups: list[Any] = []
 SECONDS = 240  # within the time of a test (pyproject.toml)
 
 
@@ -22,6 +23,9 @@ def join(rank: int, ranks: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", ranks)
     patience = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=patience)
+    # Where its last reference goes in C++, right after it was used, a group can hang for good: see
+    # `mpcompile.ranks.ddp.hold_group`.
+    _groups.append(dist.group.WORLD)
 
 
 def on_each_rank(function: Callable[..., None], *args: Any, ranks: int = 2) -> None:

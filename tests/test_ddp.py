@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
+from mpcompile.ranks import ddp
 from mpcompile.state.copies import copies_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -192,7 +192,7 @@ class Slow:
         time.sleep(0.5)
 
 
-def _goes_right_after_a_backward(rank: int) -> None:
+def _goes_right_after_a_backward(rank: int, folder: str) -> None:
     then = torch._C.Future.then
 
     def slowly(future: Any, callback: Any) -> Any:
@@ -200,20 +200,42 @@ def _goes_right_after_a_backward(rank: int) -> None:
         return then(future, callback)
 
     torch._C.Future.then = slowly  # type: ignore[method-assign]
+    dist.destroy_process_group()  # whose group stays
+    store = dist.FileStore(f"{folder}/first", 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     model = mpcompile(DistributedDataParallel(Net()), level="O2", emit="eager")
     model(torch.randn(2, 8)).sum().backward()
     dist.destroy_process_group()
     del model
     gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        join(rank, 1, folder)
+    join(rank, 1, folder)
 
 
-def test_a_ddp_goes_right_after_a_backward() -> None:
+def test_a_ddp_goes_right_after_a_backward(tmp_path: Path) -> None:
     """The last reference to a group must not go in C++, which waits for gloo's threads with the GIL
     held, while one of them waits for the GIL.
     """
-    on_each_rank(_goes_right_after_a_backward, ranks=1)
+    on_each_rank(_goes_right_after_a_backward, str(tmp_path), ranks=1)
+
+
+def test_a_ddp_keeps_its_group_only_while_it_lives(tmp_path: Path) -> None:
+    def kept() -> list[Any]:
+        return [module() for module, _ in ddp._held]
+
+    join(0, 1, str(tmp_path))
+    try:
+        models = [mpcompile(DistributedDataParallel(Net()), emit="eager") for _ in range(2)]
+        for model in models:  # at O1 no hook of ours is there
+            model(torch.randn(2, 8)).sum().backward()
+        assert all(any(model is one for one in kept()) for model in models)
+        del model, models
+        gc.collect()
+        torch._dynamo.reset()
+        other = mpcompile(DistributedDataParallel(Net()), emit="eager")
+        other(torch.randn(2, 8))
+        assert kept() == [other]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_ddp_answers_for_what_it_wraps(tmp_path: Path) -> None:

@@ -52,10 +52,11 @@ class _Look:
         tensor: torch.Tensor | None = self.scale.live.resident(self.name)
         if tensor is None or self.said:
             return
-        if self.arriving is None:
+        if self.arriving is None or self.arriving.value is not tensor:
             self.arriving = Later(tensor)
         if (number := self.arriving.read()) is not None:
-            self.arriving = None
+            if self.arriving.is_copy:
+                self.arriving = None
             if number:
                 self.said = True
                 self.say()

@@ -27,7 +27,7 @@ from ..errors import MPCompileError
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
 _HOPS = 3
 
-# The groups of the modules that have our hook. See `_hold`.
+# The groups of modules: see `hold_group`.
 _held: list[tuple[weakref.ref[DistributedDataParallel], dist.ProcessGroup]] = []
 
 
@@ -66,6 +66,23 @@ def check_forward(module: DistributedDataParallel) -> None:
             "batch takes no step, so its loss scale would not move with the others'. Give all "
             "ranks the same number of batches: DistributedSampler(..., drop_last=True)"
         )
+
+
+def hold_group(module: DistributedDataParallel) -> None:
+    """Keep the module's process group until some time after the module has gone.
+
+    A thread of gloo's needs the GIL shortly after each reduction, to let go of a hook's callback,
+    or of Python objects that torch.compile has put into thread-local state. If the reducer, in C++,
+    has the last reference to the group, the group waits for its threads with the GIL held: a
+    deadlock. References from Python give the GIL up before they let a group go.
+    """
+    _let_go(of=lambda module: module is None)
+    _held.append((weakref.ref(module), module.process_group))
+
+
+@atexit.register
+def _let_go(of: Callable[[nn.Module | None], bool] = lambda module: True) -> None:
+    _held[:] = [(module, group) for module, group in _held if not of(module())]
 
 
 def called_modules(module: nn.Module) -> list[nn.Module]:
@@ -152,24 +169,7 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
         dist._register_comm_hook(module.reducer, None, hook)  # type: ignore[attr-defined]
     except RuntimeError:  # a built-in hook is there
         return False
-    _hold(module)
     return True
-
-
-def _hold(module: DistributedDataParallel) -> None:
-    """Keep the module's process group until some time after the module has gone.
-
-    A thread of gloo's needs the GIL to let go of a hook's callback, shortly after the backward. If
-    the reducer, in C++, has the last reference to the group, the group waits for its threads with
-    the GIL held: a deadlock. Python's references give the GIL up before they let a group go.
-    """
-    _let_go(of=lambda module: module is None)
-    _held.append((weakref.ref(module), module.process_group))
-
-
-@atexit.register
-def _let_go(of: Callable[[nn.Module | None], bool] = lambda module: True) -> None:
-    _held[:] = [(module, group) for module, group in _held if not of(module())]
 
 
 def _average(

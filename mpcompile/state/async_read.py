@@ -10,9 +10,15 @@ from ..devices.registry import capabilities
 
 
 class Later:
-    """One 0-d tensor, readable once it has arrived: on a CPU at once, on a GPU after its copy."""
+    """One 0-d tensor, readable once it has arrived: on a CPU at once, on a GPU after its copy.
+
+    Attributes:
+        value: the tensor.
+        is_copy: whether what is read is as old as this object; else it is the tensor as it is.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
         self._event: Any = None
         device = capabilities(value.device)
         if not device.asynchronous:
@@ -21,6 +27,10 @@ class Later:
             self._mirror = torch.zeros_like(value, device="cpu").pin_memory()
             self._mirror.copy_(value, non_blocking=True)
             self._event = device.record_event()
+
+    @property
+    def is_copy(self) -> bool:
+        return self._event is not None
 
     def wait(self) -> None:
         """Wait until it has arrived."""

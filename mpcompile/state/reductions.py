@@ -145,6 +145,7 @@ class Reduction:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         ddp.check(module)
+        ddp.hold_group(module)
         self.number = next(_numbers)
         self.settled = False
         self.ranks = Ranks((module.process_group,), module.device)
