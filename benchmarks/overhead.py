@@ -1,4 +1,4 @@
-"""What a step of a model costs that computes next to nothing: one linear layer, two, a small MLP.
+"""What a step of a model costs that computes next to nothing: one linear layer, two, small MLPs.
 
 The peer is what a user of torch would write: torch.compile, autocast, GradScaler and fused AdamW.
 Everything is in FP16, so that both scale the loss; also in BF16, where neither does. Each arm's
@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.harness.ratios import Ratio, ratio, summarize
 from benchmarks.harness.record import environment
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import idle_wait
+from benchmarks.harness.timing import idle_wait, in_turns
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.calls.module_call import ModuleCall
 from mpcompile.optim.program import Program
@@ -77,7 +77,7 @@ class Work:
 
 WORK = Work(
     {"one linear, 32": (32, 32), "two linears, 32": (32, 32, 32),
-     "MLP, five linears, 64": (64, 64, 64, 64, 64, 64)}
+     "MLP, five linears, 64": (64,) * 6, "MLP, sixteen linears, 32": (32,) * 17}
 )  # fmt: skip
 TINY = Work({"one linear, 8": (8, 8)}, batch=2, rounds=2, steps=1, emit="eager")
 DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
@@ -211,19 +211,16 @@ def _timed(arms: Mapping[str, Arm], work: Work, device: torch.device) -> dict[st
     for arm in arms.values():
         for _ in range(3 * work.steps):
             arm.run()
-    for turn in range(work.rounds):
-        first = turn % len(arms)
-        for name in (*list(arms)[first:], *list(arms)[:first]):
-            arm = arms[name]
-            for _ in range(max(1, work.steps // 4)):
-                arm.run()
-            wait()
-            # The median: an interrupt takes as long as a step.
-            steps = [arm.run() for _ in range(work.steps)]
-            wait()
-            for phase, seconds in zip(PHASES, zip(*steps, strict=True), strict=True):
-                found[name][phase].append(statistics.median(seconds))
-            found[name][WHOLE].append(statistics.median(map(sum, steps)))
+    for name, arm in in_turns(list(arms.items()), work.rounds):
+        for _ in range(max(1, work.steps // 4)):
+            arm.run()
+        wait()
+        # The median: an interrupt takes as long as a step.
+        steps = [arm.run() for _ in range(work.steps)]
+        wait()
+        for phase, seconds in zip(PHASES, zip(*steps, strict=True), strict=True):
+            found[name][phase].append(statistics.median(seconds))
+        found[name][WHOLE].append(statistics.median(map(sum, steps)))
     return found
 
 

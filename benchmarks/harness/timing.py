@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
-__all__ = ["Arm", "far_behind", "idle_wait", "low_dtype", "take_turns"]
+__all__ = ["Arm", "far_behind", "idle_wait", "in_turns", "low_dtype", "take_turns"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,26 +34,32 @@ def take_turns(
     """Time the arms in interleaved rounds: one sample per arm and round, in seconds per step.
 
     A turn is `settle` steps that do not count (caches hold another arm's data), then `steps` timed
-    together. Each round starts with another arm, so that none always follows the same one. Compile
-    and warm up before: every step here counts.
+    together. Compile and warm up before: every step here counts.
 
     Args:
         wait: blocks until the device is idle; called at both ends of the timed part.
         clock: seconds, monotonic.
     """
     samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for arm in in_turns(arms, rounds):
+        for _ in range(settle):
+            arm.step()
+        wait()
+        start = clock()
+        for _ in range(steps):
+            arm.step()
+        wait()
+        samples[arm.name].append((clock() - start) / steps)
+    return samples
+
+
+def in_turns(arms: Sequence[T], rounds: int) -> Iterator[T]:
+    """The arms, round after round. Each round starts with another one, so that none always follows
+    the same one.
+    """
     for turn in range(rounds):
         first = turn % len(arms)
-        for arm in (*arms[first:], *arms[:first]):
-            for _ in range(settle):
-                arm.step()
-            wait()
-            start = clock()
-            for _ in range(steps):
-                arm.step()
-            wait()
-            samples[arm.name].append((clock() - start) / steps)
-    return samples
+        yield from (*arms[first:], *arms[:first])
 
 
 def far_behind(

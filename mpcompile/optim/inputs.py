@@ -6,8 +6,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -21,8 +20,7 @@ from ..ir.step import Slot
 from ..ranks.shards import local
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A parameter that takes part in a step.
 
     Attributes:

@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 from ..errors import MPCompileError
 from ..ranks.shards import local, place_gradient
 from ..ranks.zero import is_zero, partition_of
+from .inputs import Member
 
-Found = tuple[int, torch.Tensor, bool]  # the arguments of a Member
 
-
-def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Found], list[Hashable]]:
+def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], list[Hashable]]:
     """The parameters that have a gradient, and what tells this step from others: which they are,
-    and how their gradients are stored. Most steps are like the one before, and need no Members.
+    and how their gradients are stored.
 
     Args:
         sharded: whether some parameters may be DTensors. Their gradients are then placed like them.
@@ -27,7 +26,7 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Found], lis
     own: set[int] | None = None  # all
     if is_zero(optimizer):
         own = {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
-    found: list[Found] = []
+    members: list[Member] = []
     facts: list[Hashable] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -42,6 +41,6 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Found], lis
                     f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
                     "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                 )
-            found.append((index, param, own is None or id(param) in own))
+            members.append(Member(index, param, own is None or id(param) in own))
             facts.append((index, id(param), grad.dtype, grad.stride()))
-    return found, facts
+    return members, facts

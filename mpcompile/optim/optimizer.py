@@ -22,7 +22,7 @@ from .checks import check, check_group, check_ranks
 from .compile_piece import Emit
 from .eager import eager_step
 from .first_state import initialise_state, move_scalar_state
-from .inputs import Member, Setting
+from .inputs import Setting
 from .key import StepKey, rules_of
 from .log_step import log_by_operator, log_compiled, why_compiled
 from .members import members_of
@@ -196,11 +196,10 @@ class MPOptimizer(Optimizer):
         return partition_of(self._inner)
 
     def _key(self) -> StepKey:
-        found, facts = members_of(self._inner, sharded=self._connected is not None)
+        members, facts = members_of(self._inner, sharded=self._connected is not None)
         # Most steps are like the one before; checking that is cheaper than making a key.
         facts.append(parameters.changes())
         if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
-            members = [Member(*one) for one in found]
             key = StepKey.of(members, self._own_scale, self._connected)
             self._check_scales(key)
             self._last = (facts, rules_of(key.scales)), key

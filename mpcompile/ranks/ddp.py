@@ -29,6 +29,7 @@ _HOPS = 3
 
 # The groups of modules: see `hold_group`.
 _held: list[tuple[weakref.ref[DistributedDataParallel], dist.ProcessGroup]] = []
+atexit.register(_held.clear)
 
 
 def active() -> DistributedDataParallel | None:
@@ -76,13 +77,8 @@ def hold_group(module: DistributedDataParallel) -> None:
     has the last reference to the group, the group waits for its threads with the GIL held: a
     deadlock. References from Python give the GIL up before they let a group go.
     """
-    _let_go(of=lambda module: module is None)
+    _held[:] = [(alive, group) for alive, group in _held if alive() is not None]
     _held.append((weakref.ref(module), module.process_group))
-
-
-@atexit.register
-def _let_go(of: Callable[[nn.Module | None], bool] = lambda module: True) -> None:
-    _held[:] = [(module, group) for module, group in _held if not of(module())]
 
 
 def called_modules(module: nn.Module) -> list[nn.Module]:

@@ -235,14 +235,14 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if not dense:
         return torch.tensor(False)
     # The largest magnitude of a gradient is inf or nan exactly if some element is; and a difference
-    # of equal numbers is 0 exactly if they are finite. (`get_total_norm` and `isfinite` would say
-    # the same, and cost a small model's step twice as much.)
+    # of equal numbers is 0 exactly if they are finite. (`get_total_norm` and `isfinite` say the
+    # same, in more operators: a small model's step would notice.)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in dense:
         by_device.setdefault(gradient.device, []).append(gradient)
     found = []
-    for gradients in by_device.values():
-        most = torch.stack(torch._foreach_norm(gradients, float("inf")))
+    for group in by_device.values():
+        most = torch.stack(torch._foreach_norm(group, float("inf")))
         found.append((most - most).any())
     first, *others = found
     for other in others:
