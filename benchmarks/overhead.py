@@ -1,4 +1,4 @@
-"""What a step of a model costs that computes next to nothing: one linear layer, two, small MLPs.
+"""What a step of a model costs that computes next to nothing: linear layers, a GPT, an LSTM.
 
 The peer is what a user of torch would write: torch.compile, autocast, GradScaler and fused AdamW.
 Everything is in FP16, so that both scale the loss; also in BF16, where neither does. Each arm's
@@ -30,6 +30,7 @@ from benchmarks.harness.ratios import Ratio, ratio, summarize
 from benchmarks.harness.record import environment
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import idle_wait, in_turns
+from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.calls.module_call import ModuleCall
 from mpcompile.optim.program import Program
@@ -64,23 +65,67 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
 """A part -> functions: where each is found, and its name there."""
 
 
+DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A model; its loss, of the model and a batch; the batch; and in which dtypes it is timed."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[..., torch.Tensor]
+    draw: Callable[[torch.device], Sequence[torch.Tensor]]
+    dtypes: Sequence[str] = tuple(DTYPES)
+
+
+def linears(*sizes: int, batch: int = 16) -> Small:
+    """Linear layers of these sizes, with ReLU in between, and the mean squared error."""
+
+    def build() -> nn.Module:
+        layers = [m for pair in itertools.pairwise(sizes) for m in (nn.Linear(*pair), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y)
+
+    def draw(device: torch.device) -> Sequence[torch.Tensor]:
+        return [torch.randn(batch, n, device=device) for n in (sizes[0], sizes[-1])]
+
+    return Small(build, loss, draw)
+
+
+def with_loss(build: Callable[[], nn.Module], sample: Sample, *dtypes: str) -> Small:
+    """A model that returns its loss."""
+    return Small(build, lambda model, *batch: model(*batch), sample.draw, dtypes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is timed: sizes of the layers, by the model's name; ReLU in between."""
+    """What is timed, by the model's name, and how often."""
 
-    models: Mapping[str, tuple[int, ...]]
-    batch: int = 16
+    models: Mapping[str, Small]
     rounds: int = 60
     steps: int = 20
     emit: str = "inductor"
 
 
+_GPT = functools.partial(
+    GPT2, vocab=128, context=16, width=32, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
+)
 WORK = Work(
-    {"one linear, 32": (32, 32), "two linears, 32": (32, 32, 32),
-     "MLP, five linears, 64": (64,) * 6, "MLP, sixteen linears, 32": (32,) * 17}
-)  # fmt: skip
-TINY = Work({"one linear, 8": (8, 8)}, batch=2, rounds=2, steps=1, emit="eager")
-DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
+    {
+        "one linear, 32": linears(32, 32),
+        "two linears, 32": linears(32, 32, 32),
+        "MLP, five linears, 64": linears(*(64,) * 6),
+        "MLP, sixteen linears, 32": linears(*(32,) * 17),
+        "GPT, 32 wide, two layers": with_loss(_GPT, Sample((1, 16), (1, 16), 128, 128), *DTYPES),
+        # In FP16 the peer fails on a CPU: oneDNN has no such LSTM.
+        "LSTM tagger, 32 wide": with_loss(
+            functools.partial(Tagger, width=32), Sample((2, 8), (2, 8), 16, 256), "BF16"
+        ),
+    }
+)
+TINY = Work({"one linear, 8": linears(8, 8, batch=2)}, rounds=2, steps=1, emit="eager")
 
 Phases = dict[str, list[float]]
 """A phase, or the whole step -> seconds, one sample for each round."""
@@ -117,9 +162,9 @@ def run(settings: Settings) -> Report:
     torch.set_num_threads(1)
     try:
         found = {
-            f"{name}, {dtype}": _timed(_arms(sizes, DTYPES[dtype], work, device), work, device)
-            for name, sizes in work.models.items()
-            for dtype in DTYPES
+            f"{name}, {dtype}": _timed(_arms(model, DTYPES[dtype], work, device), work, device)
+            for name, model in work.models.items()
+            for dtype in model.dtypes
         }
         parts = {arm: _parts(arm, work, device) for arm in (O1, O2)}
     finally:
@@ -133,7 +178,7 @@ def run(settings: Settings) -> Report:
         title=f"What a small step costs, on {where(device)}",
         notes=[
             *paragraphs(__doc__),
-            f"Batch {work.batch}. Microseconds, median [p10, p90] of {work.rounds} interleaved "
+            f"16 rows or tokens each. Microseconds, median [p10, p90] of {work.rounds} interleaved "
             f"rounds of {work.steps} steps; on a GPU those of the host. A ratio is the median over "
             "the rounds of peer/ours within a round, with its 95% bootstrap interval: above 1, "
             "ours is faster.",
@@ -144,7 +189,8 @@ def run(settings: Settings) -> Report:
             for name, by_arm in ratios.items()
         },
         data={
-            "work": plain(work), "seconds": found, "ratios": plain(ratios), "parts": parts,
+            "rounds": work.rounds, "steps": work.steps, "seconds": found,
+            "ratios": plain(ratios), "parts": parts,
         },
         environment=record,
     )  # fmt: skip
@@ -153,32 +199,26 @@ def run(settings: Settings) -> Report:
 # -- the arms --------------------------------------------------------------------------------------
 
 
-def _net(sizes: Sequence[int], device: torch.device) -> nn.Module:
+def _arms(model: Small, dtype: torch.dtype, work: Work, device: torch.device) -> dict[str, Arm]:
+    arms = {PEER: _peer(model, dtype, work, device)}
+    return arms | {name: _ours(name, model, dtype, work, device) for name in OURS}
+
+
+def _built(model: Small, device: torch.device) -> tuple[nn.Module, Sequence[torch.Tensor]]:
+    """The model and its batch, the same for each arm."""
     torch.manual_seed(0)
-    layers = [m for pair in itertools.pairwise(sizes) for m in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]).to(device)
+    return model.build().to(device), model.draw(device)
 
 
-def _arms(
-    sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device
-) -> dict[str, Arm]:
-    arms = {PEER: _peer(sizes, dtype, work, device)}
-    return arms | {name: _ours(name, sizes, dtype, work, device) for name in OURS}
-
-
-def _batch(sizes: Sequence[int], work: Work, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(work.batch, n, device=device) for n in (sizes[0], sizes[-1]))
-
-
-def _peer(sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
-    model, (x, y) = _net(sizes, device), _batch(sizes, work, device)
+def _peer(small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
+    model, batch = _built(small, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
     compiled = torch.compile(model, backend=work.emit)
 
     def forward() -> torch.Tensor:
         with torch.autocast(device.type, dtype=dtype):
-            return F.mse_loss(compiled(x), y)
+            return small.loss(compiled, *batch)
 
     def backward(loss: torch.Tensor) -> None:
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -190,15 +230,13 @@ def _peer(sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.de
     return Arm(forward, backward, step, optimizer.zero_grad)
 
 
-def _ours(
-    name: str, sizes: Sequence[int], dtype: torch.dtype, work: Work, device: torch.device
-) -> Arm:
-    model, (x, y) = _net(sizes, device), _batch(sizes, work, device)
+def _ours(name: str, small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
+    model, batch = _built(small, device)
     mpcompile(model, dtype=dtype, level="O2" if name == O2 else "O1", emit=work.emit)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == PLAIN)
     optimizer = inner if name == PLAIN else MPOptimizer(inner, emit=work.emit)
     backward = torch.Tensor.backward
-    return Arm(lambda: F.mse_loss(model(x), y), backward, optimizer.step, optimizer.zero_grad)
+    return Arm(lambda: small.loss(model, *batch), backward, optimizer.step, optimizer.zero_grad)
 
 
 # -- the clock -------------------------------------------------------------------------------------
@@ -232,8 +270,8 @@ def _parts(name: str, work: Work, device: torch.device) -> dict[str, float]:
             for owner, attribute in functions:
                 timed = clock.around(part, getattr(owner, attribute))
                 patched.enter_context(mock.patch.object(owner, attribute, timed))
-        sizes = next(iter(work.models.values()))
-        arm = _ours(name, sizes, torch.float16, work, device)
+        model = next(iter(work.models.values()))
+        arm = _ours(name, model, torch.float16, work, device)
         steps: list[Mapping[str, float]] = []
         for _ in range(10 * work.steps):
             clock.spent.clear()

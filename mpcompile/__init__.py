@@ -13,6 +13,7 @@ from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
 from .state.clipping import clip_grad_norm_, clip_grad_value_
 from .state.loss_scale import LossScale
+from .steps import train_step
 
 __all__ = [
     "Level",
@@ -33,4 +34,5 @@ __all__ = [
     "mpcompile",
     "plan_for",
     "register_rule",
+    "train_step",
 ]

@@ -20,6 +20,7 @@ from .calls.module_call import ModuleCall, running
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
+from .capture.rebound import gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -30,6 +31,7 @@ from .settings import OPTIONS, Settings, check_module, documented
 from .state import hooks, parameters
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
+from .whole.train_step import TrainStep, goes_backward
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -139,9 +141,26 @@ def _compiled(
         _records[model] = record
         uncalled.expect(first)
         return model
-    compiled = running(torch.compile(model, **compile_kwargs), allow_rnn=True)
+    compiled = _compiled_function(model, compile_kwargs, record)
     _records[compiled] = record
     return compiled
+
+
+def _compiled_function(
+    function: Callable[..., Any], compile_kwargs: dict[str, Any], record: _Record
+) -> Callable[..., Any]:
+    """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
+
+    def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
+        # Between backward and step is code of the user's, who was promised true gradients.
+        options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
+        options.update({"emit": emit} if emit else {})
+        compiled = torch.compile(one, **{**compile_kwargs, "options": options})
+        return running(compiled, gradients_of_rebound, allow_rnn=True)
+
+    if not goes_backward(function):
+        return in_pieces(function)
+    return TrainStep(function, in_pieces, compile_kwargs, record.plans)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:

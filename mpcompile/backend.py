@@ -73,8 +73,9 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     names: Names = request.pop("_names", nobody)
+    true = request.pop("_true_gradients", False)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
-    settings = replace(settings, names=names)
+    settings = replace(settings, names=names, true_gradients=true)
     uncalled.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
@@ -145,7 +146,7 @@ def _compile(
     device = device_of(example_inputs)
     target = target_of(device, settings.dtype)
     scale = scale_for(example_inputs, target.low, settings)
-    owned = _owned(example_inputs) if settings.level is Level.O2 else {}
+    owned = owned_in(example_inputs) if settings.level is Level.O2 else {}
     copied = {i: copies.stored_shape(example_inputs[i], target.low) for i in owned}
     config = config_for(target, settings, scaled=scale is not None, copied=copied)
     kept, repairs = (pipeline.Kept(), scale.repairs) if scale is not None else (None, None)
@@ -153,7 +154,7 @@ def _compile(
     inputs = GraphInputs.of(captured.graph)
     scale = scale if inputs.scaled else None
     _heed_the_device(captured, plan, config, device)
-    _note_read_in_full(example_inputs, owned, inputs)
+    note_read_in_full(example_inputs, owned, inputs)
     reduced_in = target.low if settings.reduces_low else None
     low_wire = settings.reduces_low
     shardings.enter(captured, example_inputs, reduced_in, scale, hooked=low_wire)
@@ -169,7 +170,9 @@ def _compile(
         compiled = fit_scale.fitting(compiled, scale, inputs)
     if scale is not None:
         scale.open |= any(_is_trained(x) and not is_leaf(x) for x in example_inputs)
-    reader = _reader(inputs, owned, target.low, scale)
+    reader = reader_of(inputs, owned, target.low, scale)
+    if reader is not None and settings.true_gradients:
+        reader.low_gradients = scale is None
     watched = None
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
@@ -275,7 +278,7 @@ def _has_products(gm: fx.GraphModule) -> bool:
     return any(product(node) is not None for node in gm.graph.nodes)
 
 
-def _note_read_in_full(
+def note_read_in_full(
     example_inputs: Sequence[Any], owned: Mapping[int, Any], inputs: GraphInputs
 ) -> None:
     """Note parameters of an optimizer that the graph reads in FP32: their gradients stay FP32."""
@@ -304,7 +307,7 @@ def _working_copies(
     return working
 
 
-def _reader(
+def reader_of(
     inputs: GraphInputs, owned: Mapping[int, Any], low: torch.dtype, scale: LossScale | None
 ) -> copies.Reader | None:
     if not inputs.copies:
@@ -314,7 +317,7 @@ def _reader(
     return copies.Reader(low, scale, low_gradients=single)
 
 
-def _owned(example_inputs: Sequence[Any]) -> dict[int, Any]:
+def owned_in(example_inputs: Sequence[Any]) -> dict[int, Any]:
     """The inputs that are parameters of an MPOptimizer: input number -> that optimizer."""
     owners = {
         i: parameters.owner_of(x)

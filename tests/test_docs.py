@@ -187,7 +187,7 @@ def run(documented: list[str], names: dict[str, Any]) -> dict[str, Any]:
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Its blocks as they stand, in their order, from an empty namespace, through Inductor."""
     quick_start = README.read_text().partition("## Quick start")[2].partition("\n## ")[0]
-    assert quick_start.count("```python") == 2
+    assert quick_start.count("```python") == 3
     assert "mpcompile(model)" in quick_start
     assert 'backend="mpcompile"' in quick_start
     shown = blocks(README)

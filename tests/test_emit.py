@@ -13,8 +13,8 @@ import torch
 from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
 from torch import fx
 
-from mpcompile.emit.second_backward import noticed
 from mpcompile.errors import MPCompileError
+from mpcompile.state.second_backward import noticed
 
 pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
 

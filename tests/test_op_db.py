@@ -58,10 +58,14 @@ REFUSED_INPLACE = {
     "float_power": "its in-place variant would have to change the dtype",
 }
 
-# Operators of which a sample is left in FP32, and what the warning says.
-LEFT_IN_FP32 = {
-    # Its parts share memory, and their sizes depend on data: that they still do can't be shown.
+# Operators of which a sample may fail, and what the error or the warning says.
+MAY_FAIL = {
+    # Left in FP32: its parts share memory, and their sizes depend on data: that they still do can't
+    # be shown.
     "tensor_split": "no longer lies in the memory of",
+    # Its backward compares the part of a gradient that rounding leaves with an absolute tolerance
+    # of 1e-2. On some CPUs that part, times a loss scale of 65,536, is larger.
+    "linalg.eig": "specified up to multiplication by e^{i phi}",
 }
 
 
@@ -81,12 +85,12 @@ def judge(case: Case) -> None:
     for status, excluded in ((Status.BREAK, BREAKS), (Status.SKIP, refused)):
         unexpected = [v for v in verdicts if v.status is status and case.name not in excluded]
         assert not unexpected, f"{case}: {len(unexpected)} {status.name}: {unexpected[0]}"
-    left = LEFT_IN_FP32.get(case.name)
+    allowed = MAY_FAIL.get(case.name)
     failed = [
         v
         for v in verdicts
         if v.status is Status.WRONG
-        or (v.status is Status.CRASH and (left is None or left not in v.detail))
+        or (v.status is Status.CRASH and (allowed is None or allowed not in v.detail))
     ]
     assert not failed, f"{case}: {len(failed)} of {len(verdicts)}: {failed[0]}"
     if case.setting == "alone" and not case.first:

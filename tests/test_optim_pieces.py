@@ -11,7 +11,7 @@ from torch import nn
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
-from mpcompile.optim.pieces import MEASURE, UPDATE, Piece, Split, _stages, signature, split
+from mpcompile.optim.pieces import MEASURE, UPDATE, Piece, Split, signature, split, stages_of
 from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.measure_gradients import measure_gradients
@@ -211,7 +211,7 @@ def test_multi_tensor_operators_are_not_flat() -> None:
 
 
 def test_stages_only_grow() -> None:
-    stages = _stages(passed((3,), (), make=adam, max_grad_norm=1.0, scales=(DYNAMIC,)).gm)
+    stages = stages_of(passed((3,), (), make=adam, max_grad_norm=1.0, scales=(DYNAMIC,)).gm)
     assert {MEASURE, UPDATE} <= set(stages.values())
     for node, stage in stages.items():
         assert all(stages[n] <= stage for n in node.all_input_nodes if n in stages), node

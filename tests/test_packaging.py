@@ -47,8 +47,9 @@ LAYERS = (
     {"capture", "emit", "pipeline"},
     {"calls", "settings"},
     {"backend", "optim"},
+    {"whole"},
     {"api", "entry_point"},
-    {"debug", "integrations", "preview"},
+    {"debug", "integrations", "preview", "steps"},
     {"demo"},
     {"cli"},
 )

@@ -120,6 +120,26 @@ getitem_5: f32[] = getitem(_foreach_norm_scalar, 1)
     )
 
 
+def test_measure_gradients_that_are_gathered() -> None:
+    """One norm for both, which counts once in the norm of all; the third has its own."""
+    gradients = (SCALED, SCALED, Gradient(F32, (0,)))
+    stage = StepStage(measure_gradients, (3,), (2, 2), (4,), gradients=gradients,
+                      gathered=((0, 1),), max_grad_norm=1.0)  # fmt: skip
+    assert_expected_inline(
+        stage.run(),
+        """\
+grads0: f16[7] = input
+linalg_vector_norm_default: f32[] = linalg_vector_norm(grads0, 2.0, dtype=f32)
+linalg_vector_norm_default_1: f32[] = linalg_vector_norm(grad2, 2.0, dtype=f32)
+mul_tensor_5: f32[] = mul(linalg_vector_norm_default, reciprocal_default)
+stack_default: f32[2] = stack([mul_tensor_5, linalg_vector_norm_default_1])
+linalg_vector_norm_default_2: f32[] = linalg_vector_norm(stack_default)
+""",
+    )
+    first, second, third = ir.step_notes(stage.gm).norms
+    assert first is second is not third
+
+
 def test_measure_gradients_has_nothing_to_measure() -> None:
     assert StepStage(measure_gradients, checked=False).leaves_alone()
     assert not StepStage(measure_gradients, checked=False, max_grad_norm=1.0).leaves_alone()
@@ -167,6 +187,16 @@ logical_not_default_1: b8[] = logical_not(all_default_1)
 logical_or_default_1: b8[] = logical_or(gt_scalar_1, logical_not_default_1)
 """,
     )
+
+
+def test_find_overflows_of_gathered_gradients() -> None:
+    """Each norm is looked at once, and by the scales of its own gradients only."""
+    two = (Gradient(F32, (0,)), Gradient(F32, (0,)), Gradient(F32, (1,)), Gradient(F32, (1,)))
+    stage = StepStage(find_overflows, (3,), (2,), (4,), (5,), scales=(STATIC, STATIC),
+                      gradients=two, gathered=((0, 1),))  # fmt: skip
+    new = stage.run()
+    assert "= stack([linalg_vector_norm_default])\n" in new
+    assert "= stack([linalg_vector_norm_default_1, linalg_vector_norm_default_2])\n" in new
 
 
 def test_find_overflows_where_nothing_is_skipped() -> None:
@@ -270,10 +300,10 @@ clamp_max_default: f32[] = clamp_max(mul_tensor_2, 1.0)
 mul_tensor_3: f32[3] = mul(grad0, clamp_max_default)
 mul_tensor_4: f32[2] = mul(grad1, clamp_max_default)
 mul_tensor: f32[3] = mul(mul_tensor_3, neg)
-mul_tensor_1: f32[2] = mul(mul_tensor_4, neg_1)
+mul_tensor_1: f32[2] = mul(mul_tensor_4, neg)
 copy__default_1: f32[] = copy_(result_norm, linalg_vector_norm_default_2)
 - mul_tensor: f32[3] = mul(grad0, neg)
-- mul_tensor_1: f32[2] = mul(grad1, neg_1)
+- mul_tensor_1: f32[2] = mul(grad1, neg)
 """,
     )
 
@@ -302,7 +332,7 @@ def test_clip_gradients_keeps_the_dtype_of_a_number() -> None:
                       gradients=(Gradient(F32, (0,)), Gradient(F64, (0,))))  # fmt: skip
     stage.run()
     updates = [n for n in stage.gm.graph.nodes if any(i.name == "neg" for i in n.all_input_nodes)]
-    (update,) = (n for n in updates if n.target is aten.mul.Tensor)
+    (update,) = (n for n in updates if n.target is aten.mul.Tensor and ir.value(n).ndim == 0)
     assert ir.value(update.args[0]).shape == ()
     assert ir.dtype(update.args[0]) is F32
 

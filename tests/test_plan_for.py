@@ -217,7 +217,7 @@ def test_nothing_happens_to_the_model_or_the_process() -> None:
     model.layer.weight.grad = torch.ones(4, 4)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr]
-    live, changes = len(guard._live), parameters.changes()
+    live, changes = set(guard._live), parameters.changes()
     sums = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     assert len(plan_for(model, x, level="O2", mp_optimizer=True).graphs) == 3
     assert (model.calls, model.plain.tolist(), x.tolist()) == (0, [0.0] * 4, X.tolist())
@@ -227,7 +227,8 @@ def test_nothing_happens_to_the_model_or_the_process() -> None:
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert random.getstate() == numbers[1]
     assert np.array_equal(np.random.get_state()[1], numbers[2])  # type: ignore[index]
-    assert (len(guard._live), parameters.changes()) == (live, changes)
+    assert set(guard._live) <= live
+    assert parameters.changes() == changes
     assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction == sums
     assert torch.is_grad_enabled()
 

@@ -200,7 +200,8 @@ def test_no_graph_is_run_to_capture_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "is_update", lambda *_: False)
     model = make_model()
     optimizer = make_optimizer("plain", model)
-    step = mpcompile(train_step(model, optimizer), dtype="float16", emit="aot_eager")
+    options = {"dtype": "float16", "emit": "aot_eager"}
+    step = torch.compile(train_step(model, optimizer), backend="mpcompile", options=options)
     with pytest.warns(MPCompileWarning, match="is an attribute of it"):
         step(*batches(1)[0])
     assert optimizer.state[next(model.parameters())]["step"] == 1

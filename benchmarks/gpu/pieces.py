@@ -54,4 +54,5 @@ PIECES = (
     _benchmark("first_steps", 480),
     _benchmark("watching", 360),
     _benchmark("overhead", 300),
+    _benchmark("whole_step", 480),
 )  # fmt: skip

@@ -39,11 +39,12 @@ __all__ = ["ModuleCall", "running"]
 _numbers = itertools.count()
 
 
-def running(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any]:
-    """Wrap a function that torch.compile returned: Dynamo traces it with these settings, and an
-    MPCompileError is raised as it is, without Dynamo's wrapper.
+def running(compiled: Callable[..., Any], *contexts: Any, **settings: bool) -> Callable[..., Any]:
+    """Wrap a function that torch.compile returned: Dynamo traces it within these contexts and with
+    these settings (`traced_with`), and an MPCompileError is raised as it is, without Dynamo's
+    wrapper.
     """
-    inner = traced_with(compiled, **settings) if settings else compiled
+    inner = traced_with(compiled, *contexts, **settings) if contexts or settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
+from ..state.second_backward import noticed
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import JointPass, with_joint_passes
-from .second_backward import noticed
 
 
 def emit(

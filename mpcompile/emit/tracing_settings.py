@@ -19,6 +19,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,22 +28,30 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.wanted: list[dict[str, Any]] = []  # by the calls of our functions this thread is in
+        # by the calls of our functions that this thread is in
+        self.wanted: list[list[Callable[[], AbstractContextManager[Any]]]] = []
         self.setting = contextlib.ExitStack()
 
 
 _thread = _Thread()
 
 
-def traced_with(compiled: Callable[..., Any], **settings: bool) -> Callable[..., Any]:
-    """Wrap a compiled function: what is compiled while it runs is traced with these settings."""
+def traced_with(
+    compiled: Callable[..., Any],
+    *contexts: Callable[[], AbstractContextManager[Any]],
+    **settings: bool,
+) -> Callable[..., Any]:
+    """Wrap a compiled function: what is compiled while it runs is traced with these settings, and
+    within these contexts.
+    """
+    wanted = [*contexts, lambda: torch._dynamo.config.patch(settings)]
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset()` forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
-        _thread.wanted.append(settings)
+        _thread.wanted.append(wanted)
         try:
             return compiled(*args, **kwargs)
         finally:
@@ -55,8 +64,9 @@ def traced_with(compiled: Callable[..., Any], **settings: bool) -> Callable[...,
 # looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(_: CallbackArgs) -> None:
-    for settings in _thread.wanted:
-        _thread.setting.enter_context(torch._dynamo.config.patch(settings))
+    for contexts in _thread.wanted:
+        for context in contexts:
+            _thread.setting.enter_context(context())
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

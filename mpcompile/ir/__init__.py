@@ -61,6 +61,7 @@ from .step_graph import (
     slot_of,
     slots,
     step_notes,
+    vector_slot,
     writes,
 )
 from .text import frames, line, module_path, render, source, type_text, with_reason
@@ -193,6 +194,7 @@ __all__ = [
     "tensors_of",
     "type_text",
     "value",
+    "vector_slot",
     "was_f32",
     "with_reason",
     "writes",

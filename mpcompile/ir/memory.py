@@ -51,7 +51,12 @@ def written(node: fx.Node) -> list[fx.Node]:
         )  # fmt: skip
         return list(node.all_input_nodes) if writes else []
     places = rules.written_args(node.target)
-    return [a for i, a in positions(node) if i in places and isinstance(a, fx.Node)]
+    found: list[fx.Node] = []
+    for i, argument in positions(node):
+        if i in places:  # a list, where it writes to many: `_foreach_mul_`
+            listed = argument if isinstance(argument, (list, tuple)) else [argument]
+            found += [a for a in listed if isinstance(a, fx.Node)]
+    return found
 
 
 # From torch 2.13 on, Dynamo says which operands an autograd.Function marks as dirty.

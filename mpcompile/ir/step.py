@@ -20,7 +20,8 @@ class Slot:
     """One input of the graph of a step.
 
     Attributes:
-        kind: "param", "grad" or "copy", of the parameter `index`; "state", of the parameter
+        kind: "param", "grad" or "copy", of the parameter `index`; "grads", a vector of the
+            gradients of the group `index` (`StepConfig.gathered`); "state", of the parameter
             `index` at `key`; "lr", of the group `index`; "scale", of the loss scale `index` at
             `key`; "result", what the step reports at `key`.
         index: which parameter (in the order of the step), group or loss scale.
@@ -86,6 +87,8 @@ class StepConfig:
         max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.
         foreach: write lists of tensors as one multi-tensor operator (CUDA), not one by one.
         ranks: the processes that each hold a part of the gradients, or None: this one has all.
+        gathered: groups of alike gradients (by index), each with an element, that lie one behind
+            the other in memory.
     """
 
     gradients: tuple[Gradient, ...]
@@ -95,6 +98,7 @@ class StepConfig:
     max_grad_norm: float | None = None
     foreach: bool = False
     ranks: Ranks | None = None
+    gathered: tuple[tuple[int, ...], ...] = ()
 
 
 T = TypeVar("T")
@@ -137,6 +141,7 @@ class StepNotes:
             unscale_gradients; read by clip_gradients.
         norms: 0-d, for each parameter, a norm of its gradient as stored: inf or nan exactly if an
             element of it is. The 2-norm where gradients are clipped, else the largest magnitude.
+            Gradients that are gathered have one norm, that of all of their group.
             Empty if the step is neither checked nor clipped. Made by measure_gradients; read by
             find_overflows, clip_gradients, and where the step is cut into pieces.
         total: 0-d: the 2-norm of all unscaled gradients. Made by measure_gradients, if gradients

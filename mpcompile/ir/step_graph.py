@@ -43,6 +43,16 @@ def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
     return known[wanted]
 
 
+def vector_slot(graph: fx.Graph, wanted: Slot, parts: Sequence[fx.Node]) -> fx.Node:
+    """The input `wanted`: a vector of the elements of these; added if it isn't there yet."""
+    known = slots(graph)
+    if wanted not in known:
+        size = sum(value(n).numel() for n in parts)
+        with fake_mode(graph):
+            return add_slot(graph, wanted, value(parts[0]).new_empty(size))
+    return known[wanted]
+
+
 def scale_slot(
     graph: fx.Graph, index: int, key: str, dtype: torch.dtype = torch.float32
 ) -> fx.Node:

@@ -10,6 +10,8 @@ trace_context.py  what is patched meanwhile
 elementwise.py    whether it may run on shards of parameters
 pipeline.py       the passes of `passes/step`, in order
 pieces.py         the graph is parted into pieces
+join_pieces.py    small pieces become one
+gathered.py       small gradients are copied to memory that is kept
 compile_piece.py  a piece becomes a function
 program.py        the functions of all pieces, bound to their tensors
 step.py           one compiled step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..ranks.shards import local
+from ..ranks.shards import is_sharded, local
 from .inputs import Member, Setting
 from .trace import Trace
 
@@ -17,13 +18,14 @@ class Assumptions:
     """All that must not change for a compiled step to be right, besides its key.
 
     That is: settings and attributes of the optimizer that the step read; the tensors and values of
-    its state (load_state_dict brings new ones); where the parameters are stored (`p.data = ...`
-    moves them).
+    its state (load_state_dict brings new ones); where the parameters are stored, and how large they
+    are (`p.data = ...` moves them).
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], traced: Trace) -> None:
         self._params = [m.param for m in members if m.updated]
-        self._memory = [_memory(param) for param in self._params]
+        self._sharded = any(map(is_sharded, self._params))
+        self._memory = self._memory_now()
         self._reads, self._attributes = traced.reads, traced.attributes
         self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
             (param, entries, tuple(entries.items()))
@@ -71,11 +73,11 @@ class Assumptions:
         return True
 
     def _lie_there(self) -> bool:
-        for param, (address, dtype, strides) in zip(self._params, self._memory, strict=True):
-            held = local(param)
-            if held.data_ptr() != address or held.dtype is not dtype or held.stride() != strides:
-                return False
-        return True
+        return self._memory_now() == self._memory
+
+    def _memory_now(self) -> list[list[Any]]:
+        held = [*map(local, self._params)] if self._sharded else self._params
+        return [[*map(look, held)] for look in _LOOKS]
 
     def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
         for param, entries, items in self._states:
@@ -88,11 +90,14 @@ class Assumptions:
         return True
 
 
+_LOOKS = (
+    torch.Tensor.data_ptr,
+    operator.attrgetter("dtype"),
+    operator.attrgetter("shape"),
+    torch.Tensor.stride,
+)
+
+
 def _same(a: Any, b: Any) -> bool:
     tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
     return a is b or (not tensors and a == b)
-
-
-def _memory(param: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    held = local(param)
-    return held.data_ptr(), held.dtype, held.stride()

@@ -1,6 +1,12 @@
-"""A step that can't be traced yet, because its first run makes state: run operator by operator."""
+"""A step that isn't compiled, but run operator by operator: it can't be traced yet, because its
+first run makes state; or it belongs to a training step that runs in pieces only this once.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -11,6 +17,28 @@ from .first_state import give_gradient
 from .key import StepKey
 from .results import Results
 from .trace_context import raw_step
+
+
+class _Thread(threading.local):
+    this_once = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """In this context, no step of an MPOptimizer is compiled."""
+    before, _thread.this_once = _thread.this_once, True
+    try:
+        yield
+    finally:
+        _thread.this_once = before
+
+
+def is_op_by_op() -> bool:
+    """Whether steps run operator by operator now."""
+    return _thread.this_once
 
 
 def eager_step(

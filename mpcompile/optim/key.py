@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..ir.step import Gradient
 from ..ranks.shards import Connected, layout_of, local
@@ -14,6 +16,7 @@ from ..state import copies, parameters
 from ..state.loss_scale import LossScale
 from ..state.low_gradients import LowGradient, on_one_scale
 from .inputs import Member
+from .members import pattern_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,15 @@ class StepKey:
     def __hash__(self) -> int:
         return hash(self.facts)
 
+    @cached_property
+    def scaled(self) -> dict[int, list[tuple[LowGradient, torch.Tensor]]]:
+        """For each loss scale (by index): whose gradients are stored scaled by it."""
+        found: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
+        for member, copy, gradient in zip(self.members, self.copies, self.gradients, strict=True):
+            if copy is not None and (k := gradient.scaled_by) is not None:
+                found.setdefault(k, []).append((copy.gradient, member.param))
+        return found
+
     @property
     def checked(self) -> bool:
         """Whether a gradient that is not finite skips the step."""
@@ -86,13 +98,32 @@ class StepKey:
         """The numbers that the scaled gradients are multiplied by now, for each of their loss
         scales (by index): 0-d FP32.
         """
-        by_scale: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
-        for member, copy, gradient in zip(self.members, self.copies, self.gradients, strict=True):
-            if copy is not None and gradient.scaled_by is not None:
-                assert member.param.grad is not None
-                pair = copy.gradient, member.param.grad
-                by_scale.setdefault(gradient.scaled_by, []).append(pair)
-        return {k: on_one_scale(pairs) for k, pairs in by_scale.items()}
+        return {
+            k: on_one_scale([(low, param.grad) for low, param in scaled])  # type: ignore[misc]
+            for k, scaled in self.scaled.items()
+        }
+
+
+class LastKey:
+    """The key of the last step, and what it was made from.
+
+    Args:
+        key: the key.
+        optimizer: whose step it is.
+    """
+
+    def __init__(self, key: StepKey, optimizer: Optimizer) -> None:
+        self.key = key
+        self._pattern = pattern_of(optimizer, sharded=key.connected is not None)
+        self._rules, self._changes = rules_of(key.scales), parameters.changes()
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the next step has this key, too."""
+        return (
+            self._changes == parameters.changes()
+            and self._rules == rules_of(self.key.scales)
+            and self._pattern.holds(optimizer)
+        )
 
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+import operator
 
 import torch
 from torch.optim import Optimizer
@@ -13,9 +14,8 @@ from ..ranks.zero import is_zero, partition_of
 from .inputs import Member
 
 
-def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], list[Hashable]]:
-    """The parameters that have a gradient, and what tells this step from others: which they are,
-    and how their gradients are stored.
+def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
+    """The parameters that have a gradient.
 
     Args:
         sharded: whether some parameters may be DTensors. Their gradients are then placed like them.
@@ -27,7 +27,6 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], li
     if is_zero(optimizer):
         own = {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
     members: list[Member] = []
-    facts: list[Hashable] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             grad = param.grad
@@ -42,5 +41,76 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> tuple[list[Member], li
                     "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                 )
             members.append(Member(index, param, own is None or id(param) in own))
-            facts.append((index, id(param), grad.dtype, grad.stride()))
-    return members, facts
+    return members
+
+
+def pattern_of(optimizer: Optimizer, *, sharded: bool) -> Pattern | Members:
+    """What tells a step of this optimizer from others, as it is now."""
+    if sharded or is_zero(optimizer):
+        return Members(optimizer, sharded=sharded)
+    return Pattern(optimizer)
+
+
+class Members:
+    """The parameters that have a gradient, and how it is stored."""
+
+    def __init__(self, optimizer: Optimizer, *, sharded: bool) -> None:
+        self._sharded = sharded
+        self._facts = self._now(optimizer)
+
+    def _now(self, optimizer: Optimizer) -> list[object]:
+        facts: list[object] = []
+        for member in members_of(optimizer, sharded=self._sharded):
+            grad = local(member.param.grad)  # type: ignore[arg-type]  # members have gradients
+            facts.append(
+                (member.group, id(member.param), member.updated, grad.dtype, grad.stride())
+            )
+        return facts
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether all of it is unchanged."""
+        return self._now(optimizer) == self._facts
+
+
+class Pattern:
+    """The same where parameters are whole and all of them are updated.
+
+    Each step asks this of every parameter. So it is a few calls over all of them, and no loop.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        # While these live, their ids are nobody else's.
+        self._params = [p for group in groups for p in group["params"]]
+        self._lengths = [len(group["params"]) for group in groups]
+        self._ids = [*map(id, self._params)]
+        self._sizes = [*map(_SIZE, self._params)]
+        grads = [*map(_GRAD, self._params)]
+        self._missing = [grad is None for grad in grads]
+        self._taking_part = [
+            not none and size > 0 for none, size in zip(self._missing, self._sizes, strict=True)
+        ]
+        found = [*itertools.compress(grads, self._taking_part)]
+        self._stored = [*map(_STORED, found)]
+        self._strides = [*map(_STRIDE, found)]
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether all of it is unchanged."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        params = [*itertools.chain.from_iterable(lists)]
+        grads = [*map(_GRAD, params)]
+        if (
+            [*map(id, params)] != self._ids
+            or [*map(len, lists)] != self._lengths
+            or [*map(operator.is_, grads, itertools.repeat(None))] != self._missing
+            or [*map(_SIZE, params)] != self._sizes
+        ):
+            return False
+        found = [*itertools.compress(grads, self._taking_part)]
+        # A sparse gradient, whose layout is another, has no strides.
+        return [*map(_STORED, found)] == self._stored and [*map(_STRIDE, found)] == self._strides
+
+
+_GRAD = operator.attrgetter("grad")
+_STORED = operator.attrgetter("dtype", "layout")
+_STRIDE, _SIZE = torch.Tensor.stride, torch.Tensor.numel

@@ -20,10 +20,10 @@ from ..state import copies, guard, parameters
 from ..state.loss_scale import LossScale
 from .checks import check, check_group, check_ranks
 from .compile_piece import Emit
-from .eager import eager_step
+from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .inputs import Setting
-from .key import StepKey, rules_of
+from .key import LastKey, StepKey
 from .log_step import log_by_operator, log_compiled, why_compiled
 from .members import members_of
 from .results import Results
@@ -111,7 +111,7 @@ class MPOptimizer(Optimizer):
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._steps: dict[StepKey, CompiledStep] = {}
-        self._last: tuple[Any, StepKey] | None = None
+        self._last: LastKey | None = None
         self._varying: set[Setting] = set()
         self._warned = False
         self._results = Results()
@@ -185,8 +185,7 @@ class MPOptimizer(Optimizer):
 
     def _step_part(self) -> None:
         """The step of the parameters that this process updates."""
-        key = self._key()
-        if key.members:
+        if (key := self._key()).members:
             self._step(key)
             self._watch.look()
 
@@ -196,14 +195,14 @@ class MPOptimizer(Optimizer):
         return partition_of(self._inner)
 
     def _key(self) -> StepKey:
-        members, facts = members_of(self._inner, sharded=self._connected is not None)
         # Most steps are like the one before; checking that is cheaper than making a key.
-        facts.append(parameters.changes())
-        if self._last is None or self._last[0] != (facts, rules_of(self._last[1].scales)):
-            key = StepKey.of(members, self._own_scale, self._connected)
-            self._check_scales(key)
-            self._last = (facts, rules_of(key.scales)), key
-        return self._last[1]
+        if self._last is not None and self._last.holds(self._inner):
+            return self._last.key
+        members = members_of(self._inner, sharded=self._connected is not None)
+        key = StepKey.of(members, self._own_scale, self._connected)
+        self._check_scales(key)
+        self._last = LastKey(key, self._inner)
+        return key
 
     def _check_scales(self, key: StepKey) -> None:
         given = self._given_scale
@@ -215,6 +214,10 @@ class MPOptimizer(Optimizer):
             )
 
     def _step(self, key: StepKey) -> None:
+        if is_op_by_op():
+            initialise_state(self._part, key.members)
+            eager_step(self._part, key, self._max_grad_norm, self._results)
+            return
         step = self._steps.get(key)
         if step is None or not step.still_holds(self._part):
             why = why_compiled(self._part, step, self._steps.values())
@@ -370,8 +373,8 @@ class MPOptimizer(Optimizer):
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
         self._inner.load_state_dict(plain)
         move_scalar_state(self._part)
-        entries = state_dict.get("loss_scale", [])
-        entries = [entries] if isinstance(entries, Mapping) else list(entries)
+        saved = state_dict.get("loss_scale", [])
+        entries = [saved] if isinstance(saved, Mapping) else list(saved)
         known = self._models_scales()
         if known and len(entries) > len(known):
             raise MPCompileError(

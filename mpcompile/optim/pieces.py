@@ -14,8 +14,9 @@ memory traffic can hide.
 
 On CPU the pieces are split further, into connected parts: mostly one for each parameter. They are
 alike, so each kind is compiled once and called for each parameter; a kind whose operators are all
-pointwise covers every shape. So a step of any size compiles in seconds. On CUDA, where a launch
-costs more than a small update, the pieces stay whole and Inductor fuses them horizontally.
+pointwise covers every shape. So a step of any size compiles in seconds. Small ones are then joined
+again, some at a time (`join_pieces.py`). On CUDA, where a launch costs more than a small update,
+the pieces stay whole and Inductor fuses them horizontally.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from ..ir import aten
 from ..ir.step import Slot
 
 MEASURE, COLLECT, AGREE, PREPARE, SCALARS, UPDATE, COMMIT = range(7)
+# For fewer elements than this, waking other threads costs more than the update.
+SMALL = 1 << 14
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 # Operators that are pointwise, though torch doesn't tag them so.
 _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
@@ -46,19 +49,32 @@ class Piece:
         graph: its own graph module; it returns a tuple.
         inputs: the nodes of the step's graph that are its inputs.
         outputs: the nodes that it returns.
-        flat: all its tensors have one shape and layout, which no operator depends on: it may be
-            called with all of them flattened.
+        sizes: for each input, the number of the size that it has when it is flattened, or None: it
+            must not be flattened. Inputs with one number have one shape and layout, which no
+            operator depends on.
         exchanges: it exchanges numbers with other processes; it isn't compiled.
         scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may run at
             once, on vectors of these.
+        results: the last of its inputs, to which it writes the values of these nodes.
     """
 
     graph: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    flat: bool
+    sizes: tuple[int | None, ...]
     exchanges: bool = False
     scalars: bool = False
+    results: tuple[fx.Node, ...] = ()
+
+    @property
+    def flat(self) -> bool:
+        """Whether it may be called with its tensors flattened."""
+        return any(size is not None for size in self.sizes)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether calling it may cost as much as what it computes."""
+        return max(ir.value(n).numel() for n in self.inputs) <= SMALL
 
 
 @dataclass(frozen=True)
@@ -69,14 +85,20 @@ class Split:
     commits: tuple[tuple[Slot, fx.Node], ...]
 
 
-def split(gm: fx.GraphModule, *, whole: bool) -> Split:
-    """Cut the graph of a step into pieces; with `whole`, into as few as their order allows."""
-    stages = _stages(gm)
+def split(gm: fx.GraphModule, *, whole: bool, together: bool = False) -> Split:
+    """Cut the graph of a step into pieces.
+
+    Args:
+        whole: into as few as their order allows.
+        together: all that comes before the update into as few as their order allows.
+    """
+    stages = stages_of(gm)
     commits = [n for n, stage in stages.items() if stage == COMMIT]
     pieces: list[Piece] = []
-    for group in _groups(stages, whole=whole):
+    for group in _groups(stages, together=whole or together):
         nodes = [n for n, stage in stages.items() if stage in group]
-        parts = [nodes] if whole or group in _IN_ONE else _connected(nodes)
+        in_parts = not whole and group in ((MEASURE,), (SCALARS,), (UPDATE,))
+        parts = _connected(nodes) if in_parts else [nodes]
         pieces += [_piece(gm, part, exchanges=group == (AGREE,)) for part in parts if part]
     return Split(
         tuple(pieces),
@@ -84,20 +106,16 @@ def split(gm: fx.GraphModule, *, whole: bool) -> Split:
     )
 
 
-def _groups(stages: Mapping[fx.Node, int], *, whole: bool) -> Sequence[tuple[int, ...]]:
+def _groups(stages: Mapping[fx.Node, int], *, together: bool) -> Sequence[tuple[int, ...]]:
     """The stages that are cut into pieces together, in order."""
-    if not whole:
+    if not together:
         return [(stage,) for stage in range(COMMIT)]
     if AGREE not in stages.values():
         return [(MEASURE, PREPARE, SCALARS), (UPDATE,)]
     return [(MEASURE, COLLECT), (AGREE,), (PREPARE, SCALARS), (UPDATE,)]
 
 
-# The stages that are few operators on numbers.
-_IN_ONE = ((COLLECT,), (AGREE,), (PREPARE,))
-
-
-def _stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
+def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
     notes = ir.step_notes(gm)
     measures, agreement = set(notes.norms), set(notes.agreement)
     collected = _all_before(agreement)
@@ -186,7 +204,8 @@ def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node], *, exchanges: bool) -> 
         env[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(env[n] for n in outputs))
     flat = not exchanges and _is_flat(nodes, inputs)
-    return Piece(fx.GraphModule(gm, graph), inputs, outputs, flat, exchanges, scalars)
+    sizes = tuple(0 if flat and ir.value(n).ndim else None for n in inputs)
+    return Piece(fx.GraphModule(gm, graph), inputs, outputs, sizes, exchanges, scalars)
 
 
 def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
@@ -248,14 +267,13 @@ def signature(piece: Piece) -> tuple[object, ...]:
             return tuple(plain(a) for a in argument)
         return repr(argument)
 
-    def of_input(node: fx.Node) -> tuple[object, ...]:
+    def of_input(node: fx.Node, size: int | None) -> tuple[object, ...]:
         value = ir.value(node)
-        layout = ("flat",) if piece.flat and value.ndim else (tuple(value.shape), value.stride())
+        layout = (tuple(value.shape), value.stride()) if size is None else (size,)
         return (value.dtype, value.device, is_held(node), *layout)
 
     return (
-        piece.flat,
-        *(of_input(n) for n in piece.inputs),
+        *map(of_input, piece.inputs, piece.sizes),
         *(
             (str(n.target), plain(n.args), tuple((k, plain(v)) for k, v in n.kwargs.items()))
             for n in piece.graph.graph.nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..emit.inference import Function
 from ..ir.step import Slot
 from .compile_piece import Emit, compile_on_vectors, compile_piece
 from .pieces import Piece, Split, signature
@@ -22,7 +23,7 @@ _Source = torch.Tensor | fx.Node  # a kept tensor, or the node of one that is ne
 class _Call:
     """One piece, bound to its tensors."""
 
-    run: Callable[..., Any]
+    run: Function
     arguments: list[Any]  # kept tensors; None for those new in each step
     fresh: list[tuple[int, fx.Node, bool]]  # (position, the value's node, whether it is flattened)
     outputs: tuple[fx.Node, ...]
@@ -31,28 +32,20 @@ class _Call:
         arguments = self.arguments.copy()
         for i, node, flattened in self.fresh:
             arguments[i] = _flatten(env[node]) if flattened else env[node]
-        env.update(zip(self.outputs, self.run(*arguments), strict=True))
+        results = self.run(arguments)
+        if self.outputs:
+            env.update(zip(self.outputs, results, strict=True))
 
 
 @dataclass
 class _Batch:
     """Pieces of one kind that compute only scalars: one call, on vectors of these scalars."""
 
-    run: Callable[..., Any]
-    arguments: list[_Source | list[_Source]]  # a list is stacked
-    outputs: list[tuple[fx.Node, ...]]  # one tuple for each piece
+    run: Function
+    arguments: list[Any]  # kept tensors; a list of them is stacked
 
     def __call__(self, env: dict[fx.Node, torch.Tensor]) -> None:
-        def tensor(source: _Source) -> torch.Tensor:
-            return env[source] if isinstance(source, fx.Node) else source
-
-        arguments = [
-            torch.stack([tensor(s) for s in a]) if isinstance(a, list) else tensor(a)
-            for a in self.arguments
-        ]
-        results = [result.unbind() for result in self.run(*arguments)]
-        for nodes, values in zip(self.outputs, zip(*results, strict=True), strict=True):
-            env.update(zip(nodes, values, strict=True))
+        self.run([torch.stack(a) if type(a) is list else a for a in self.arguments])
 
 
 class Program:
@@ -72,12 +65,13 @@ class Program:
         self.step = step
         self.emit = emit
         self.held = held
+        self.results: dict[fx.Node, torch.Tensor] = {}  # those that pieces write to kept memory
         self.calls: list[_Call | _Batch] = []
         for kind in _kinds(step.pieces):
-            batch = self._batch(kind) if len(kind) > 1 and emit.how == "inductor" else None
+            batch = self._batch(kind) if len(kind) > 1 else None
             self.calls += [batch] if batch is not None else map(self._call, kind)
         self.targets = [held[slot] for slot, _ in step.commits]
-        self.values = [value for _, value in step.commits]
+        self.values = [self._source(value) for _, value in step.commits]
         self.given = {
             ir.slot_of(n): n
             for piece in step.pieces
@@ -86,16 +80,19 @@ class Program:
         }
 
     def _source(self, node: fx.Node) -> _Source:
-        tensor = self.held.get(ir.slot_of(node)) if node.op == "placeholder" else None
-        return node if tensor is None else tensor.detach()
+        if node.op == "placeholder":
+            tensor = self.held.get(ir.slot_of(node))
+            return node if tensor is None else tensor.detach()
+        return self.results.get(node, node)
 
     def _call(self, piece: Piece) -> _Call:
         arguments: list[Any] = []
         fresh: list[tuple[int, fx.Node, bool]] = []
-        flat = piece.flat and self.emit.how == "inductor"
-        for i, node in enumerate(piece.inputs):
+        for node in piece.results:
+            self.results[node] = _memory(node)
+        for i, (node, size) in enumerate(zip(piece.inputs, piece.sizes, strict=True)):
             source = self._source(node)
-            flattened = flat and ir.value(node).ndim > 0
+            flattened = size is not None and self.emit.how == "inductor"
             if isinstance(source, fx.Node):
                 fresh.append((i, source, flattened))
                 arguments.append(None)
@@ -104,26 +101,39 @@ class Program:
         return _Call(compile_piece(piece, self.emit), arguments, fresh, piece.outputs)
 
     def _batch(self, kind: Sequence[Piece]) -> _Batch | None:
+        """One call of several pieces, if they compute only scalars from kept ones and keep all."""
         columns = list(zip(*(piece.inputs for piece in kind), strict=True))
         differ = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-        if not kind[0].scalars or not differ:
+        inputs = len(columns) - len(kind[0].results)
+        sources = [[self._source(n) for n in column] for column in columns[:inputs]]
+        fresh = any(isinstance(s, fx.Node) for column in sources for s in column)
+        if not kind[0].scalars or kind[0].outputs or fresh or not differ:
             return None
         run = compile_on_vectors(kind[0], self.emit, differ)
         if run is None:
             return None
-        arguments: list[_Source | list[_Source]] = [
-            [self._source(n) for n in column] if i in differ else self._source(column[0])
-            for i, column in enumerate(columns)
-        ]
-        return _Batch(run, arguments, [piece.outputs for piece in kind])
+        arguments: list[Any] = [c if i in differ else c[0] for i, c in enumerate(sources)]
+        for column in columns[inputs:]:
+            arguments.append(vector := _memory(column[0], len(column)))
+            self.results.update(zip(column, vector.unbind(), strict=True))
+        return _Batch(run, arguments)
 
     def run(self, env: dict[fx.Node, torch.Tensor]) -> None:
-        """Do the step. `env`: the tensors of this step for the inputs in `given`; it is changed."""
-        with torch.no_grad(), torch._C._DisableAutocast():
-            for call in self.calls:
-                call(env)
-            if self.targets:
-                torch._foreach_copy_(self.targets, [env[v] for v in self.values])
+        """Do the step, under no_grad and without autocast.
+
+        Args:
+            env: the tensors of this step for the inputs in `given`; it is changed.
+        """
+        for call in self.calls:
+            call(env)
+        if self.targets:
+            values = [env[v] if isinstance(v, fx.Node) else v for v in self.values]
+            torch._foreach_copy_(self.targets, values)
+
+
+def _memory(node: fx.Node, *size: int) -> torch.Tensor:
+    """Memory for a 0-d result, or for a vector of such."""
+    return torch.empty(size, dtype=ir.dtype(node), device=ir.value(node).device)
 
 
 def _kinds(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -16,17 +16,19 @@ from ..ranks.shards import is_sharded, local
 from ..state import guard
 from . import pipeline
 from .assumptions import Assumptions
-from .compile_piece import SMALL, Emit
+from .compile_piece import Emit
 from .elementwise import check_state, refuse_mixing
+from .gathered import Gathered
 from .held_settings import HeldSettings
 from .inputs import Setting
+from .join_pieces import join_small, keep_results
 from .key import StepKey
-from .pieces import split
+from .pieces import SMALL, split
 from .program import Program
 from .results import Results
 from .trace import Trace, trace
 
-_FEW = 16  # parameters; with 32 the first step takes a third longer, with 64 twice as long
+_FEW = 8  # parameters
 
 
 class CompiledStep:
@@ -59,6 +61,9 @@ class CompiledStep:
         self.key = key
         self.device = key.members[0].param.device
         multi_tensor = capabilities(self.device).multi_tensor
+        whole = multi_tensor or emit.how != "inductor"
+        gathering = () if whole else key.members
+        self.gathered = Gathered(gathering, key.gradients[: len(gathering)])
         config = StepConfig(
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
@@ -67,6 +72,7 @@ class CompiledStep:
             max_grad_norm=max_grad_norm,
             foreach=multi_tensor and not varying,  # `_foreach_*` takes no 0-d tensors as numbers
             ranks=Ranks(ranks.groups, ranks.device) if (ranks := key.connected) else None,
+            gathered=self.gathered.groups,
         )
         traced = _traced(optimizer, key, config, varying, dump)
         self.assumptions = Assumptions(optimizer, key.members, traced)
@@ -74,8 +80,9 @@ class CompiledStep:
         self.settings = HeldSettings(
             optimizer.param_groups, taking_part, traced, varying, self.device
         )
-        whole = multi_tensor or emit.how != "inductor" or _is_tiny(key)
-        pieces = split(traced.graph, whole=whole)
+        pieces = split(traced.graph, whole=whole, together=_is_tiny(key))
+        if not whole:
+            pieces = keep_results(join_small(pieces))
         self.program = Program(pieces, self._held(optimizer, results), emit)
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
@@ -100,7 +107,11 @@ class CompiledStep:
 
     def _held(self, optimizer: Optimizer, results: Results) -> dict[Slot, Any]:
         """The tensors that are the same in every step."""
-        held: dict[Slot, Any] = {**self.settings.tensors, **results.slots(self.device)}
+        held: dict[Slot, Any] = {
+            **self.settings.tensors,
+            **results.slots(self.device),
+            **self.gathered.held,
+        }
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
             if not member.updated:
                 continue
@@ -146,15 +157,17 @@ class CompiledStep:
                 env[flag] = self.no_overflows if overflows is None else overflows.to(self.device)
             if used is not None:
                 env[used] = multipliers[k]
-        self.program.run(env)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            self.gathered.fill()
+            self.program.run(env)
         torch.autograd.graph.increment_version(self.written)
         for member, copy in self.copied:
             copy.written(member.param)
 
 
 def _is_tiny(key: StepKey) -> bool:
-    """Whether a call costs more than the update of a parameter, and there are so few that one
-    function of all compiles about as fast as one for each kind.
+    """Whether a call costs more than the norm of a gradient, and there are so few that one function
+    of all numbers compiles about as fast as one for each kind.
     """
     sizes = [local(member.param).numel() for member in key.members]
     return len(sizes) <= _FEW and max(sizes) <= SMALL

@@ -73,6 +73,7 @@ def trace(
     *,
     foreach: bool,
     varying: Iterable[Setting] = (),
+    grads: Sequence[torch.Tensor] | None = None,
 ) -> Trace:
     """Trace one step of `optimizer` over those of its parameters that have a gradient.
 
@@ -82,12 +83,13 @@ def trace(
         foreach: ask for the multi-tensor implementation, if the class has one.
         varying: settings whose floats are to be inputs, because they change from step to step
             (momentum, under a OneCycleLR).
+        grads: the members' gradients, of which the strides count; default: `p.grad`.
 
     Raises:
         StateAppeared: the step makes state that isn't there yet.
         CannotRewrite: the step can't be written as one graph; the message says why.
     """
-    inputs = Inputs(optimizer, members, varying)
+    inputs = Inputs(optimizer, members, varying, grads)
     shadow = Shadow(optimizer, members, foreach=foreach)
 
     def step(*values: Any) -> tuple[()]:

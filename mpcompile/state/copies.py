@@ -43,6 +43,7 @@ class MasterWeight(nn.Parameter):
     """
 
     @property
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would not find its way out
     def data(self) -> torch.Tensor:
         data: torch.Tensor = _DATA.__get__(self)
         self._mp_handles = [*self._living_handles(), weakref.ref(data)]
@@ -100,6 +101,7 @@ class WorkingCopy:
     Attributes:
         stored: the tensor that graphs read: the copy, followed by zeros if it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
+        is_padded: whether it is only a part.
         gradient: how its gradients are stored.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
     """
@@ -109,12 +111,17 @@ class WorkingCopy:
     ) -> None:
         self.stored = memory_for(master, dtype, shape)
         self.tensor = self.real_part(self.stored, master)
+        self.is_padded = self.stored.shape != self.tensor.shape
         self.gradient = LowGradient(master, dtype)
         self.awaited = 0
         self._seen: tuple[int, int] | None = None
 
     def refresh(self, master: torch.Tensor) -> None:
         """Cast the copy anew if the master may have changed since it was written."""
+        facts = master.__dict__
+        untouched = facts.get("_mp_written") is False and "_mp_handles" not in facts
+        if untouched and self._seen == (master.data_ptr(), master._version):
+            return  # as mostly: each forward asks this of each parameter
         exposed = isinstance(master, MasterWeight) and master.may_be_written()
         if exposed and self.awaited and self._holds(master):
             # `.data` was only read. Autograd saved the copy in a forward whose backward is to come,
@@ -129,10 +136,6 @@ class WorkingCopy:
         """Whether the copy holds the master's current values; waits for the device."""
         with torch.no_grad():
             return torch.equal(self.tensor, master.to(self.tensor.dtype))
-
-    @property
-    def is_padded(self) -> bool:
-        return self.stored.shape != self.tensor.shape
 
     @property
     def layout(self) -> CopyLayout:
@@ -207,31 +210,79 @@ class Reader:
 
     def __init__(self, dtype: torch.dtype, scale: LossScale | None, *, low_gradients: bool) -> None:
         self.dtype, self.scale, self.low_gradients = dtype, scale, low_gradients
+        self._last = _Known((), ())
 
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, brought up to date; tracked by autograd where grad mode is on."""
-        copies = [copy_of(p, self.dtype) for p in masters]
-        tracked = torch.is_grad_enabled()
+        known = self._known(masters)
+        copies = known.copies()
         for copy, master in zip(copies, masters, strict=True):
             copy.refresh(master)
-            if tracked:
-                copy.awaited += 1
-                if master.requires_grad:
-                    copy.gradient.expect(master, self.scale, low=self.stores_low(master))
-        if not tracked:
+        if not torch.is_grad_enabled():
             return [copy.stored for copy in copies]
+        lows = self._stored_low(masters, known)
+        for copy, master, low in zip(copies, masters, lows, strict=True):
+            copy.awaited += 1
+            if master.requires_grad:
+                copy.gradient.expect(master, self.scale, low=low)
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
+    def stored_low(self, masters: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether the gradient of each may have the low dtype: only its optimizer reads it."""
+        return self._stored_low(masters, self._known(masters))
+
     def stores_low(self, master: torch.Tensor) -> bool:
-        """Whether this parameter's gradient may have the low dtype: only its optimizer reads it."""
-        state = parameters.state_of(master)
+        """The same of one parameter."""
+        return self.stored_low([master])[0]
+
+    def _stored_low(self, masters: Sequence[torch.Tensor], known: _Known) -> list[bool]:
+        return [
+            self.low_gradients and own and not gradient_readers.has_hooks(master)
+            for master, own in zip(masters, known.read_by_optimizer, strict=True)
+        ]
+
+    def _known(self, masters: Sequence[torch.Tensor]) -> _Known:
+        if not self._last.is_of(masters):
+            self._last = _Known(masters, [copy_of(p, self.dtype) for p in masters])
+        return self._last
+
+
+class _Known:
+    """What `parameters` knows of some masters, as long as nothing changes there: each forward and
+    each backward asks of all of them.
+
+    Attributes:
+        read_by_optimizer: for each, whether its MPOptimizer alone reads the gradients of its copy,
+            apart from hooks.
+    """
+
+    def __init__(self, masters: Sequence[torch.Tensor], copies: Sequence[WorkingCopy]) -> None:
+        self._changes = parameters.changes()
+        self._masters = [weakref.ref(p) for p in masters]
+        self._copies = [weakref.ref(copy) for copy in copies]
+        states = [parameters.state_of(p) for p in masters]
+        self._owners = list({id(s.owner): s.owner for s in states if s.owner}.values())
+        self.read_by_optimizer = [
+            not s.in_full and s.optimizer is not None and len(s.copies) == 1 for s in states
+        ]
+        self._living = self._count_living()
+
+    def _count_living(self) -> int:
+        return sum(owner() is not None for owner in self._owners)
+
+    def is_of(self, masters: Sequence[torch.Tensor]) -> bool:
+        """Whether it is of these, and still true."""
         return (
-            self.low_gradients
-            and not state.in_full
-            and state.optimizer is not None
-            and len(state.copies) == 1
-            and not gradient_readers.has_hooks(master)
+            self._changes == parameters.changes()
+            and len(masters) == len(self._masters)
+            and all(ref() is p for ref, p in zip(self._masters, masters, strict=True))
+            and self._living == self._count_living()
         )
+
+    def copies(self) -> list[WorkingCopy]:
+        """The copies. While nothing changes, the masters keep them alive."""
+        found = [ref() for ref in self._copies]
+        return [copy for copy in found if copy is not None]
 
 
 class _ReadCopies(torch.autograd.Function):
@@ -250,7 +301,10 @@ class _ReadCopies(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[torch.Tensor | None] = []
         nodes = [node for node, _ in ctx.next_functions]  # one for each input
-        for grad, copy, master, node in zip(grads, ctx.copies, ctx.masters, nodes, strict=True):
+        lows = ctx.reader.stored_low(ctx.masters)
+        for grad, copy, master, node, low in zip(
+            grads, ctx.copies, ctx.masters, nodes, lows, strict=True
+        ):
             copy.awaited = max(0, copy.awaited - 1)
             if grad is None or node is None:
                 results.append(None)
@@ -259,7 +313,6 @@ class _ReadCopies(torch.autograd.Function):
                 # In the parameter's layout: autograd then stores this gradient without a copy.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            low = ctx.reader.stores_low(master)
             results.append(copy.gradient.hand_over(grad, ctx.multiplied, node, low=low))
         # The optimizer's step checks low gradients; nothing can change them before.
         true = [g for g in results if g is not None and g.dtype is torch.float32]

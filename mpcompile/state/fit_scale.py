@@ -31,6 +31,7 @@ from ..ir.inputs import GraphInputs
 from ..ir.scale import INIT_SCALE
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
+from .second_backward import notice
 
 HEADROOM = 8.0
 
@@ -52,7 +53,9 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
         if not scale.fitting or not torch.is_grad_enabled():
             return compiled(*args)
         trial = _Trial(compiled, scale, inputs, args)
-        return trial.shown(_Fitted.apply(trial, *args))  # type: ignore[no-untyped-call]
+        bases = _Fitted.apply(trial, *args)  # type: ignore[no-untyped-call]
+        notice(bases)
+        return trial.shown(bases)
 
     return call
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import (
     Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -80,3 +82,14 @@ def _check_gradients(optimizer: Optimizer) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     guard.show_hidden(optimizer)
+
+
+def has_others(optimizer: Optimizer) -> bool:
+    """Whether hooks other than these run around the optimizer's steps."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, kind, None) for kind in kinds):
+        return True
+    room = f"{__name__.partition('.')[0]}."  # ours need no step to be called
+    before, after = _global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values()
+    modules = [getattr(hook, "__module__", None) or "" for hook in (*before, *after)]
+    return not all(module.startswith(room) for module in modules)

@@ -271,6 +271,9 @@ def on_one_scale(gradients: Sequence[tuple[LowGradient, torch.Tensor]]) -> torch
     """
     for low, grad in gradients:
         low.check_untouched(grad)
+    first = gradients[0][0].stored
+    if first is not None and all(low.stored is first for low, _ in gradients):
+        return first.by  # as mostly: all come from one forward
     common = Multiplied.least([low.stored for low, _ in gradients if low.stored is not None])
     for low, grad in gradients:
         low.restate(grad, common)

@@ -33,24 +33,58 @@ if TYPE_CHECKING:
 class Count:
     """How far the backward passes of a scale's graphs had come at some moment.
 
+    Mostly an optimizer looks after each pass, and then that pass's own flag is the answer. So flags
+    are added up only every so often, or where somebody looks back over several passes.
+
     Attributes:
         passes: how many times there was something to count; known without asking the device.
-        overflows: how many of those had a gradient that was not finite: 0-d int64 on the device,
-            or None before the first.
+        flags: of the last passes, in how many graphs a gradient was not finite: 0-d int64 each, on
+            the device.
+        before: how many passes before those had such a gradient: 0-d int64 on the device, or None
+            if there were none.
     """
 
     passes: int = 0
-    overflows: torch.Tensor | None = None
+    flags: tuple[torch.Tensor, ...] = ()
+    before: torch.Tensor | None = None
+
+    def one_more(self, flag: torch.Tensor) -> Count:
+        """The count after a further pass."""
+        if len(self.flags) < _FLAGS:
+            return Count(self.passes + 1, (*self.flags, flag), self.before)
+        return Count(self.passes + 1, (flag,), self._overflows())
 
     def since(self, earlier: Count) -> torch.Tensor | None:
-        """How many overflowed after `earlier`: 0-d int64, or None where no backward ran."""
-        if self.passes == earlier.passes or self.overflows is None:
+        """How many overflowed after `earlier`, of the last one perhaps the number of its graphs:
+        0-d int64, or None where no backward ran.
+        """
+        new = self.passes - earlier.passes
+        if new == 0:
             return None
-        return self.overflows if earlier.overflows is None else self.overflows - earlier.overflows
+        if new == 1:
+            return self.flags[-1]
+        if new <= len(self.flags):
+            return _sum(self.flags[-new:])
+        return self._overflows() - earlier._overflows()
 
     def or_later(self, other: Count) -> Count:
         """The later of the two counts."""
         return other if other.passes > self.passes else self
+
+    def _overflows(self) -> torch.Tensor:
+        if not self.flags:
+            return torch.tensor(0)
+        recent = _sum(self.flags)
+        return recent if self.before is None else recent + self.before.to(recent.device)
+
+
+_FLAGS = 32
+
+
+def _sum(flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How many of the flags are more than zero: 0-d int64."""
+    home = flags[0].device
+    return (torch.stack([flag.to(home) for flag in flags]) > 0).sum()
 
 
 class Overflows:
@@ -124,12 +158,12 @@ class Overflows:
         """Count a backward whose gradients have been averaged over ranks: these."""
         self._add(any_nonfinite(gradients))
 
-    def _add(self, *overflowed: torch.Tensor) -> None:
-        """Count one backward pass, with a 0-d bool for each device that ran it."""
-        total = self._count.overflows
-        for flag in overflowed:
-            total = flag.to(torch.int64) if total is None else total + flag.to(total.device)
-        self._count = Count(self._count.passes + 1, total)
+    def _add(self, flag: torch.Tensor, *others: torch.Tensor) -> None:
+        """Count one backward pass, with a 0-d number for each device that ran it."""
+        for other in others:
+            flag = flag + other.to(flag.device)
+        # A copy: the next run of a CUDA graph writes to the memory of what it returned.
+        self._count = self._count.one_more(flag.to(torch.int64, copy=True))
 
     # -- the count --------------------------------------------------------------------------------
 
@@ -145,7 +179,7 @@ class Overflows:
         if flags:
             for leaf in self._leaves.values():
                 leaf.grad = None
-            self._add(*(flag > 0 for flag in flags))
+            self._add(*flags)
         return self._count
 
     def saw(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -155,6 +189,15 @@ class Overflows:
         for leaf in self._leaves.values():
             flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
             leaf.grad = flag if leaf.grad is None else leaf.grad + flag
+
+    def saw_count(self, found: torch.Tensor) -> None:
+        """Count the overflows of a backward that ran in a graph with its forward.
+
+        Args:
+            found: how many gradients overflowed: 0-d FP32.
+        """
+        leaf = self.leaf(found.device)
+        leaf.grad = found if leaf.grad is None else leaf.grad + found
 
     def looked(self) -> None:
         """Note that an optimizer's step looks now."""

@@ -29,7 +29,8 @@ def find_overflows(gm: fx.GraphModule, config: StepConfig) -> bool:
             overflow = ir.call(graph, aten.gt.Scalar, flag, 0, why="overflows that the graphs saw")
             own = [n for n, g in zip(notes.norms, config.gradients, strict=True) if k in g.scales]
             if own:
-                stacked = ir.call(graph, aten.stack.default, own, why=why)
+                distinct = list(dict.fromkeys(own))
+                stacked = ir.call(graph, aten.stack.default, distinct, why=why)
                 finite = ir.call(graph, aten.isfinite.default, stacked, why=why)
                 every = ir.call(graph, aten.all.default, finite, why=why)
                 some = ir.call(graph, aten.logical_not.default, every, why=why)

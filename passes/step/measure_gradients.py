@@ -8,8 +8,10 @@ once before the update. The norms of the clipped gradients, unscaled, make the t
 
     norm_0, norm_1                ->      total = sqrt(sum(square(norms * inverse)))
 
-Where several ranks hold a gradient whole, each takes its share of the square, so that the sum over
-all ranks counts each element once. A rank may hold no element of a gradient (FSDP's shards).
+Alike gradients that lie one behind the other (`StepConfig.gathered`) have one norm, that of the
+vector of them. Where several ranks hold a gradient whole, each takes its share of the square, so
+that the sum over all ranks counts each element once. A rank may hold no element of a gradient
+(FSDP's shards).
 """
 
 from __future__ import annotations
@@ -51,15 +53,20 @@ def _norms(gradients: Sequence[fx.Node], config: StepConfig, dtype: torch.dtype)
         target = aten.linalg_vector_norm.default
         return ir.call(graph, target, gradient, order, why=why, dtype=dtype)
 
-    filled = [g for g in gradients if ir.value(g).numel()]
+    gathered = {
+        gradients[i]: ir.vector_slot(graph, Slot("grads", k), [gradients[i] for i in group])
+        for k, group in enumerate(config.gathered)
+        for i in group
+    }
+    filled = list(dict.fromkeys(gathered.get(g, g) for g in gradients if ir.value(g).numel()))
     if config.foreach and filled:
         listed = ir.call(graph, aten._foreach_norm.Scalar, filled, order, dtype, why=why)
         norms = [ir.call(graph, operator.getitem, listed, i, why=why) for i in range(len(filled))]
     else:
         norms = [norm(g, order) for g in filled]
-    by_gradient = dict(zip(filled, norms, strict=True))
+    known = dict(zip(filled, norms, strict=True))
     # Of no elements there is no largest one, but a 2-norm: 0.
-    return [by_gradient[g] if g in by_gradient else norm(g, 2.0) for g in gradients]
+    return [known[n] if (n := gathered.get(g, g)) in known else norm(g, 2.0) for g in gradients]
 
 
 def _total(notes: StepNotes, config: StepConfig) -> fx.Node:
@@ -67,7 +74,8 @@ def _total(notes: StepNotes, config: StepConfig) -> fx.Node:
     graph = notes.start.graph
     why = "the norm of all gradients"
     unscaled: list[fx.Node] = []
-    for norm, gradient in zip(notes.norms, config.gradients, strict=True):
+    of_norm = dict(zip(notes.norms, config.gradients, strict=True))  # those of one norm are alike
+    for norm, gradient in of_norm.items():
         if (k := gradient.scaled_by) is not None:
             norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
         if gradient.replicas != 1:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
 
-__all__ = ["noticed"]
+__all__ = ["notice", "noticed"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -28,11 +28,22 @@ def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
     def graph(*args: Any) -> Any:
         before = _nodes(args)  # an input that is returned has its own history
         results = run(*args)
-        for node in _nodes(results) - before:
-            node.register_hook(_connect)
+        _notice(_nodes(results) - before)
         return results
 
     return graph
+
+
+def notice(results: Sequence[Any]) -> None:
+    """The same for the results of an autograd.Function: `once_differentiable` raises only if the
+    gradients that come in need one themselves.
+    """
+    _notice(_nodes(results))
+
+
+def _notice(nodes: set[Node]) -> None:
+    for node in nodes:
+        node.register_hook(_connect)
 
 
 def _nodes(values: Sequence[Any]) -> set[Node]:

@@ -1,0 +1,49 @@
+"""oneDNN's LSTM layer and its backward, for a graph that holds both.
+
+Torch's own operators are made for autograd, which asks less of them than a graph does:
+
+* `aten::mkldnn_rnn_layer` makes the workspace that its backward needs only in grad mode;
+* `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake.
+
+Read in torch 2.13; the same in 2.11.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
+_FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
+_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+
+def _rnn_layer(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return _FORWARD(*args)
+
+
+def _rnn_layer_backward(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return tuple(grad.contiguous() for grad in _BACKWARD(*args))
+
+
+def _fake_backward(*args: Any) -> Any:
+    return tuple(
+        torch.empty_like(grad, memory_format=torch.contiguous_format) for grad in _BACKWARD(*args)
+    )
+
+
+def _define(name: str, torchs: Any, run: Any, fake: Any) -> Any:
+    _LIBRARY.define(name + str(torchs._schema).removeprefix(torchs._schema.name))
+    _LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"mpcompile::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mpcompile, name).default
+
+
+# torch's operator -> ours
+IN_A_GRAPH = {
+    _FORWARD: _define("rnn_layer", _FORWARD, _rnn_layer, _FORWARD),
+    _BACKWARD: _define("rnn_layer_backward", _BACKWARD, _rnn_layer_backward, _fake_backward),
+}

@@ -1,0 +1,177 @@
+"""The graph that Dynamo traced of a training step, cut into its parts.
+
+    forward     what a loss is computed from: rewritten by the passes, as a graph of its own
+    backward    `torch.autograd.grad`, which is what Dynamo makes of `loss.backward()`
+    step        `mpcompile::take_step`
+    plain       all else: what is done with gradients, metrics, an average of the weights
+
+The parts keep the order of the program. A forward is a run of adjacent nodes none of which depends
+on a gradient, if a later loss depends on one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ..errors import CannotRewrite
+from ..ir.targets import SET_GRAD_ENABLED
+
+Kind = Literal["forward", "backward", "step", "plain"]
+BACKWARD = torch.autograd.grad
+STEP = torch.ops.mpcompile.take_step.default
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that are handled together.
+
+    Attributes:
+        kind: see above; a backward and a step are one node.
+        nodes: in order.
+        inputs: the values from outside that they read.
+        outputs: those of the nodes that are read outside.
+        grad: the grad mode that the part begins in.
+    """
+
+    kind: Kind
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    grad: bool
+
+
+def is_training_step(graph: fx.Graph) -> bool:
+    """Whether a graph of Dynamo's contains a backward."""
+    return bool(graph.find_nodes(op="call_function", target=BACKWARD))
+
+
+def cut(graph: fx.Graph) -> list[Part]:
+    """The parts of a training step, in order.
+
+    Raises:
+        CannotRewrite: a loss depends on gradients, or a grad mode reaches across a backward.
+    """
+    backwards = graph.find_nodes(op="call_function", target=BACKWARD)
+    behind = _all_after(graph, backwards)
+    losses = {n for node in backwards for n in _nodes(node.args[0])}
+    if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
+        raise CannotRewrite("a loss is computed from gradients")
+    before = _all_before(losses)
+    found: list[Part] = []
+    grad, run = True, list[fx.Node]()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if node.op != "output" and node.target not in (BACKWARD, STEP) and node not in behind:
+            run.append(node)
+            continue
+        found += _parts_of_run(run, before, grad)
+        grad, run = _mode_after(run, grad), []
+        if node.op != "output":
+            kinds: dict[object, Kind] = {BACKWARD: "backward", STEP: "step"}
+            found.append(_part(kinds.get(node.target, "plain"), [node], grad))
+    return found
+
+
+def last_steps(parts: Sequence[Part], written: Collection[fx.Node]) -> set[Part]:
+    """The steps behind which nothing happens that depends on them: no forward, no backward, no
+    operator that reads or writes one of the inputs `written`.
+    """
+    found: set[Part] = set()
+    for part in reversed(parts):
+        if part.kind == "step":
+            found.add(part)
+        elif part.kind != "plain" or any(n in written for n in part.inputs):
+            break
+    return found
+
+
+def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[Part]:
+    """A run of nodes that depend on no gradient: a forward, and plain nodes around it.
+
+    The forward begins and ends in the same grad mode.
+    """
+    needed = [i for i, node in enumerate(run) if node in before]
+    if not needed:
+        return _plain(run, grad)
+    modes = [_mode_after(run[:i], grad) for i in range(len(run) + 1)]
+    windows = (
+        (start, end)
+        for start in range(needed[0], -1, -1)
+        for end in range(needed[-1] + 1, len(run) + 1)
+        if modes[start] is modes[end]
+    )
+    window = next(windows, None)
+    if window is None:
+        raise CannotRewrite("no_grad begins before a backward and ends behind it")
+    start, end = window
+    return [
+        *_plain(run[:start], grad),
+        _part("forward", run[start:end], modes[start]),
+        *_plain(run[end:], modes[end]),
+    ]
+
+
+def _plain(nodes: list[fx.Node], grad: bool) -> list[Part]:
+    return [_part("plain", [n], _mode_after(nodes[:i], grad)) for i, n in enumerate(nodes)]
+
+
+def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> Part:
+    own = set(nodes)
+    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
+    outputs = [n for n in nodes if any(user not in own for user in n.users)]
+    read = tuple(n for n in inputs if n.op != "get_attr")
+    return Part(kind, tuple(nodes), read, tuple(outputs), grad)
+
+
+def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:
+    """The grad mode behind these nodes, which begin in the mode `grad`."""
+    for node in nodes:
+        if node.target is SET_GRAD_ENABLED:
+            grad = bool(node.args[0])
+    return grad
+
+
+def _nodes(argument: object) -> list[fx.Node]:
+    listed = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [n for n in listed if isinstance(n, fx.Node)]
+
+
+def _all_after(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that depend on these, or are written by one that does: `grad.add_(more)`."""
+    sources = set(nodes)
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(n in sources or n in found for n in node.all_input_nodes):
+            found.add(node)
+            found.update(written_by(node))
+    return found
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The values that a node of Dynamo's graph writes in place."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return _nodes(node.args[0])
+    return _nodes(node.kwargs.get("out"))
+
+
+# of the module `operator`
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+
+
+def _all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that they depend on."""
+    found = set(nodes)
+    waiting = list(found)
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found]
+        found.update(new)
+        waiting += new
+    return found

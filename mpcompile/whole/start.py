@@ -1,0 +1,46 @@
+"""The start of a loss scale, found before the first training step runs as a whole.
+
+As in pieces (`state/fit_scale.py`), the start is the largest power of two that leaves room for
+gradients eight times as large. Forward and backward run op by op on copies of what they write to,
+with ever smaller scales, until no gradient overflows; no optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..devices.generators import unchanged
+from ..ir.scale import INIT_SCALE
+from ..state.fit_scale import HEADROOM
+from ..state.loss_scale import LossScale
+from .program import Program
+
+
+def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[Any]) -> None:
+    """Find the starts of these loss scales, with the inputs of the first step.
+
+    Args:
+        program: the training step.
+        scales: those whose start is still to be found.
+        given: Dynamo's inputs.
+    """
+    tried = {scale: min(INIT_SCALE, scale.max_scale) * HEADROOM for scale in scales}
+    devices = {x.device for x in given if isinstance(x, torch.Tensor)}
+    while True:
+        with unchanged(devices), torch._C._DisableAutocast():
+            overflowed, hopeless = program.try_scales(given, tried)
+        too_large = [scale for scale in scales if scale in overflowed]
+        if not too_large or hopeless:
+            break
+        if any(tried[scale] * 0.5 < scale.min_scale for scale in too_large):
+            break
+        tried.update({scale: tried[scale] * 0.5 for scale in too_large})
+    for scale, at in tried.items():
+        if hopeless or scale in too_large:
+            scale.search_failed(torch.tensor(scale.value), hopeless=hopeless)
+        else:
+            scale.fit(min(INIT_SCALE, max(at / HEADROOM, scale.min_scale)))
+            scale.search.end()

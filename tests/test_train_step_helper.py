@@ -1,0 +1,85 @@
+"""`train_step(model, optimizer, loss_fn)`: the step of a plain loop, as one function."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import LossScale, MPCompileError, MPOptimizer, mpcompile, train_step
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(F.gelu(self.first(x) + shift))
+        return y
+
+
+def options() -> dict[str, Any]:
+    scale = LossScale.dynamic(init_scale=1024.0)
+    return {"level": "O2", "emit": "aot_eager", "loss_scale": scale}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_the_loop_that_one_would_write(accumulate: int) -> None:
+    torch.manual_seed(0)
+    model = TwoInputs()
+    other = copy.deepcopy(model)
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), emit="eager")
+    others = MPOptimizer(torch.optim.AdamW(other.parameters(), lr=1e-2), emit="eager")
+    step = train_step(model, optimizer, F.cross_entropy, accumulate=accumulate, **options())
+    other = mpcompile(other, **options())
+    for _ in range(4):
+        x, shift, y = torch.randn(8, 16), torch.randn(8, 32), torch.randint(0, 8, (8,))
+        loss = step(x, shift, y)
+        expected = torch.zeros(())
+        for part in zip(*(one.chunk(accumulate) for one in (x, shift, y)), strict=True):
+            one = F.cross_entropy(other(*part[:-1]), part[-1]) / accumulate
+            one.backward()
+            expected += one.detach()
+        others.step()
+        others.zero_grad()
+        # In pieces at O2, the sum of two gradients has the low dtype.
+        loose: dict[str, float] = {"rtol": 1e-2, "atol": 1e-3} if accumulate > 1 else {}
+        torch.testing.assert_close(loss, expected, **loose)
+        assert not loss.requires_grad
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, **loose)
+            assert p.grad is None
+    assert step.left is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": F.relu}, "give an nn.Module and an optimizer"),
+        ({"optimizer": 0.1}, "give an nn.Module and an optimizer"),
+        ({"loss_fn": "mse"}, "loss_fn='mse' is not callable"),
+        ({"accumulate": 0}, "accumulate=0; give 1 or more"),
+        ({"accumulate": True}, "accumulate=True; give 1 or more"),
+        ({"levle": "O2"}, "levle"),
+    ],
+)
+def test_a_mistake_in_the_arguments(change: dict[str, Any], message: str) -> None:
+    model = nn.Linear(4, 4)
+    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()),
+                             "loss_fn": F.mse_loss}  # fmt: skip
+    with pytest.raises(MPCompileError, match=message):
+        train_step(**{**given, **change})(torch.zeros(4, 4), torch.zeros(4, 4))
+
+
+def test_a_batch_that_cannot_be_split() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = train_step(model, optimizer, F.mse_loss, accumulate=3, **options())
+    with pytest.raises(MPCompileError, match="accumulate=3 can't split a batch of 4, 4"):
+        step(torch.zeros(4, 4), torch.zeros(4, 4))
+    assert model.weight.grad is None

@@ -1,0 +1,179 @@
+"""Kinds of functions, their arguments, shapes that change, and errors of the user's own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, batches, net, traces
+
+from mpcompile import mpcompile
+
+Step = Callable[..., Any]
+
+
+class Trainer:
+    """A training step as a method."""
+
+    def __init__(self, run: Run) -> None:
+        model = self.model = run.model(net())
+        self.optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        self.loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+
+    def step(
+        self, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor, *, weight: float = 1.0
+    ) -> torch.Tensor:
+        loss = self.loss_of(x, y, f) * weight
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        loss = self.loss_of(*args)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+KINDS: dict[str, Callable[[Run], Step]] = {
+    "method": lambda run: Trainer(run).step,
+    "partial": lambda run: functools.partial(Trainer(run).step, weight=0.5),
+    "object": lambda run: Trainer(run),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_functions(setting: Setting, kind: str) -> None:
+    agree(KINDS[kind], batches(4, factors={2: 1e30}), setting)
+
+
+@BOTH
+def test_keyword_arguments(setting: Setting) -> None:
+    run = Run(True, setting)
+    step = run.step(Trainer(run).step)
+    x, y, f = batches(1)[0]
+    with traces() as found:
+        first = step(x=x, y=y, f=f)
+        torch.testing.assert_close(step(x, y=y, f=f, weight=0.0), torch.zeros(()))
+    assert step.left is None
+    assert first > 1
+    assert len(found) == 2  # a float is a constant
+
+
+@BOTH
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_the_batch_size_changes(setting: Setting, dynamic: bool | None) -> None:
+    sizes = [8, 8, 5, 12, 8, 3]
+    calls = [batches(1, rows=n)[0] for n in sizes]
+    run, pieces = Run(True, setting), Run(False, setting)
+    torch.manual_seed(0)
+    whole = Trainer(run).step
+    torch.manual_seed(0)
+    theirs = Trainer(pieces).step
+    step = mpcompile(whole, dynamic=dynamic, **run.options())
+    with traces() as found:
+        for call in calls:
+            torch.testing.assert_close(step(*call), theirs(*call), rtol=1e-3, atol=1e-5)
+    assert step.left is None, step.left
+    assert len(found) == {None: 2, True: 1, False: 4}[dynamic]
+    for name, value in pieces.everything().items():
+        if value is not None:
+            torch.testing.assert_close(run.everything()[name], value, rtol=1e-4, atol=1e-6)
+
+
+@SETTINGS
+def test_a_bad_index_is_the_users_error(setting: Setting) -> None:
+    run = Run(True, setting)
+    model = run.model(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @run.step
+    def step(tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    good, y = torch.tensor([1, 2, 3]), torch.tensor([3, 2, 1])
+    for _ in range(2):
+        step(good, y)
+    before = run.everything()
+    with pytest.raises(IndexError, match="out of range"):
+        step(torch.tensor([1, 2, 99]), y)
+    torch.testing.assert_close(run.everything(), before, rtol=0, atol=0)
+    step(good, y)
+    assert step.left is None
+    assert not torch.equal(run.everything()["0.1.weight"], before["0.1.weight"])
+
+
+@BOTH
+def test_an_error_while_it_is_traced_is_the_users_error(setting: Setting) -> None:
+    run = Run(True, setting)
+    step = run.step(Trainer(run).step)
+    x, y, f = batches(1)[0]
+    with pytest.raises(Exception, match=r"shape|size|multipl") as raised:
+        step(x[:, :3], y, f)
+    assert "mpcompile" not in str(raised.value)
+    step(x, y, f)
+    assert step.left is None, step.left
+
+
+@BOTH
+def test_two_threads(setting: Setting) -> None:
+    runs = [Run(True, setting) for _ in range(2)]
+    steps = [r.step(Trainer(r).step) for r in runs]
+    failed: list[BaseException] = []
+
+    def train(step: Step) -> None:
+        try:
+            for call in batches(4):
+                step(*call)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(s,)) for s in steps]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed, failed
+    assert [s.left for s in steps] == [None, None]
+
+
+@pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
+def test_a_model_that_is_compiled_itself(setting: Setting) -> None:
+    def program(run: Run) -> Step:
+        trainer = Trainer(run)
+        if run.whole:
+            mpcompile(trainer.model, **run.options())
+        return trainer.step
+
+    agree(program, batches(4), setting)
+
+
+@pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
+def test_tracing_one_step_leaves_another_one_as_it_is(setting: Setting) -> None:
+    (x, y, f), *_ = batches(1)
+    runs = [Run(True, setting) for _ in range(2)]
+    first, second = (run.step(Trainer(run).step) for run in runs)
+    with traces() as found:
+        for _ in range(2):
+            first(x, y, f)
+        for _ in range(2):
+            second(x, y, f)
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # one more, and gone
+        for _ in range(2):
+            first(x, y, f)
+    assert first.left is None
+    assert second.left is None
+    assert len(found) == 2

@@ -1,0 +1,141 @@
+"""What Inductor makes of whole steps: a graph for each phase, results and inputs that share memory,
+LSTMs, and the memory that micro-batches take. The other files compile without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from whole_steps import Run, Setting, agree, agree_left, batches, net
+
+from benchmarks.models import Tagger
+from benchmarks.whole_step.peak import peak_bytes
+from mpcompile import MPOptimizer, train_step
+from mpcompile.whole import one_graph
+
+Step = Callable[..., Any]
+O2 = Setting("O2", torch.float16, True, "inductor")
+O1 = Setting("O1", torch.float16, False, "inductor")
+O2_BF16 = Setting("O2", torch.bfloat16, True, "inductor")
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many inputs each graph has that Inductor gets."""
+    found: list[int] = []
+    own = one_graph._by_inductor
+
+    def by_inductor(graph: Any, *rest: Any) -> Any:
+        found.append(len(graph.graph.find_nodes(op="placeholder")))
+        return own(graph, *rest)
+
+    monkeypatch.setattr(one_graph, "_by_inductor", by_inductor)
+    return found
+
+
+def test_each_network_of_a_gan_is_a_graph(graphs: list[int]) -> None:
+    def program(run: Run) -> Step:
+        g = run.model(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)))
+        d = run.model(net())
+        opt_g, opt_d = run.optimizer(sgd(g.parameters())), run.optimizer(sgd(d.parameters()))
+        of_g = run.forward(lambda x, y, f: F.cross_entropy(d(g(x)), y) * f)
+        of_d = run.forward(
+            lambda x, y, f: (F.cross_entropy(d(x), y) + d(g(x).detach()).square().mean()) * f
+        )
+
+        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
+            loss_g = of_g(x, y, f)
+            loss_g.backward()
+            opt_g.step()
+            opt_g.zero_grad()
+            opt_d.zero_grad()
+            loss_d = of_d(x, y, f) + loss_g.detach()  # a value of the first phase
+            loss_d.backward()
+            opt_d.step()
+            opt_d.zero_grad()
+            return loss_g, loss_d
+
+        return step
+
+    run = agree(program, batches(4, factors={2: 1e30}), O2)
+    assert run.scale.skipped_steps == 2  # one of each
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("setting", [O2, O1], ids=str)
+@pytest.mark.parametrize("written", [False, True])
+def test_results_and_inputs_share_memory(setting: Setting, written: bool) -> None:
+    stats: dict[bool, torch.Tensor] = {}
+
+    def program(run: Run) -> Step:
+        model = run.model(net())
+        optimizer = run.optimizer(sgd(model.parameters()))
+        forward = run.forward(lambda x: model(x))
+        mine = stats.setdefault(run.whole, torch.zeros(2, 16))
+        first, flat = mine[0], mine.view(-1)
+
+        def step(x: torch.Tensor, same: torch.Tensor, y: torch.Tensor) -> Any:
+            logits = forward(x + same)
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            if written:
+                first.add_(x.mean(0))
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, logits, logits.view(-1), x, x[0], flat * 2, first
+
+        return step
+
+    calls = [(x, x.view(8, 16), y) for x, y, _ in batches(3)]
+    if written:
+        agree_left(program, calls, setting, "memory that two of its inputs share")
+    else:
+        agree(program, calls, setting)
+    torch.testing.assert_close(stats[True], stats[False])
+    assert bool(stats[True][0].any()) == written
+
+
+def test_an_lstm() -> None:
+    torch.manual_seed(0)
+    tokens = [torch.randint(0, 16, (2, 4, 8)) for _ in range(3)]
+
+    def program(run: Run) -> Step:
+        model = run.model(Tagger(vocab=16, width=16))
+        optimizer = run.optimizer(sgd(model.parameters()))
+        loss_of = run.forward(lambda x, y: model(x, y))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = loss_of(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    agree(program, [(x, y) for x, y in tokens], O2_BF16, rtol=2e-2, atol=2e-3)
+
+
+def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
+    def peak(accumulate: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.GELU())))
+        optimizer = MPOptimizer(sgd(model.parameters()))
+        step = train_step(model, optimizer, F.mse_loss, accumulate=accumulate, dtype=torch.bfloat16)
+        x, y = torch.randn(4096, 16), torch.randn(4096, 16)
+        for _ in range(3):
+            step(x, y)
+        assert step.left is None  # type: ignore[attr-defined]
+        return peak_bytes(lambda: step(x, y), torch.device("cpu"))
+
+    assert peak(4) < 0.4 * peak(1)
+    assert len(graphs) == 4 + 1

@@ -1,0 +1,233 @@
+"""Training steps that can't be one graph run in pieces, say why once, and are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
+
+from mpcompile import MPCompileError, MPCompileWarning
+
+Step = Callable[..., Any]
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def stepping(
+    loss_of: Callable[..., Any], *, end: Callable[..., Any] = lambda loss: loss.detach()
+) -> Callable[[Run], Step]:
+    """A step with this loss: a function of the model and the arguments."""
+
+    def program(run: Run) -> Step:
+        model = run.model(net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        of_model = run.forward(lambda *args: loss_of(model, *args))
+
+        def step(*args: Any) -> Any:
+            loss = of_model(*args)
+            loss.backward()
+            result = end(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return result
+
+        return step
+
+    return program
+
+
+def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y) * f
+
+
+def branching(loss: torch.Tensor) -> torch.Tensor:
+    return loss.detach() * (2 if loss > 0 else 3)
+
+
+def printing(loss: torch.Tensor) -> torch.Tensor:
+    print("loss")
+    return loss.detach()
+
+
+ENDS = {
+    "item": (lambda loss: loss.item(), "Python number of a tensor's value"),
+    "branch": (branching, r"left.py:\d+: return loss.detach\(\) \* \(2 if loss > 0 else 3\)\)$"),
+    "print": (printing, r'left.py:\d+: print\("loss"\)\)$'),
+}
+"""What is done with the loss, and what the reason says."""
+
+
+@BOTH
+@pytest.mark.parametrize("name", ENDS)
+def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
+    end, reason = ENDS[name]
+    run = agree_left(stepping(plain, end=end), batches(4, factors={2: 1e30}), setting, reason)
+    assert run.scale.skipped_steps == 1
+
+
+@BOTH
+def test_a_checkpoint(setting: Setting) -> None:
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda x: model[1](model[0](x)), x, use_reentrant=False)
+        return F.cross_entropy(model[2](hidden), y) * f
+
+    agree_left(stepping(loss_of), batches(4, factors={2: 1e30}), setting, "checkpoint")
+
+
+@BOTH
+def test_an_autograd_function_is_traced(setting: Setting) -> None:
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(Doubled.apply(model(x)), y) * f
+
+    agree(stepping(loss_of), batches(4, factors={2: 1e30}), setting)
+
+
+@BOTH
+def test_a_loss_of_gradients(setting: Setting) -> None:
+    def program(run: Run) -> Step:
+        model = run.model(net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            loss = F.cross_entropy(model(x), y) * f
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            total = loss + slope.square().sum()
+            total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total.detach()
+
+        return step
+
+    run = Run(True, setting)
+    step = run.step(program(run))
+    before = [p.detach().clone() for p in run.models[0].parameters()]
+    with pytest.raises(MPCompileError, match="double backward"):
+        step(*batches(1)[0])
+    assert all(map(torch.equal, before, run.models[0].parameters()))
+
+
+@BOTH
+def test_a_gradient_of_its_input_is_read(setting: Setting) -> None:
+    def program(run: Run) -> Step:
+        model = run.model(net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+
+        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            loss = loss_of(x, y, f)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), x.grad
+
+        return step
+
+    agree_left(program, batches(3), setting, "does not require grad|requires_grad_")
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["used up", "retained"])
+def test_a_result_with_a_graph(retain: bool) -> None:
+    """`return loss` is detached; a loss that the caller may go backward from again is not."""
+
+    def program(run: Run) -> Step:
+        model = run.model(net())
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+
+        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(x, y, f)
+            loss.backward(retain_graph=retain)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    setting = Setting("O1", torch.float16, False)
+    if retain:
+        agree_left(program, batches(3), setting, "returns a value that still needs a gradient")
+    else:
+        agree(program, batches(3), setting)
+
+
+def test_sparse_gradients() -> None:
+    def program(run: Run) -> Step:
+        model = run.model(nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 8)))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of = run.forward(lambda x, y: F.cross_entropy(model(x), y))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    calls = [(torch.randint(0, 8, (5,)), torch.randint(0, 8, (5,))) for _ in range(3)]
+    agree_left(program, calls, Setting("O1", torch.float16, False), "sparse")
+
+
+def test_lbfgs_and_its_closure() -> None:
+    """As a function its closure is called by code that Dynamo skips, so it runs in FP32."""
+    ends = []
+    for whole in (True, False):
+        torch.manual_seed(0)
+        run = Run(whole, Setting("O1", torch.float16, False))
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def step(
+            x: torch.Tensor, y: torch.Tensor, model: Any = model, optimizer: Any = optimizer
+        ) -> torch.Tensor:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            F.cross_entropy(model(x), y).backward()
+            return optimizer.step(closure).detach()
+
+        step = run.step(step)
+        for i, (x, y, _) in enumerate(batches(3)):
+            if whole and i == 0:
+                with pytest.warns(MPCompileWarning, match="graph_break"):
+                    step(x, y)
+            else:
+                step(x, y)
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=2e-2, atol=2e-3)
+
+
+@BOTH
+def test_a_call_without_grad_mode(setting: Setting) -> None:
+    run = Run(True, setting)
+    step = run.step(stepping(plain)(run))
+    for i, call in enumerate(batches(3)):
+        if i == 1:
+            with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+                step(*call)
+        else:
+            step(*call)
+    assert step.left is None
