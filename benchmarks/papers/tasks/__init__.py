@@ -1,0 +1,10 @@
+"""The rows of the table, in the order of the paper's sections."""
+
+from __future__ import annotations
+
+from ..task import Task
+from .recommendation import DLRM
+
+__all__ = ["TASKS"]
+
+TASKS: tuple[Task, ...] = (DLRM,)

@@ -1,0 +1,145 @@
+"""Recommendation: a DLRM on clicks that a hidden model of tastes makes.
+
+The architecture is that of "Deep Learning Recommendation Model for Personalization and
+Recommendation Systems" (Naumov et al., 2019): a bottom MLP for the numbers, an embedding for each
+category, dot products of all pairs, a top MLP. Its dims are odd, as those of real tables are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+
+from ..task import Metrics, Task
+from ..ways import Trainer
+
+__all__ = ["DLRM"]
+
+NUMBERS = 13
+"""As many as Criteo's data have."""
+CATEGORIES = (997, 311, 89, 41, 23, 7)
+WIDTH = 27
+BATCH = 256
+
+
+class _Net(nn.Module):
+    """Numbers (B, 13) and categories (B, 6) -> logits (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(
+            nn.Linear(NUMBERS, 63), nn.ReLU(), nn.Linear(63, WIDTH), nn.ReLU()
+        )
+        self.tables = nn.ModuleList(nn.Embedding(size, WIDTH) for size in CATEGORIES)
+        for table in self.tables:
+            assert isinstance(table, nn.Embedding)
+            nn.init.uniform_(
+                table.weight, -(table.num_embeddings**-0.5), table.num_embeddings**-0.5
+            )
+        vectors = len(CATEGORIES) + 1
+        self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
+        self.top = nn.Sequential(
+            nn.Linear(WIDTH + vectors * (vectors - 1) // 2, 95), nn.ReLU(),
+            nn.Linear(95, 47), nn.ReLU(), nn.Linear(47, 1),
+        )  # fmt: skip
+
+    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        bottom = self.bottom(numbers)
+        looked_up = [table(categories[:, i]) for i, table in enumerate(self.tables)]
+        vectors = torch.stack([bottom, *looked_up], dim=1)
+        products = vectors @ vectors.transpose(1, 2)
+        rows, columns = self.pairs.unbind()  # type: ignore[operator]
+        logits: Tensor = self.top(torch.cat([bottom, products[:, rows, columns]], dim=1))
+        return logits.squeeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clicks:
+    """numbers (N, 13), FP32; categories (N, 6), int64; clicked (N,), FP32 of 0 and 1."""
+
+    numbers: Tensor
+    categories: Tensor
+    clicked: Tensor
+
+    def __getitem__(self, chosen: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
+        return self.numbers[chosen], self.categories[chosen], self.clicked[chosen]
+
+
+@functools.cache
+def _clicks(count: int = 120_000) -> _Clicks:
+    """Popular categories come up more often. Each has a hidden taste of 4 numbers; a click is drawn
+    from what pairs of tastes, and the numbers, have in common.
+    """
+    generator = torch.Generator().manual_seed(2019)
+    draw = functools.partial(torch.randn, generator=generator)
+    popularity = [1 / torch.arange(1.0, size + 1) for size in CATEGORIES]
+    categories = torch.stack(
+        [torch.multinomial(p, count, replacement=True, generator=generator) for p in popularity], 1
+    )
+    numbers = draw(count, NUMBERS)
+    tastes = [draw(size, 4) for size in CATEGORIES]
+    vectors = [taste[categories[:, i]] for i, taste in enumerate(tastes)]
+    vectors.append(torch.tanh(numbers @ draw(NUMBERS, 4) / 2))
+    logits = sum(((a * b).sum(1) for a, b in itertools.combinations(vectors, 2)), torch.zeros(1))
+    chance = torch.sigmoid(0.5 * logits - 1)  # about a third are clicked
+    return _Clicks(numbers, categories, torch.bernoulli(chance, generator=generator))
+
+
+HELD_OUT = 4_000
+
+
+class _Training:
+    def __init__(self, trainer: Trainer, seed: int) -> None:
+        self._trainer = trainer
+        self._net = trainer.model(_Net())
+        self._optimizer = trainer.optimizer(
+            functools.partial(torch.optim.Adagrad, lr=0.01), [*self._net.parameters()]
+        )
+        self._batches = self._draw(seed)
+
+    def _draw(self, seed: int) -> Iterator[list[Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        data = _clicks()
+        while True:
+            order = HELD_OUT + torch.randperm(len(data.clicked) - HELD_OUT, generator=generator)
+            for chosen in order.split(BATCH)[:-1]:
+                yield [part.to(self._trainer.device) for part in data[chosen]]
+
+    def step(self) -> Tensor:
+        numbers, categories, clicked = next(self._batches)
+        with self._trainer.forward():
+            logits = self._net(numbers, categories)
+            loss = F.binary_cross_entropy_with_logits(logits, clicked)
+        self._trainer.backward(loss)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
+        return loss.detach()
+
+    @torch.no_grad()
+    def judge(self) -> Metrics:
+        numbers, categories, clicked = (
+            part.to(self._trainer.device) for part in _clicks()[:HELD_OUT]
+        )
+        logits = self._net.forward(numbers, categories)
+        loss = F.binary_cross_entropy_with_logits(logits, clicked).item()
+        finite = bool(logits.isfinite().all())
+        area = float(roc_auc_score(clicked.cpu(), logits.cpu())) if finite else 0.5
+        return {"held-out loss": loss, "AUC, %": 100 * area}
+
+
+DLRM = Task(
+    name="DLRM",
+    claim="recommendation",
+    data="generated: clicks drawn from hidden tastes of popular and rare categories",
+    metric="AUC, %",
+    higher=True,
+    steps=450,
+    start=_Training,
+)
