@@ -29,7 +29,7 @@ from benchmarks.optimizer_step import arms as optimizer_arms
 from benchmarks.optimizer_step import measure as optimizer_step
 from benchmarks.padding import measure as padding
 from benchmarks.parity import training
-from benchmarks.parity.report import deviations
+from benchmarks.parity.rule import deviations
 from benchmarks.saved_bytes import cases
 from benchmarks.saved_bytes.sums import excess
 from benchmarks.step_times import measure as step_times

@@ -1,1 +1,46 @@
-"""The claims of "Mixed Precision Training" (ICLR 2018), made again in small."""
+"""The claims of "Mixed Precision Training" (ICLR 2018), made again in small.
+
+Micikevicius et al. train networks for classification, detection, speech, translation, language and
+images with FP16 weights, activations and gradients, FP32 master weights and loss scaling, and reach
+FP32's accuracy without a changed hyperparameter. Each row here is such a network, written from its
+own paper and made narrow enough for two CPU cores, on data that ships with a package or is
+generated; the DLRM row is beside the paper's. "FP16 O2, no loss scale" leaves out loss scaling, and
+nothing else. O2 has an `MPOptimizer`, so weights and their gradients are FP16 there, as in the
+paper; O1 has the plain optimizer.
+
+A seed sets the initial weights and the order of the data. The FP32 runs are plain eager PyTorch.
+The others differ from them by `mpcompile(model, ...)`, and at O2 by `MPOptimizer(optimizer)`.
+Everything is judged by the same eager FP32 forward on data held out from training.
+
+The rule: S is the spread of a metric, its largest value over the FP32 seeds less its smallest. A
+way passes if the mean over its seeds is at most S away from the mean of the FP32 runs of the same
+seeds ("off the mean"), and no single run is more than S away from the FP32 run of its seed ("off
+the seed", the worst of them). It has to pass for every metric; "(off)" stands where it does not.
+"""
+
+from __future__ import annotations
+
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, paragraphs
+
+from .report import make_report
+from .rows import FULL, QUICK, train_rows
+from .tasks import TASKS
+
+__all__ = ["run"]
+
+
+def run(settings: Settings) -> Report:
+    """Train everything; under `settings.quick` two steps of one seed, without compiling."""
+    device = settings.device
+    record = environment(device)
+    work = QUICK if settings.quick else FULL
+    rows = train_rows(work, device)
+    data = "; ".join(f"{task.name}: {task.data} ({task.steps} steps)" for task in TASKS)
+    how = (
+        f"Seeds: {work.seeds} of FP32, {work.mixed_seeds} of the others. Compiled graphs run under "
+        f"`{work.emit}`, on one thread. Figure: docs/figures/papers.svg, which "
+        "`python -m benchmarks.papers.figure` draws."
+    )
+    notes = [*paragraphs(__doc__), f"Data: {data}.", how]
+    return make_report(f"papers_{device.type}", notes, TASKS, rows, record)

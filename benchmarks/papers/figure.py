@@ -1,0 +1,71 @@
+"""The loss curves of every row. `python -m benchmarks.papers.figure` draws the committed results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.harness.processes import ROOT
+from benchmarks.harness.report import RESULTS
+
+from .tasks import TASKS
+from .ways import FP32, UNSCALED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+# Colour, style, width. FP32 is wide and pale, the others lie on top of it where they agree.
+_LINES = {
+    FP32.name: ("0.75", "-", 5.0),
+    UNSCALED.name: ("tab:red", "-", 1.2),
+    "FP16 O1": ("tab:blue", "-", 1.2),
+    "FP16 O2": ("tab:blue", ":", 1.6),
+    "BF16 O1": ("tab:green", "-", 1.2),
+    "BF16 O2": ("tab:green", ":", 1.6),
+}
+
+
+def draw(path: Path, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """Panels of training loss, one for each task; `runs` as in the report's JSON."""
+    import matplotlib as mpl  # only this function needs it
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in TASKS if task.name in runs]
+    columns = min(5, len(tasks))
+    lines = -(-len(tasks) // columns)
+    # The same numbers give the same file.
+    with mpl.rc_context({"svg.hashsalt": "papers", "font.size": 8, "axes.titlesize": 9}):
+        figure = Figure(figsize=(3.2 * columns, 2.6 * lines + 0.4), layout="constrained")
+        panels = figure.subplots(lines, columns, squeeze=False).flatten()
+        for panel, task in zip(panels, tasks, strict=False):
+            panel.set_title(f"{task.claim}: {task.name}")
+            _curves(panel, runs[task.name], task.steps)
+        for empty in panels[len(tasks) :]:
+            empty.set_axis_off()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(_LINES), frameon=False)
+        figure.supylabel("training loss: mean and range of the seeds")
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _curves(panel: Axes, row: dict[str, list[dict[str, Any]]], steps: int) -> None:
+    """A line for each way, the mean over its seeds, and a band from the least to the most."""
+    for way, outcomes in row.items():
+        colour, style, width = _LINES[way]
+        curves = np.array([outcome["curve"] for outcome in outcomes], dtype=float)  # null: NaN
+        ends = np.linspace(0, steps, curves.shape[1] + 1)
+        middles = (ends[1:] + ends[:-1]) / 2
+        panel.plot(middles, curves.mean(0), style, color=colour, linewidth=width, label=way)
+        panel.fill_between(middles, curves.min(0), curves.max(0), color=colour, alpha=0.12)
+    panel.set_xlabel("steps")
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS / "papers_cpu.json"
+    draw(ROOT / "docs" / "figures" / "papers.svg", json.loads(results.read_text())["runs"])
