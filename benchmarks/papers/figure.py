@@ -1,4 +1,4 @@
-"""The loss curves of every row. `python -m benchmarks.papers.figure` draws the committed results."""
+"""The loss curves of every row: `python -m benchmarks.papers.figure` draws what is committed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 
-__all__ = ["FP32", "QUALITY", "UNSCALED", "Trainer", "Way", "peers"]
+__all__ = ["FP32", "QUALITY", "UNSCALED", "Trainer", "Way"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,7 +28,7 @@ class Way:
     """One way to train.
 
     Attributes:
-        dtype: the low dtype; None: everything in FP32.
+        dtype: the low dtype; "auto": what mpcompile chooses; None: everything in FP32.
         level: mpcompile's, with `MPOptimizer` at O2; "": plain PyTorch.
         scaled: FP16 gradients have a loss scale, mpcompile's or a GradScaler.
         compiled: plain PyTorch under torch.compile; mpcompile always compiles.
@@ -38,7 +38,7 @@ class Way:
     """
 
     name: str
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
     level: str = ""
     scaled: bool = True
     compiled: bool = False
@@ -62,17 +62,6 @@ QUALITY = (
 """What is trained to the end."""
 
 
-def peers(dtype: torch.dtype) -> tuple[Way, ...]:
-    """What users have without mpcompile, in this low dtype."""
-    return (
-        Way("eager FP32", fused=True),
-        Way("compile FP32", compiled=True, fused=True),
-        Way("eager autocast", dtype, fused=True),
-        Way("compile + autocast", dtype, compiled=True, fused=True),
-        Way("compile + autocast, budget 0.5", dtype, compiled=True, fused=True, budget=0.5),
-    )
-
-
 class Trainer:
     """What a task's loop calls. `way` decides what each call adds.
 
@@ -84,6 +73,7 @@ class Trainer:
         self.way, self.device = way, device
         self._emit = emit
         self._models: list[nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._norms: dict[int, tuple[list[nn.Parameter], float]] = {}
         self._scaler = torch.amp.GradScaler(
             device.type, enabled=not way.level and way.dtype is _HALF and way.scaled
@@ -121,6 +111,7 @@ class Trainer:
         """
         parameters = list(parameters)
         optimizer = make(parameters, **({"fused": True} if self.way.fused else {}))
+        self._optimizers.append(optimizer)
         if self.way.level == "O2":
             emit = "inductor" if self._emit == "inductor" else "eager"
             return MPOptimizer(optimizer, max_grad_norm=max_grad_norm, emit=emit)
@@ -130,7 +121,7 @@ class Trainer:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and the loss."""
-        if self.way.level or self.way.dtype is None:
+        if self.way.level or not isinstance(self.way.dtype, torch.dtype):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.way.dtype)
 
@@ -146,6 +137,14 @@ class Trainer:
             nn.utils.clip_grad_norm_(parameters, norm)
         self._scaler.step(optimizer)
         optimizer.zero_grad()
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        return tuple(self._models)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(self._optimizers)
 
     def done(self) -> None:
         """After the last optimizer of a training step."""

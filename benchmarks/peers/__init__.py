@@ -1,0 +1,31 @@
+"""The papers' tasks, a whole training step: time and bytes against every peer.
+
+The tasks are those of the `papers` benchmark, each with its own loop: forward, loss, backward,
+clipping where it clips, the optimizer's step. The peers are plain PyTorch, eager and under
+`torch.compile`, in FP32 and under autocast, with fused optimizers and with a GradScaler where the
+low dtype is FP16; and torch.compile with an activation_memory_budget of 0.5. The low dtype is BF16
+on a CPU, where mpcompile runs with `dtype="auto"`, and FP16 elsewhere. O1 has the same plain fused
+optimizer as the peers, O2 an `MPOptimizer`.
+
+Bytes saved for the backward are those that autograd holds after the forwards of a step. The peak
+is the most that a step adds to what lies there between two steps.
+"""
+
+from __future__ import annotations
+
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, paragraphs
+
+from .measure import FULL, QUICK, measure_all
+from .report import make_report
+
+__all__ = ["run"]
+
+
+def run(settings: Settings) -> Report:
+    """Measure everything; under `settings.quick` two rounds, without compiling."""
+    device = settings.device
+    record = environment(device)
+    work = QUICK if settings.quick else FULL
+    rows = measure_all(work, device)
+    return make_report(rows, work, device, notes=paragraphs(__doc__), record=record)

@@ -1,0 +1,167 @@
+"""The papers' tasks under every arm: seconds of a step, and bytes. A process for each task."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.report import plain
+from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
+from benchmarks.papers.task import Task, Training
+from benchmarks.papers.tasks import TASKS
+from benchmarks.papers.ways import Trainer, Way
+from benchmarks.step_times.measure import REFUSED
+from benchmarks.whole_step.peak import peak_bytes
+from mpcompile.demo.train import bytes_saved_for_backward
+from mpcompile.state import copies
+
+from .ways import EAGER, OURS, PEERS, RECOMPUTES, ways
+
+__all__ = ["FULL", "QUICK", "Row", "Work", "measure_all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is measured, and how often.
+
+    Attributes:
+        seconds: that a turn should take.
+    """
+
+    emit: str = "inductor"
+    rounds: int = 20
+    seconds: float = 0.3
+    processes: bool = True
+
+
+FULL = Work()
+QUICK = Work("eager", rounds=2, seconds=0.0, processes=False)
+
+
+@dataclasses.dataclass
+class Row:
+    """What the arms of a task showed. Each dict is by the arm's name.
+
+    Attributes:
+        seconds: per step, a sample a round.
+        saved: bytes that autograd holds for the backward of a step.
+        peak: the most bytes that a step adds to those that lie there between steps.
+        state: bytes of the optimizers' state, and of working copies of weights.
+        parameters: bytes of the parameters in FP32.
+        left_out: arm -> why it was not timed.
+    """
+
+    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    saved: dict[str, int] = dataclasses.field(default_factory=dict)
+    peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    state: dict[str, int] = dataclasses.field(default_factory=dict)
+    parameters: int = 0
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def measure_all(work: Work, device: torch.device) -> dict[str, Row]:
+    """Task's name -> its row, one after the other."""
+    if not work.processes:
+        return {task.name: _measured(task, work, device) for task in TASKS}
+    rows = {}
+    for index, task in enumerate(TASKS):
+        found = json_from_process(
+            "-m", "benchmarks.peers.measure", str(index), device.type,
+            environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )  # fmt: skip
+        rows[task.name] = Row(**found)
+        print(f"{task.name}: measured", file=sys.stderr, flush=True)
+    return rows
+
+
+class _Begun:
+    """A task's training under one arm."""
+
+    def __init__(self, task: Task, way: Way, work: Work, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.trainer = Trainer(way, work.emit, device)
+        self.training: Training = task.start(self.trainer, 0)
+
+    def step(self) -> Tensor:
+        return self.training.step()
+
+    def saved_bytes(self) -> int:
+        """By hooks on what autograd saves; working copies of weights lie there anyway."""
+        with contextlib.ExitStack() as stack:
+            held = [
+                stack.enter_context(bytes_saved_for_backward(model))
+                for model in self.trainer.models[:1]
+            ]
+            self.step()
+        anyway = {
+            tensor.untyped_storage().data_ptr()
+            for model in self.trainer.models
+            for tensor in (*model.parameters(), *model.buffers(), *_copies(model))
+        }
+        return sum(size for address, size in held[0].items() if address not in anyway)
+
+    def state_bytes(self) -> int:
+        states = [
+            value
+            for optimizer in self.trainer.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        low = [copy for model in self.trainer.models for copy in _copies(model)]
+        return sum(t.untyped_storage().nbytes() for t in (*states, *low))
+
+
+def _copies(model: torch.nn.Module) -> list[Tensor]:
+    return [c.stored for p in model.parameters() for c in copies.copies_of(p).values()]
+
+
+def _measured(task: Task, work: Work, device: torch.device) -> Row:
+    # More ways than Dynamo compiles one function for before it gives up.
+    torch._dynamo.config.recompile_limit = 64
+    row, wait = Row(), idle_wait(device)
+    begun = {way.name: _Begun(task, way, work, device) for way in ways(device)}
+    for name in list(begun):
+        try:
+            for _ in range(3):  # the first in FP16 searches for the loss scale
+                begun[name].step()
+        except RuntimeError as error:
+            if name not in PEERS or REFUSED not in str(error):
+                raise
+            row.left_out[name] = f"torch says: {error}"
+            del begun[name]
+    timed = [Arm(name, begun[name].step) for name in (*PEERS, *OURS) if name in begun]
+    for name, spent in far_behind(timed, wait=wait).items():
+        if name in PEERS:
+            row.left_out[name] = f"{spent:.1f} s a step"
+    timed = [arm for arm in timed if arm.name not in row.left_out]
+    steps = _steps(begun[EAGER].step, work.seconds, wait)
+    row.seconds = take_turns(
+        timed, rounds=work.rounds, steps=steps, settle=max(1, steps // 4), wait=wait
+    )
+    for name in [*(arm.name for arm in timed), RECOMPUTES]:
+        row.saved[name] = begun[name].saved_bytes()
+        row.peak[name] = peak_bytes(begun[name].step, device)
+        row.state[name] = begun[name].state_bytes()
+    eager = begun[EAGER].trainer.models
+    row.parameters = sum(p.nbytes for model in eager for p in model.parameters())
+    return row
+
+
+def _steps(step: Callable[[], Any], seconds: float, wait: Callable[[], None]) -> int:
+    """How many steps take about so long."""
+    spent = take_turns([Arm("", step)], rounds=3, steps=2, wait=wait)[""]
+    return max(2, round(seconds / min(spent)))
+
+
+if __name__ == "__main__":
+    place, kind = sys.argv[1:]
+    print(json.dumps(plain(_measured(TASKS[int(place)], FULL, torch.device(kind)))))

@@ -1,0 +1,147 @@
+"""Ratios to each peer, the losing rows first; geometric means; bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.harness.ratios import Ratio, ratio, summarize
+from benchmarks.harness.report import Report, Table, plain, where
+
+from .measure import Row, Work
+from .ways import AUTOCAST, BUDGETED, COMPILED, OURS, PEERS, RECOMPUTES
+
+__all__ = ["geometric_mean", "make_report"]
+
+MEAN, LEAST = 1.2, 0.97
+"""What is asked of the geometric mean over compile + autocast, and of each row."""
+
+
+def make_report(
+    rows: Mapping[str, Row],
+    work: Work,
+    device: torch.device,
+    *,
+    notes: Sequence[str],
+    record: Mapping[str, str],
+) -> Report:
+    """The whole report; `record` says what was measured on, as `environment` does."""
+    units = all(AUTOCAST in row.seconds for row in rows.values())
+    base = AUTOCAST if units else COMPILED
+    ratios = {
+        name: {f"{ours} over {peer}": ratio(row.seconds[peer], row.seconds[ours])
+               for ours in OURS for peer in PEERS if peer in row.seconds}
+        for name, row in rows.items()
+    }  # fmt: skip
+    left_out = [
+        f"{name}: {way} is left out: {why}."
+        for name, row in rows.items()
+        for way, why in row.left_out.items()
+    ]
+    how = (
+        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms of a task in "
+        "one process. A ratio is the median over the rounds of peer/ours within a round, with its "
+        "95% bootstrap interval: above 1, ours is faster. MB are 10^6 bytes."
+    )
+    return Report(
+        name=f"peers_{device.type}",
+        title=f"Every peer on the papers' tasks, on {where(device)}",
+        notes=[*notes, how, *left_out],
+        tables=[
+            _means(rows), *(_ratios(ratios, ours) for ours in OURS), _times(rows), _bytes(rows)
+        ],
+        verdicts=_verdicts(rows, ratios, base),
+        data={"rounds": work.rounds, "rows": plain(rows), "ratios": plain(ratios)},
+        environment=record,
+    )  # fmt: skip
+
+
+def geometric_mean(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], resamples: int = 2000
+) -> tuple[float, float, float]:
+    """(mean, low, high) over tasks of the median over rounds of peer/ours.
+
+    Args:
+        pairs: of each task the peer's samples and ours, in the same rounds.
+        resamples: of each task's rounds, drawn with replacement; low and high hold 95% of them.
+    """
+    generator = np.random.default_rng(0)
+    logs, drawn = [], []
+    for peer, ours in pairs:
+        paired = np.log(np.asarray(peer, dtype=np.float64) / np.asarray(ours, dtype=np.float64))
+        logs.append(np.median(paired))
+        chosen = generator.integers(len(paired), size=(resamples, len(paired)))
+        drawn.append(np.median(paired[chosen], axis=1))
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return float(np.exp(np.mean(logs))), float(np.exp(low)), float(np.exp(high))
+
+
+def _over(rows: Mapping[str, Row], ours: str, peer: str) -> tuple[float, float, float] | None:
+    pairs = [(row.seconds[peer], row.seconds[ours]) for row in rows.values() if peer in row.seconds]
+    return geometric_mean(pairs) if pairs else None
+
+
+def _means(rows: Mapping[str, Row]) -> Table:
+    lines = []
+    for peer in PEERS:
+        cells = []
+        for ours in OURS:
+            found = _over(rows, ours, peer)
+            cells.append("{:.2f}x [{:.2f}, {:.2f}]".format(*found) if found else "")
+        lines.append((peer, str(sum(peer in row.seconds for row in rows.values())), *cells))
+    return Table("Geometric mean over the tasks", ("over", "tasks", *OURS), lines)
+
+
+def _ratios(ratios: Mapping[str, Mapping[str, Ratio]], ours: str) -> Table:
+    """The rows that lose most first."""
+
+    def over(name: str, peer: str) -> Ratio | None:
+        return ratios[name].get(f"{ours} over {peer}")
+
+    def least(name: str) -> float:
+        first = over(name, AUTOCAST) or over(name, COMPILED)
+        return first.paired if first else 0.0
+
+    lines = [
+        (name, *(str(over(name, peer) or "") for peer in PEERS))
+        for name in sorted(ratios, key=least)
+    ]
+    return Table(f"{ours}: how many times faster", ("task", *PEERS), lines)
+
+
+def _times(rows: Mapping[str, Row]) -> Table:
+    lines = [
+        (name, *(summarize(row.seconds[way]).text(digits=2) if way in row.seconds else ""
+                 for way in (*PEERS, *OURS)))
+        for name, row in rows.items()
+    ]  # fmt: skip
+    return Table("A step, ms", ("task", *PEERS, *OURS), lines)
+
+
+def _bytes(rows: Mapping[str, Row]) -> Table:
+    lines = []
+    for name, row in rows.items():
+        for way in (COMPILED, AUTOCAST, BUDGETED, *OURS, RECOMPUTES):
+            if way in row.saved:
+                counted = (row.saved[way], row.peak[way], row.state[way])
+                lines.append((name, way, *(f"{count / 1e6:.2f}" for count in counted)))
+    columns = ("task", "arm", "saved for the backward, MB", "peak of a step, MB",
+               "optimizer's state and working copies, MB")  # fmt: skip
+    return Table("Bytes", columns, lines)
+
+
+def _verdicts(
+    rows: Mapping[str, Row], ratios: Mapping[str, Mapping[str, Ratio]], base: str
+) -> dict[str, bool]:
+    verdicts = {}
+    for ours in OURS:
+        found = _over(rows, ours, base)
+        if base == AUTOCAST and found:
+            claim = f"{ours}: geometric mean at least {MEAN}x {base}: {found[0]:.2f}x"
+            verdicts[claim] = found[0] >= MEAN
+        for name, row in ratios.items():
+            one = row[f"{ours} over {base}"].paired
+            verdicts[f"{ours}, {name}: at least {LEAST}x {base}: {one:.2f}x"] = one >= LEAST
+    return verdicts

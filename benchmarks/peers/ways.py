@@ -1,0 +1,38 @@
+"""The arms: what users have without mpcompile, and mpcompile."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.papers.ways import Way
+
+__all__ = ["AUTOCAST", "BUDGETED", "COMPILED", "EAGER", "OURS", "PEERS", "RECOMPUTES", "ways"]
+
+EAGER = "eager FP32"
+COMPILED = "compile FP32"
+EAGER_AUTOCAST = "eager autocast"
+AUTOCAST = "compile + autocast"
+BUDGETED = "compile + autocast, budget 0.5"
+PEERS = (EAGER, COMPILED, EAGER_AUTOCAST, AUTOCAST, BUDGETED)
+OURS = ("mpcompile O1", "mpcompile O2")
+RECOMPUTES = "mpcompile O2, recompute"
+
+
+def ways(device: torch.device) -> tuple[Way, ...]:
+    """All arms on a device: on a CPU in BF16, and what `dtype="auto"` makes of it; else in FP16.
+
+    Every peer has a fused optimizer, those in FP16 a GradScaler.
+    """
+    cpu = device.type == "cpu"
+    low = torch.bfloat16 if cpu else torch.float16
+    ours = "auto" if cpu else low
+    return (
+        Way(EAGER, fused=True),
+        Way(COMPILED, compiled=True, fused=True),
+        Way(EAGER_AUTOCAST, low, fused=True),
+        Way(AUTOCAST, low, compiled=True, fused=True),
+        Way(BUDGETED, low, compiled=True, fused=True, budget=0.5),
+        Way("mpcompile O1", ours, "O1", fused=True),
+        Way("mpcompile O2", ours, "O2"),
+        Way(RECOMPUTES, ours, "O2", recompute=True),
+    )
