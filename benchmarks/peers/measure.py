@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness.processes import json_from_process
 from benchmarks.harness.report import plain
@@ -23,7 +22,7 @@ from benchmarks.whole_step.peak import peak_bytes
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.state import copies
 
-from .ways import EAGER, OURS, PEERS, RECOMPUTES, ways
+from .ways import EAGER, OURS, PEERS, ways
 
 __all__ = ["FULL", "QUICK", "Row", "Work", "measure_all"]
 
@@ -95,18 +94,11 @@ class _Begun:
 
     def saved_bytes(self) -> int:
         """By hooks on what autograd saves; working copies of weights lie there anyway."""
-        with contextlib.ExitStack() as stack:
-            held = [
-                stack.enter_context(bytes_saved_for_backward(model))
-                for model in self.trainer.models[:1]
-            ]
+        with bytes_saved_for_backward(nn.ModuleList(self.trainer.models)) as held:
             self.step()
-        anyway = {
-            tensor.untyped_storage().data_ptr()
-            for model in self.trainer.models
-            for tensor in (*model.parameters(), *model.buffers(), *_copies(model))
-        }
-        return sum(size for address, size in held[0].items() if address not in anyway)
+        low = (copy for model in self.trainer.models for copy in _copies(model))
+        anyway = {copy.untyped_storage().data_ptr() for copy in low}
+        return sum(size for address, size in held.items() if address not in anyway)
 
     def state_bytes(self) -> int:
         states = [
@@ -120,7 +112,7 @@ class _Begun:
         return sum(t.untyped_storage().nbytes() for t in (*states, *low))
 
 
-def _copies(model: torch.nn.Module) -> list[Tensor]:
+def _copies(model: nn.Module) -> list[Tensor]:
     return [c.stored for p in model.parameters() for c in copies.copies_of(p).values()]
 
 
@@ -128,7 +120,7 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
     # More ways than Dynamo compiles one function for before it gives up.
     torch._dynamo.config.recompile_limit = 64
     row, wait = Row(), idle_wait(device)
-    begun = {way.name: _Begun(task, way, work, device) for way in ways(device)}
+    begun = {way.name: _Begun(task, way, work, device) for way in ways(device, work.emit)}
     for name in list(begun):
         try:
             for _ in range(3):  # the first in FP16 searches for the loss scale
@@ -147,7 +139,7 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
     row.seconds = take_turns(
         timed, rounds=work.rounds, steps=steps, settle=max(1, steps // 4), wait=wait
     )
-    for name in [*(arm.name for arm in timed), RECOMPUTES]:
+    for name in [name for name in begun if name not in row.left_out]:
         row.saved[name] = begun[name].saved_bytes()
         row.peak[name] = peak_bytes(begun[name].step, device)
         row.state[name] = begun[name].state_bytes()

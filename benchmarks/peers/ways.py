@@ -18,10 +18,10 @@ OURS = ("mpcompile O1", "mpcompile O2")
 RECOMPUTES = "mpcompile O2, recompute"
 
 
-def ways(device: torch.device) -> tuple[Way, ...]:
+def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
     """All arms on a device: on a CPU in BF16, and what `dtype="auto"` makes of it; else in FP16.
 
-    Every peer has a fused optimizer, those in FP16 a GradScaler.
+    Every peer has a fused optimizer, those in FP16 a GradScaler. Only Inductor recomputes.
     """
     cpu = device.type == "cpu"
     low = torch.bfloat16 if cpu else torch.float16
@@ -34,5 +34,5 @@ def ways(device: torch.device) -> tuple[Way, ...]:
         Way(BUDGETED, low, compiled=True, fused=True, budget=0.5),
         Way("mpcompile O1", ours, "O1", fused=True),
         Way("mpcompile O2", ours, "O2"),
-        Way(RECOMPUTES, ours, "O2", recompute=True),
+        Way(RECOMPUTES, ours, "O2", recompute=emit == "inductor"),
     )
