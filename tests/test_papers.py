@@ -1,0 +1,189 @@
+"""The table of the papers' claims: the frame around the trainings, and what the report says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.papers import figure, rows
+from benchmarks.papers.report import OFF, make_report
+from benchmarks.papers.task import Metrics, Task
+from benchmarks.papers.tasks import TASKS
+from benchmarks.papers.training import Outcome, spans, train
+from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
+from benchmarks.parity.rule import compare
+from benchmarks.peers import figure as bars
+from benchmarks.peers.report import geometric_mean
+
+CPU = torch.device("cpu")
+HALF = torch.float16
+
+
+class Line:
+    """One linear layer that learns to double its input, clipped to a norm of a quarter."""
+
+    def __init__(self, trainer: Trainer, seed: int) -> None:
+        self.trainer = trainer
+        self.net = trainer.model(nn.Linear(16, 16))
+        make = functools.partial(torch.optim.SGD, lr=0.1)
+        self.optimizer = trainer.optimizer(make, [*self.net.parameters()], max_grad_norm=0.25)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def step(self) -> Tensor:
+        x = torch.randn(8, 16, generator=self.generator)
+        with self.trainer.forward():
+            loss = (self.net(x) - 2 * x).square().mean()
+        self.trainer.backward(loss)
+        self.trainer.step(self.optimizer)
+        self.trainer.done()
+        return loss.detach()
+
+    def judge(self) -> Metrics:
+        return {"weights": sum(p.sum().item() for p in self.net.parameters())}
+
+
+LINE = Task("line", "a line", "drawn", "weights", True, 12, Line)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *QUALITY,
+        Way("eager", fused=True),
+        Way("compiled", compiled=True),
+        Way("autocast", torch.bfloat16),
+        Way("scaled", HALF, compiled=True, fused=True),
+        Way("budget", HALF, compiled=True, fused=True, budget=0.5),
+    ],
+    ids=lambda way: way.name,
+)
+def test_every_way_trains_as_a_loop_of_plain_pytorch(way: Way) -> None:
+    """To the rounding of BF16, 2^-8, in a dozen steps of at most a tenth of a quarter; the sum of
+    the weights moves by no more than 16 times their norm.
+    """
+    torch.manual_seed(3)
+    net = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(LINE.steps):
+        x = torch.randn(8, 16, generator=generator)
+        (net(x) - 2 * x).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.25)
+        assert norm > 0.25  # clipping is not idle
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = sum(p.sum().item() for p in net.parameters())
+    allowed = 16 * 2**-8 * LINE.steps * 0.1 * 0.25
+    outcome = train(LINE, way, 3, "aot_eager", CPU)
+    assert outcome.metrics["weights"] == pytest.approx(expected, abs=allowed)
+
+
+def test_only_scaled_fp16_has_a_scale() -> None:
+    scaled = [way.name for way in QUALITY if train(LINE, way, 0, "eager", CPU, 1).scales]
+    assert scaled == ["FP16 O1", "FP16 O2"]
+
+
+def test_steps_are_counted_and_losses_averaged() -> None:
+    outcome = train(LINE, FP32, 0, "eager", CPU, 3)
+    assert len(outcome.curve) == 3
+    assert outcome.metrics["last training loss"] == outcome.curve[-1]
+    assert spans([1.0, 3.0, 5.0, 7.0], count=2) == [2.0, 6.0]
+
+
+# -- the rule --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    metrics: dict[str, float]
+
+
+def runs(*values: float) -> list[Run]:
+    return [Run({"m": value}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "holds"),
+    [
+        ((1.0, 2.0), True),  # the same
+        ((2.0, 3.0), True),  # each as far as the spread of all FP32 seeds, which is 2
+        ((3.5, 2.0), False),  # one run too far from its pair
+        ((1.0, math.nan), False),
+        ((math.nan, 2.0), False),
+    ],
+)
+def test_a_way_holds_within_the_spread_of_all_fp32_seeds(
+    mixed: Sequence[float], holds: bool
+) -> None:
+    found = compare("task", "FP32", {"FP32": runs(1.0, 2.0, 3.0), "low": runs(*mixed)}, {})
+    assert found.held == {"low": holds}
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def outcomes(*values: float) -> list[Outcome]:
+    return [Outcome({"weights": v}, [2.0, 1.0], [(8.0, 1)], 0.0) for v in values]
+
+
+def row_of(unscaled: float) -> rows.Row:
+    found = {way.name: outcomes(1.0, 2.0, 3.0) for way in QUALITY}
+    found[QUALITY[1].name] = outcomes(unscaled, unscaled, unscaled)
+    return found
+
+
+def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None:
+    report = make_report("papers_cpu", [], [LINE], {"line": row_of(math.nan)}, {})
+    cells = report.tables[0].rows[0]
+    assert cells[2] == "2.00 (1.00 to 3.00)"
+    assert cells[3] == f"nan{OFF}"
+    assert not any(cell.endswith(OFF) for cell in cells[4:])
+    assert all(report.verdicts.values())  # that it fails without a scale breaks no promise
+    _, complete = report.write(tmp_path)
+    text = complete.read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["runs"]["line"][QUALITY[1].name][0]["metrics"] == {"weights": None}
+
+
+def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
+    curves = [{"curve": [1.0, None]}, {"curve": [3.0, 1.0]}]
+    results = {TASKS[0].name: {way.name: curves for way in QUALITY}}
+    names = ("eager FP32", "compile + autocast", "mpcompile O2")
+    timed = {"net": {"seconds": {n: [1.0, 2.0] for n in names}, "saved": dict.fromkeys(names, 8)}}
+    for name in "ab":
+        figure.draw(tmp_path / f"curves_{name}.svg", results)
+        bars.draw(tmp_path / f"bars_{name}.svg", timed)
+    for what in ("curves", "bars"):
+        first, second = (tmp_path / f"{what}_{name}.svg" for name in "ab")
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
+    for task in TASKS:
+        names = {path.name for path in rows._sources(task.start.__module__, set())}
+        assert {"ways.py", "task.py"} < names
+        assert "report.py" not in names
+
+
+# -- geometric means -------------------------------------------------------------------------------
+
+
+def test_the_geometric_mean_of_twice_and_half_is_one() -> None:
+    mean, low, high = geometric_mean([([2.0, 2.0], [1.0, 1.0]), ([1.0, 1.0], [2.0, 2.0])])
+    assert (mean, low, high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
+    peer, ours = [1.0, 2.0, 4.0, 2.0, 2.0], [1.0] * 5
+    mean, low, high = geometric_mean([(peer, ours)])
+    assert mean == pytest.approx(2.0)
+    assert 1.0 <= low <= 2.0 <= high <= 4.0
+    assert low < high
