@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .task import Metrics, Task
-from .ways import Trainer, Way
+from .ways import Way, trainer_for
 
 __all__ = ["Outcome", "spans", "train"]
 
@@ -39,7 +39,7 @@ def train(
     start = time.perf_counter()
     torch._dynamo.reset()  # each run compiles anew: no limit on recompilations is reached
     torch.manual_seed(seed)
-    trainer = Trainer(way, emit, device)
+    trainer = trainer_for(way, emit, device)
     training = task.start(trainer, seed)
     losses = [training.step().item() for _ in range(steps or task.steps)]
     last = losses[-max(1, len(losses) // 10) :]

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 
-__all__ = ["FP32", "QUALITY", "UNSCALED", "Trainer", "Way"]
+__all__ = ["FP32", "QUALITY", "UNSCALED", "Trainer", "Way", "trainer_for"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,6 +35,7 @@ class Way:
         fused: plain PyTorch with fused optimizers.
         budget: torch.compile's activation_memory_budget.
         recompute: mpcompile's option.
+        whole: mpcompile compiles the whole step, with an `MPOptimizer` at every level.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Way:
     fused: bool = False
     budget: float = 1.0
     recompute: bool = False
+    whole: bool = False
 
 
 _HALF, _BRAIN = torch.float16, torch.bfloat16
@@ -63,21 +65,21 @@ QUALITY = (
 
 
 class Trainer:
-    """What a task's loop calls. `way` decides what each call adds.
+    """What a task's loop calls: what its user writes in plain PyTorch, and with mpcompile.
 
     Args:
         emit: what runs compiled graphs: "inductor", "aot_eager" or "eager".
+
+    Attributes:
+        models, optimizers: those that were made, in this order.
     """
 
     def __init__(self, way: Way, emit: str, device: torch.device) -> None:
         self.way, self.device = way, device
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._emit = emit
-        self._models: list[nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._norms: dict[int, tuple[list[nn.Parameter], float]] = {}
-        self._scaler = torch.amp.GradScaler(
-            device.type, enabled=not way.level and way.dtype is _HALF and way.scaled
-        )
+        self._clipped: dict[int, tuple[list[nn.Parameter], float]] = {}
 
     def model(self, model: Model) -> Model:
         """The model on the device, compiled in place where the way compiles.
@@ -86,16 +88,12 @@ class Trainer:
         """
         model.to(self.device)
         way = self.way
-        if way.level:
-            scale = "dynamic" if way.scaled else "none"
-            mpcompile(
-                model, dtype=way.dtype, level=way.level, loss_scale=scale, emit=self._emit,
-                recompute=way.recompute, strict=True,
-            )  # fmt: skip
+        if way.level and not way.whole:
+            mpcompile(model, **self._options())
         elif way.compiled:
             budgeted = way.budget < 1
             model.compile(backend=_budgeted(self._emit, way.budget) if budgeted else self._emit)
-        self._models.append(model)
+        self.models.append(model)
         return model
 
     def optimizer(
@@ -111,51 +109,89 @@ class Trainer:
         """
         parameters = list(parameters)
         optimizer = make(parameters, **({"fused": True} if self.way.fused else {}))
-        self._optimizers.append(optimizer)
-        if self.way.level == "O2":
+        self.optimizers.append(optimizer)
+        if self.way.level == "O2" or self.way.whole:
             emit = "inductor" if self._emit == "inductor" else "eager"
             return MPOptimizer(optimizer, max_grad_norm=max_grad_norm, emit=emit)
         if max_grad_norm is not None:
-            self._norms[id(optimizer)] = parameters, max_grad_norm
+            self._clipped[id(optimizer)] = parameters, max_grad_norm
         return optimizer
+
+    def whole(self, update: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What is called for each batch: a function in which all methods below are called."""
+        return mpcompile(update, **self._options()) if self.way.whole else update
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and the loss."""
-        if self.way.level or not isinstance(self.way.dtype, torch.dtype):
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.way.dtype)
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Any) -> None:
         """Clip if asked for, update, and set the gradients to None."""
-        if id(optimizer) in self._norms:
-            parameters, norm = self._norms[id(optimizer)]
-            self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(parameters, norm)
-        self._scaler.step(optimizer)
+        if self._clipped:
+            self._clip(optimizer)
+        optimizer.step()
         optimizer.zero_grad()
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        return tuple(self._models)
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        return tuple(self._optimizers)
 
     def done(self) -> None:
         """After the last optimizer of a training step."""
-        self._scaler.update()
 
     def scales(self) -> list[tuple[float, int]]:
         """(loss scale, steps skipped) of each compiled model that has a scale."""
         if not self.way.level or self.way.dtype is not _HALF or not self.way.scaled:
             return []
-        scales = [loss_scale_of(model) for model in self._models]
+        scales = [loss_scale_of(model) for model in self.models]
         return [(scale.value, scale.skipped_steps) for scale in scales]
+
+    def _clip(self, optimizer: Any) -> None:
+        if id(optimizer) in self._clipped:
+            parameters, norm = self._clipped[id(optimizer)]
+            nn.utils.clip_grad_norm_(parameters, norm)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "dtype": self.way.dtype,
+            "level": self.way.level,
+            "loss_scale": "dynamic" if self.way.scaled else "none",
+            "emit": self._emit,
+            "recompute": self.way.recompute,
+            "strict": True,
+        }
+
+
+class AutocastTrainer(Trainer):
+    """The same under autocast, and in FP16 with a GradScaler: what its user adds to the loop."""
+
+    def __init__(self, way: Way, emit: str, device: torch.device) -> None:
+        super().__init__(way, emit, device)
+        enabled = way.dtype is _HALF and way.scaled
+        self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        assert isinstance(self.way.dtype, torch.dtype)
+        return torch.autocast(self.device.type, self.way.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self._scaler.scale(loss))
+
+    def step(self, optimizer: Any) -> None:
+        if id(optimizer) in self._clipped:
+            self._scaler.unscale_(optimizer)
+            self._clip(optimizer)
+        self._scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    def done(self) -> None:
+        self._scaler.update()
+
+
+def trainer_for(way: Way, emit: str, device: torch.device) -> Trainer:
+    """The trainer that does what the way says."""
+    autocast = way.dtype is not None and not way.level
+    return (AutocastTrainer if autocast else Trainer)(way, emit, device)
 
 
 def _budgeted(emit: str, budget: float) -> Callable[..., Any]:

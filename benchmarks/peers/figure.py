@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
 
-from .ways import AUTOCAST, BUDGETED, COMPILED, EAGER, OURS, RECOMPUTES
+from .ways import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +26,10 @@ _COLOURS = {
     COMPILED: "0.7",
     AUTOCAST: "0.5",
     BUDGETED: "0.3",
-    OURS[0]: "tab:blue",
-    OURS[1]: "tab:orange",
+    PIECES[0]: "tab:blue",
+    PIECES[1]: "tab:orange",
+    WHOLE[0]: "lightblue",
+    WHOLE[1]: "wheat",
     RECOMPUTES: "tab:green",
 }
 

@@ -16,7 +16,7 @@ from benchmarks.harness.report import plain
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
 from benchmarks.papers.task import Task, Training
 from benchmarks.papers.tasks import TASKS
-from benchmarks.papers.ways import Trainer, Way
+from benchmarks.papers.ways import Way, trainer_for
 from benchmarks.step_times.measure import REFUSED
 from benchmarks.whole_step.peak import peak_bytes
 from mpcompile.demo.train import bytes_saved_for_backward
@@ -86,7 +86,7 @@ class _Begun:
 
     def __init__(self, task: Task, way: Way, work: Work, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.trainer = Trainer(way, work.emit, device)
+        self.trainer = trainer_for(way, work.emit, device)
         self.training: Training = task.start(self.trainer, 0)
 
     def step(self) -> Tensor:

@@ -6,7 +6,18 @@ import torch
 
 from benchmarks.papers.ways import Way
 
-__all__ = ["AUTOCAST", "BUDGETED", "COMPILED", "EAGER", "OURS", "PEERS", "RECOMPUTES", "ways"]
+__all__ = [
+    "AUTOCAST",
+    "BUDGETED",
+    "COMPILED",
+    "EAGER",
+    "OURS",
+    "PEERS",
+    "PIECES",
+    "RECOMPUTES",
+    "WHOLE",
+    "ways",
+]
 
 EAGER = "eager FP32"
 COMPILED = "compile FP32"
@@ -14,7 +25,9 @@ EAGER_AUTOCAST = "eager autocast"
 AUTOCAST = "compile + autocast"
 BUDGETED = "compile + autocast, budget 0.5"
 PEERS = (EAGER, COMPILED, EAGER_AUTOCAST, AUTOCAST, BUDGETED)
-OURS = ("mpcompile O1", "mpcompile O2")
+PIECES = ("mpcompile O1", "mpcompile O2")
+WHOLE = ("mpcompile O1, whole step", "mpcompile O2, whole step")
+OURS = (*PIECES, *WHOLE)
 RECOMPUTES = "mpcompile O2, recompute"
 
 
@@ -32,7 +45,9 @@ def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
         Way(EAGER_AUTOCAST, low, fused=True),
         Way(AUTOCAST, low, compiled=True, fused=True),
         Way(BUDGETED, low, compiled=True, fused=True, budget=0.5),
-        Way("mpcompile O1", ours, "O1", fused=True),
-        Way("mpcompile O2", ours, "O2"),
+        Way(PIECES[0], ours, "O1", fused=True),
+        Way(PIECES[1], ours, "O2"),
+        Way(WHOLE[0], ours, "O1", whole=True),
+        Way(WHOLE[1], ours, "O2", whole=True),
         Way(RECOMPUTES, ours, "O2", recompute=emit == "inductor"),
     )

@@ -100,9 +100,10 @@ class _Training:
         self._trainer = trainer
         self._net = trainer.model(_Net())
         self._optimizer = trainer.optimizer(
-            functools.partial(torch.optim.Adagrad, lr=0.01), [*self._net.parameters()]
+            functools.partial(torch.optim.Adagrad, lr=0.03), [*self._net.parameters()]
         )
         self._batches = self._draw(seed)
+        self._update = trainer.whole(self._train)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -113,7 +114,9 @@ class _Training:
                 yield [part.to(self._trainer.device) for part in data[chosen]]
 
     def step(self) -> Tensor:
-        numbers, categories, clicked = next(self._batches)
+        return self._update(*next(self._batches))
+
+    def _train(self, numbers: Tensor, categories: Tensor, clicked: Tensor) -> Tensor:
         with self._trainer.forward():
             logits = self._net(numbers, categories)
             loss = F.binary_cross_entropy_with_logits(logits, clicked)
@@ -140,6 +143,6 @@ DLRM = Task(
     data="generated: clicks drawn from hidden tastes of popular and rare categories",
     metric="AUC, %",
     higher=True,
-    steps=450,
+    steps=1350,
     start=_Training,
 )
