@@ -103,7 +103,7 @@ def _fingerprint(task: Task) -> str:
     """Of the code that trains, and of torch."""
     ours = [file for folder in ("mpcompile", "passes") for file in (ROOT / folder).rglob("*.py")]
     seen: set[str] = set()
-    theirs = _sources(task.start.__module__, seen) | _sources(train.__module__, seen)
+    theirs = _sources(task.module, seen) | _sources(train.__module__, seen)
     files = [*sorted(ours), *sorted(theirs)]
     text = b"".join(file.read_bytes() for file in files) + torch.__version__.encode()
     return hashlib.sha256(text).hexdigest()[:12]

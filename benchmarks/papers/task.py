@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -59,3 +60,9 @@ class Task:
     steps: int
     start: Callable[[Trainer, int], Training]
     grains: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that it is written in."""
+        start = self.start
+        return (start.func if isinstance(start, functools.partial) else start).__module__

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..task import Task
+from .classification import INCEPTION, RESNET
 from .recommendation import DLRM
 
 __all__ = ["TASKS"]
 
-TASKS: tuple[Task, ...] = (DLRM,)
+TASKS: tuple[Task, ...] = (RESNET, INCEPTION, DLRM)
