@@ -17,6 +17,7 @@ from benchmarks.papers import figure, rows
 from benchmarks.papers.report import OFF, make_report
 from benchmarks.papers.task import Metrics, Task
 from benchmarks.papers.tasks import TASKS
+from benchmarks.papers.tasks.gan import frechet_distance
 from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
@@ -187,3 +188,25 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
     assert mean == pytest.approx(2.0)
     assert 1.0 <= low <= 2.0 <= high <= 4.0
     assert low < high
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
+    (way,) = (way for way in QUALITY if way.name == "FP16 O2")
+    outcome = train(task, way, 0, "eager", CPU, 2)
+    assert task.metric in outcome.metrics
+    assert all(map(math.isfinite, outcome.metrics.values()))
+    assert outcome.metrics.keys() >= task.grains.keys()
+
+
+def test_the_frechet_distance_of_two_gaussians() -> None:
+    """In one dimension it is (m1 - m2)^2 + (s1 - s2)^2: of the means and the deviations."""
+    first = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    second = 3 * first + 5
+    deviation = math.sqrt(2)  # of the first, with n - 1 in the denominator
+    assert frechet_distance(first, second) == pytest.approx(25 + (2 * deviation) ** 2)
+    assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-12)
+    assert math.isnan(frechet_distance(first, first * math.inf))

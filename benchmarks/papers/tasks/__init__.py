@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..task import Task
 from .classification import INCEPTION, RESNET
+from .gan import DCGAN
 from .recommendation import DLRM
 
 __all__ = ["TASKS"]
 
-TASKS: tuple[Task, ...] = (RESNET, INCEPTION, DLRM)
+TASKS: tuple[Task, ...] = (RESNET, INCEPTION, DCGAN, DLRM)
