@@ -139,7 +139,7 @@ def a_group_of_one(ends: ExitStack) -> Names:
 
 
 def trainers(ends: ExitStack) -> Names:
-    """What a reader of trainers.md has: a LightningModule, a transformer, their data and settings."""
+    """What trainers.md takes as given: models of these libraries, their data and settings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from lightning_nets import Net as Module
     from lightning_nets import batches
@@ -202,6 +202,6 @@ def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_not_run_says_so() -> None:
-    text = '*Not run by the tests: it needs a Cray.*\n\n```python\n1 / 0\n```\n'
+    text = "*Not run by the tests: it needs a Cray.*\n\n```python\n1 / 0\n```\n"
     assert NOT_RUN.search(text)
     assert not NOT_RUN.search(text.replace("Not run", "Never run"))

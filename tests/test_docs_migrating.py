@@ -19,9 +19,8 @@ from mpcompile import loss_scale_of, mpcompile
 __all__ = ["eager"]
 
 PAGE = ROOT / "docs" / "migrating.md"
-HALF = re.compile(r"^\*Not run by the tests: the lines with a minus, [^*]+\*\n\n```diff\n(.*?)^```$",
-                  re.M | re.S)  # fmt: skip
-SCRIPTS = "examples/migrating/"  # test_migrating.py
+MINUS_NOT_RUN = r"^\*Not run by the tests: the lines with a minus, [^*]+\*\n\n"
+HALF = re.compile(MINUS_NOT_RUN + r"```diff\n(.*?)^```$", re.M | re.S)
 
 
 def small_blocks() -> dict[str, str]:

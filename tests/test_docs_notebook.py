@@ -23,7 +23,9 @@ def test_it_is_kept_without_results() -> None:
 
 def test_its_links_resolve() -> None:
     for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
-        for link in re.findall(r"\]\(([^)]+)\)", cell.source if cell.cell_type == "markdown" else ""):
+        for link in re.findall(
+            r"\]\(([^)]+)\)", cell.source if cell.cell_type == "markdown" else ""
+        ):
             path, _, anchor = link.partition("#")
             target = (NOTEBOOK.parent / path).resolve()
             assert target.exists(), link

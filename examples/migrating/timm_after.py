@@ -74,7 +74,8 @@ def main(steps=20, dtype=torch.float16, checkpoint=None, emit="inductor"):
 
     if checkpoint:
         saved = {"state_dict": model.state_dict(), "state_dict_ema": ema.state_dict()}
-        saved |= {"optimizer": optimizer.state_dict(), "amp_scaler": loss_scale_of(model).state_dict()}
+        saved |= {"optimizer": optimizer.state_dict()}
+        saved |= {"amp_scaler": loss_scale_of(model).state_dict()}
         torch.save(saved, checkpoint)
     return losses
 

@@ -94,7 +94,8 @@ def main(steps=20, dtype=torch.float16, checkpoint=None):
 
     if checkpoint:
         saved = {"state_dict": model.state_dict(), "state_dict_ema": ema.state_dict()}
-        saved |= {"optimizer": optimizer.state_dict(), "amp_scaler": loss_scaler.state_dict()}
+        saved |= {"optimizer": optimizer.state_dict()}
+        saved |= {"amp_scaler": loss_scaler.state_dict()}
         torch.save(saved, checkpoint)
     return losses
 
