@@ -50,8 +50,9 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 
 # The site of the documents, in build/site. What it needs is small and goes to an environment of its own.
+# With --quiet, --strict would see no warning.
 docs: $(DOCS)/.stamp-docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo 'open build/site/index.html'
 
 bench: $(VENV)/.stamp-dev
