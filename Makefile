@@ -19,6 +19,7 @@ BENCH_ARGS ?= run
 
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # For `make gpu`: the longest that a call may take, in seconds; a folder with wheels of packages that
@@ -29,7 +30,7 @@ GPU_ARGS ?=
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch check bench gpu gpu-wheels clean FORCE
+.PHONY: demo test test-torch check docs bench gpu gpu-wheels clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -47,6 +48,12 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site of the documents, in build/site. What it needs is small and goes to an environment of its own.
+# With --quiet, --strict would see no warning.
+docs: $(DOCS)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo 'open build/site/index.html'
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -70,7 +77,7 @@ gpu-wheels:
 		hypothesis sortedcontainers expecttest
 
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info
+	rm -rf .venv .venv-docs .venv-torch-* build dist *.egg-info
 
 # Stamps: one file for each thing installed, so that the next run does not install it again.
 
@@ -98,3 +105,21 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
 	$(PIP) --editable '.[dev]'
 	$(PIP) $(TIMM)
 	@touch $@
+
+# The extra `docs` without the project, which would bring torch. pip brings a reader of TOML for Python 3.10.
+$(DOCS)/.stamp-docs: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c "$$DOCS_EXTRA" > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS)/requirements.txt
+	@touch $@
+
+define DOCS_EXTRA
+import sys
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
+endef
+export DOCS_EXTRA

@@ -1,4 +1,7 @@
-"""The documents: links, anchors, paths and commands exist, and their code runs."""
+"""The documents: links, anchors, paths, commands and names exist. That their code runs is tested in
+test_docs_code.py (blocks of Python), test_docs_migrating.py, test_docs_ci.py and
+test_docs_notebook.py.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import mpcompile
-from mpcompile import compiled_plans
 from mpcompile.cli import main
 
 if sys.version_info >= (3, 11):
@@ -26,8 +25,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-README, USAGE, PLANS = ROOT / "README.md", ROOT / "docs" / "usage.md", ROOT / "docs" / "plans.md"
-DEBUGGING = ROOT / "docs" / "debugging.md"
+README = ROOT / "README.md"
+PLANNER, PLANS = ROOT / "docs" / "planner.md", ROOT / "docs" / "plans.md"
 DOCUMENTS = (
     README,
     ROOT / "CHANGELOG.md",
@@ -56,9 +55,9 @@ def fenced(document: Path) -> str:
     return "\n".join(FENCED.findall(document.read_text()))
 
 
-def blocks(document: Path) -> list[str]:
-    """The fenced blocks of Python."""
-    return re.findall(r"^```python\n(.*?)^```$", document.read_text(), re.M | re.S)
+def blocks(document: Path, language: str = "python") -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.M | re.S)
 
 
 @functools.cache
@@ -105,7 +104,7 @@ def test_paths_exist(document: Path) -> None:
 
 
 def test_anchors_are_github_s() -> None:
-    assert "what-dtypeauto-does" in anchors(USAGE)
+    assert "what-dtypeauto-does" in anchors(PLANNER)
     assert "a-plan-for-a-gpu-that-you-dont-have" in anchors(PLANS)
 
 
@@ -124,7 +123,7 @@ def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> N
     for document in DOCUMENTS:
         shown.update(re.findall(COMMAND, fenced(document), re.M))
         shown.update((name, "") for name in re.findall(r"`mpcompile ([a-z]+)`", prose(document)))
-    commands = {"info", "demo", "profile", "plan", "explain", "diagnose"}
+    commands = {"info", "demo", "profile", "plan", "explain", "diagnose", "bisect"}
     assert {command for command, _ in shown} == commands
     for command, arguments in sorted(shown):
         with pytest.raises(SystemExit) as done:
@@ -175,77 +174,3 @@ def test_the_option_table_has_every_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
     parameters = inspect.signature(mpcompile.mpcompile).parameters.values()
     assert rows == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-
-def run(documented: list[str], names: dict[str, Any]) -> dict[str, Any]:
-    """Run blocks one after the other over the same names, and return these."""
-    for number, block in enumerate(documented):
-        exec(compile(block, f"block {number}", "exec"), names)
-    return names
-
-
-def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its blocks as they stand, in their order, from an empty namespace, through Inductor."""
-    quick_start = README.read_text().partition("## Quick start")[2].partition("\n## ")[0]
-    assert quick_start.count("```python") == 3
-    assert "mpcompile(model)" in quick_start
-    assert 'backend="mpcompile"' in quick_start
-    shown = blocks(README)
-    assert len(shown) >= 4
-    names = run(shown, {"__name__": "readme"})
-
-    model, loss = names["model"], names["loss"]
-    assert torch.isfinite(loss)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    (plan,) = compiled_plans(model)
-    linears = [node.precision for node in plan.nodes if node.op == "aten::linear"]
-    assert linears == ["LOW", "LOW"]
-    printed = capsys.readouterr().out
-    assert str(plan) in printed
-
-    before = [p.detach().clone() for p in model.parameters()]
-    model(names["x"]).square().mean().backward()
-    names["optimizer"].step()  # that of the block on MPOptimizer
-    assert not names["optimizer"].skipped
-    assert names["optimizer"].grad_norm > 0
-    for old, parameter in zip(before, model.parameters(), strict=True):
-        assert not torch.equal(old, parameter)
-
-    names["other"](names["x"]).sum().backward()
-    assert {p.grad.dtype for p in names["other"].parameters()} == {torch.float32}
-
-
-@torch.library.custom_op("mylib::op", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
-    """What the documents call a custom operator."""
-    return x.clone()
-
-
-@torch.library.custom_op("mylib::fast_norm", mutates_args=())
-def fast_norm(x: torch.Tensor) -> torch.Tensor:
-    """Another one."""
-    return x.clone()
-
-
-class Net(nn.Module):
-    """What the documents' pages call `model`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-        self.lm_head = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(torch.relu(self.up(x)))
-
-
-@pytest.mark.filterwarnings("ignore:.* was compiled but never called")  # blocks leave that out
-@pytest.mark.parametrize("document", [USAGE, PLANS, DEBUGGING], ids=lambda path: path.name)
-def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that take up a model which has run forward and backward once."""
-    monkeypatch.chdir(tmp_path)
-    model, x = mpcompile.mpcompile(Net(), emit="eager"), torch.randn(4, 16)
-    model(x).sum().backward()
-    shown = blocks(document)
-    assert shown
-    run(shown, {"torch": torch, "model": model, "x": x, "lr": 0.1})

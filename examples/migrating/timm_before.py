@@ -1,0 +1,104 @@
+"""A classifier, trained as timm does it: a loss_scaler object, EMA, mixup, a scheduler."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from small_nets import classifier, pictures
+
+CLASSES, MIXUP, SMOOTHING, CLIP, DECAY = 4, 0.2, 0.1, 1.0, 0.9
+
+
+class NativeScaler:
+    """Backward, clip, step: what timm calls loss_scaler."""
+
+    def __init__(self, device, enabled):
+        self._scaler = torch.amp.GradScaler(device, enabled=enabled)
+
+    def __call__(self, loss, optimizer, clip_grad, parameters):
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, clip_grad)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self._scaler.load_state_dict(state)
+
+
+def mixed(x, labels):
+    """Mixup with the batch in reverse, and smoothed labels: x and (B, CLASSES)."""
+    share = torch.distributions.Beta(MIXUP, MIXUP).sample().item()
+    off, on = SMOOTHING / CLASSES, 1 - SMOOTHING + SMOOTHING / CLASSES
+    target = torch.full((len(x), CLASSES), off, device=x.device)
+    target = target.scatter_(1, labels[:, None], on)
+    return share * x + (1 - share) * x.flip(0), share * target + (1 - share) * target.flip(0)
+
+
+@torch.no_grad()
+def update_ema(ema, model):
+    for old, new in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+        if old.is_floating_point():
+            old.lerp_(new, 1 - DECAY)
+        else:
+            old.copy_(new)
+
+
+@torch.no_grad()
+def accuracy(model, autocast, device):
+    model.eval()
+    x, labels = pictures(64, device)
+    with autocast:
+        right = (model(x).argmax(1) == labels).float().mean().item()
+    model.train()
+    return right
+
+
+def main(steps=20, dtype=torch.float16, checkpoint=None):
+    """Train, and return the loss of each step."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = classifier(CLASSES).to(device)
+    ema = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
+    loss_scaler = NativeScaler(device, enabled=dtype == torch.float16)
+    if checkpoint and Path(checkpoint).exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["state_dict"])
+        ema.load_state_dict(saved["state_dict_ema"])
+        optimizer.load_state_dict(saved["optimizer"])
+        loss_scaler.load_state_dict(saved["amp_scaler"])
+
+    losses = []
+    for _ in range(steps):
+        x, target = mixed(*pictures(32, device))
+        with autocast:
+            output = model(x)
+            loss = F.cross_entropy(output, target)
+        optimizer.zero_grad()
+        loss_scaler(loss, optimizer, clip_grad=CLIP, parameters=model.parameters())
+        scheduler.step()
+        update_ema(ema, model)
+        losses.append(loss.item())
+    right, right_ema = accuracy(model, autocast, device), accuracy(ema, autocast, device)
+    print(f"accuracy {right:.2f}, of the EMA {right_ema:.2f}")
+
+    if checkpoint:
+        saved = {"state_dict": model.state_dict(), "state_dict_ema": ema.state_dict()}
+        saved |= {"optimizer": optimizer.state_dict()}
+        saved |= {"amp_scaler": loss_scaler.state_dict()}
+        torch.save(saved, checkpoint)
+    return losses
+
+
+if __name__ == "__main__":
+    main(checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
