@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from .runner import Piece
 
-__all__ = ["LONGEST", "PIECES"]
+__all__ = ["LONGEST", "PIECES", "ROWS"]
+
+ROWS = 10
+"""Of the papers' table."""
 
 LONGEST = 480
 """Seconds of the longest piece: it fits into a call of ten minutes, its start and end included."""
@@ -28,6 +31,11 @@ def _tests(name: str, limit: float, *files: str, workers: int = 4) -> Piece:
 def _benchmark(name: str, limit: float) -> Piece:
     command = ("-m", "benchmarks", "run", name, "--device", "cuda", "--out", "{out}")
     return Piece(f"benchmark-{name}", command, limit)
+
+
+def _row(number: int) -> Piece:
+    """One row of the papers' table; the benchmark after them collects what they keep."""
+    return Piece(f"papers-{number}", ("-m", "benchmarks.papers", "cuda", str(number)), 300)
 
 
 PIECES = (
@@ -55,4 +63,7 @@ PIECES = (
     _benchmark("watching", 360),
     _benchmark("overhead", 300),
     _benchmark("whole_step", 480),
+    _benchmark("peers", 480),
+    *(_row(number) for number in range(ROWS)),
+    _benchmark("papers", 480),
 )  # fmt: skip

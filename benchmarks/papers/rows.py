@@ -27,7 +27,7 @@ from .tasks import TASKS
 from .training import Outcome, train
 from .ways import FP32, QUALITY, Way
 
-__all__ = ["FULL", "QUICK", "Work", "train_rows"]
+__all__ = ["FULL", "QUICK", "Work", "keep", "train_rows"]
 
 Row = dict[str, list[Outcome]]
 """Way -> an outcome for each seed."""
@@ -54,7 +54,7 @@ class Work:
         return range(self.seeds if way == FP32 else self.mixed_seeds)
 
 
-FULL = Work("inductor", seeds=5, mixed_seeds=3, steps=None, processes=True)
+FULL = Work("inductor", seeds=10, mixed_seeds=3, steps=None, processes=True)
 QUICK = Work("eager", seeds=1, mixed_seeds=1, steps=2, processes=False)
 
 
@@ -65,7 +65,7 @@ def train_rows(work: Work, device: torch.device) -> dict[str, Row]:
     # A GPU is one machine; on a CPU, each row has one core.
     workers = 1 if device.type == "cuda" else os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        rows = pool.map(lambda task: _kept(task, device), TASKS)
+        rows = pool.map(lambda task: keep(task, device), TASKS)
         return {task.name: row for task, row in zip(TASKS, rows, strict=True)}
 
 
@@ -82,7 +82,8 @@ def _row(task: Task, work: Work, device: torch.device) -> Row:
     return row
 
 
-def _kept(task: Task, device: torch.device) -> Row:
+def keep(task: Task, device: torch.device) -> Row:
+    """The row that was kept, or else a new one."""
     file = SCRATCH / f"papers_{device.type}" / f"{task.name} {_fingerprint(task)}.json"
     if not file.exists():
         index = str(TASKS.index(task))

@@ -28,4 +28,4 @@ def run(settings: Settings) -> Report:
     record = environment(device)
     work = QUICK if settings.quick else FULL
     rows = measure_all(work, device)
-    return make_report(rows, work, device, notes=paragraphs(__doc__), record=record)
+    return make_report(device, work, rows, paragraphs(__doc__), record)

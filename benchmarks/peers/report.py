@@ -20,10 +20,9 @@ MEAN, LEAST = 1.2, 0.97
 
 
 def make_report(
-    rows: Mapping[str, Row],
-    work: Work,
     device: torch.device,
-    *,
+    work: Work,
+    rows: Mapping[str, Row],
     notes: Sequence[str],
     record: Mapping[str, str],
 ) -> Report:

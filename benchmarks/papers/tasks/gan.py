@@ -3,7 +3,8 @@
 "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks"
 (Radford et al., 2015): transposed convolutions with batch norm and ReLU in the generator, strided
 ones with leaky ReLU in the discriminator, weights drawn with a deviation of 0.02, Adam with a first
-moment of 0.5; its learning rate is 4e-3, as the nets are narrow and the steps few. What is judged is an average of the generator's weights over the steps, as is usual.
+moment of 0.5; its learning rate is 4e-3, as the nets are narrow and the steps few. What is judged
+is an average of the generator's weights over the steps, as is usual.
 
 The distance between what it makes and held-out digits is that of Frechet between two Gaussians
 ("GANs Trained by a Two Time-Scale Update Rule", Heusel et al., 2017), here of the features of a
@@ -177,7 +178,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     if not (first.isfinite().all() and second.isfinite().all()):
         return float("nan")
     means = (first.mean(0) - second.mean(0)).square().sum()
-    one, two = (features.T.cov() for features in (first, second))
+    one, two = (torch.atleast_2d(features.T.cov()) for features in (first, second))
     values, vectors = torch.linalg.eigh(one)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     shared = torch.linalg.eigvalsh(root @ two @ root).clamp(min=0).sqrt().sum()
