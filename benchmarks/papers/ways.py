@@ -139,6 +139,13 @@ class Trainer:
     def done(self) -> None:
         """After the last optimizer of a training step."""
 
+    def learn(self, loss: Tensor, optimizer: Any) -> Tensor:
+        """A step of one model with one loss, from here on; returns the loss, detached."""
+        self.backward(loss)
+        self.step(optimizer)
+        self.done()
+        return loss.detach()
+
     def scales(self) -> list[tuple[float, int]]:
         """(loss scale, steps skipped) of each compiled model that has a scale."""
         if not self.way.level or self.way.dtype is not _HALF or not self.way.scaled:

@@ -120,10 +120,7 @@ class _Training:
         with self._trainer.forward():
             logits = self._net(numbers, categories)
             loss = F.binary_cross_entropy_with_logits(logits, clicked)
-        self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
-        return loss.detach()
+        return self._trainer.learn(loss, self._optimizer)
 
     @torch.no_grad()
     def judge(self) -> Metrics:
