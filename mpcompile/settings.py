@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import pipeline, rules
+from ._torch import check_torch_version
 from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
@@ -38,7 +39,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
 REDUCTIONS = ("auto", "low", "fp32")
-OLDEST, NEWEST = (2, 11), (2, 14)
 
 
 @dataclass(frozen=True)
@@ -318,17 +318,6 @@ def _check_unscaled(policy: Policy) -> None:
                 f"Policy({where}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
                 "has none: compile with dtype=torch.float16, hand over a LossScale, or write 'low'"
             )
-
-
-def check_torch_version(version: str) -> None:
-    """Raise `MPCompileError` outside the supported range, torch>=2.11,<2.14."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not OLDEST <= found < NEWEST:
-        raise MPCompileError(
-            f"mpcompile supports torch>=2.11,<2.14; this is torch {version}: "
-            "install a supported torch, or an mpcompile made for this one"
-        )
 
 
 def check_module(module: torch.nn.Module, settings: Settings) -> None:
