@@ -6,7 +6,7 @@ line are derived from that. The two functions repeat names and defaults in their
 editors and type checkers; a test compares these with the declarations.
 
 To add an option: declare it here, with `plans=True` if `explain()` is to take it; add its keyword
-to the signature of `mpcompile()` (and of `explain()`), at the same position; read
+to `Options` and to the signature of `mpcompile()` (and of `explain()`), at the same position; read
 `settings.<name>` where it matters.
 """
 
@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -295,6 +295,31 @@ class Settings:
 OPTIONS: Mapping[str, Option] = {
     f.name: Option(f.name, **f.metadata) for f in fields(Settings) if f.metadata
 }
+
+
+class Options(TypedDict, total=False):
+    """The options as type checkers see them where a signature has `**options`: first those of
+    `mpcompile()`, then those of `torch.compile` that it hands on.
+    """
+
+    dtype: torch.dtype | str
+    level: Level | str
+    policy: Policy | str | os.PathLike[str] | None
+    loss_scale: LossScale | str | float | None
+    reduce: str
+    pad: str
+    emit: str
+    dump: str | Path | None
+    fuse_head: bool
+    recompute: bool
+    disable_passes: Collection[str]
+    repair: bool
+    strict: bool
+    mode: str | None
+    options: dict[str, Any] | None
+    dynamic: bool | None
+    fullgraph: bool
+    disable: bool
 
 
 def documented(function: F) -> F:
