@@ -177,7 +177,10 @@ def test_the_version_stands_in_one_place() -> None:
     assert version not in (ROOT / "pyproject.toml").read_text()
     holders = [p for p in sources() if f'"{version}"' in p.read_text()]
     assert holders == [PACKAGE / "_version.py"]
-    assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    released = rf"^## \[{re.escape(version)}\] - ([\d-]+)$"
+    (date,) = re.findall(released, (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
 
 
 def test_the_installed_metadata_agrees() -> None:
