@@ -30,7 +30,7 @@ GPU_ARGS ?=
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch check docs bench gpu gpu-wheels clean FORCE
+.PHONY: demo test test-torch check docs bench gpu gpu-wheels dist dist-test clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -75,6 +75,16 @@ gpu-wheels:
 		--dest $(WHEELS) platformdirs rich markdown-it-py mdurl pygments \
 		pytest pluggy iniconfig packaging pytest-timeout pytest-xdist execnet \
 		hypothesis sortedcontainers expecttest
+
+# What a release uploads: the sdist, and the wheel that is built from it.
+dist: $(VENV)/.stamp-dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
+# Installs that wheel in an environment of its own, away from the checkout, with the torch of $(VENV) behind it.
+dist-test: dist
+	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "slow or not slow" tests/test_dist.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-torch-* build dist *.egg-info

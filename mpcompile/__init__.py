@@ -3,6 +3,7 @@
 model = mpcompile(model)        # the only line; the training loop stays plain PyTorch
 """
 
+from . import _torch as _torch
 from ._version import __version__
 from .api import compiled_plans, loss_scale_of, mpcompile
 from .debug import calibrate, diagnose

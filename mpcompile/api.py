@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
 from .calls import uncalled
@@ -27,14 +28,13 @@ from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.graph_plan import GraphPlan
 from .ranks import ddp
 from .rules.policy import Level, Policy
-from .settings import OPTIONS, Settings, check_module, documented
+from .settings import OPTIONS, Options, Settings, check_module, documented
 from .state import hooks, parameters
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
 from .whole.train_step import TrainStep, goes_backward
 
-M = TypeVar("M", bound=nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
 
 
 class _Record:
@@ -49,11 +49,9 @@ _records = WeakIdKeyDictionary()
 
 
 @overload
-def mpcompile(model: M, **kwargs: Any) -> M: ...
+def mpcompile(model: F, **options: Unpack[Options]) -> F: ...
 @overload
-def mpcompile(model: F, **kwargs: Any) -> F: ...
-@overload
-def mpcompile(model: None = None, **kwargs: Any) -> Callable[[F], F]: ...
+def mpcompile(model: None = None, **options: Unpack[Options]) -> Callable[[F], F]: ...
 @documented
 def mpcompile(
     model: Any = None,

@@ -6,7 +6,7 @@ line are derived from that. The two functions repeat names and defaults in their
 editors and type checkers; a test compares these with the declarations.
 
 To add an option: declare it here, with `plans=True` if `explain()` is to take it; add its keyword
-to the signature of `mpcompile()` (and of `explain()`), at the same position; read
+to `Options` and to the signature of `mpcompile()` (and of `explain()`), at the same position; read
 `settings.<name>` where it matters.
 """
 
@@ -20,11 +20,12 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
 from . import pipeline, rules
+from ._torch import check_torch_version
 from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
@@ -38,7 +39,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
 REDUCTIONS = ("auto", "low", "fp32")
-OLDEST, NEWEST = (2, 11), (2, 14)
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,31 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 
+class Options(TypedDict, total=False):
+    """The options as type checkers see them where a signature has `**options`: first those of
+    `mpcompile()`, then those of `torch.compile` that it hands on.
+    """
+
+    dtype: torch.dtype | str
+    level: Level | str
+    policy: Policy | str | os.PathLike[str] | None
+    loss_scale: LossScale | str | float | None
+    reduce: str
+    pad: str
+    emit: str
+    dump: str | Path | None
+    fuse_head: bool
+    recompute: bool
+    disable_passes: Collection[str]
+    repair: bool
+    strict: bool
+    mode: str | None
+    options: dict[str, Any] | None
+    dynamic: bool | None
+    fullgraph: bool
+    disable: bool
+
+
 def documented(function: F) -> F:
     """Replace `{options}` in the docstring by the options' help, and `{plans}` by the names of the
     options that `explain()` takes.
@@ -318,17 +343,6 @@ def _check_unscaled(policy: Policy) -> None:
                 f"Policy({where}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
                 "has none: compile with dtype=torch.float16, hand over a LossScale, or write 'low'"
             )
-
-
-def check_torch_version(version: str) -> None:
-    """Raise `MPCompileError` outside the supported range, torch>=2.11,<2.14."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not OLDEST <= found < NEWEST:
-        raise MPCompileError(
-            f"mpcompile supports torch>=2.11,<2.14; this is torch {version}: "
-            "install a supported torch, or an mpcompile made for this one"
-        )
 
 
 def check_module(module: torch.nn.Module, settings: Settings) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from .api import mpcompile
 from .errors import MPCompileError
+from .settings import Options
 
 
 def train_step(
@@ -19,7 +21,7 @@ def train_step(
     loss_fn: Callable[..., torch.Tensor],
     *,
     accumulate: int = 1,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Callable[..., torch.Tensor]:
     """A training step as one compiled function: forward, loss, backward, step, zero_grad.
 

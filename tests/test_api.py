@@ -15,7 +15,7 @@ from torch import nn
 
 import mpcompile as mp
 from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
-from mpcompile.settings import check_torch_version
+from mpcompile._torch import check_torch_version
 
 
 class Net(nn.Module):

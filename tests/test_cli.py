@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,26 @@ def squeezed(text: str) -> str:
 # -- info ------------------------------------------------------------------------------------------
 
 
-def test_info_names_device_dtype_reason_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_device_dtype_reason_and_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    monkeypatch.setenv("HOME_OF_SECRETS", "secret")
     assert cli.main(["info", "--device", "cpu"]) == 0
     out = squeezed(capsys.readouterr().out)
     cpu = capabilities("cpu")
     for expected in (
         f"mpcompile {mpcompile.__version__}",
         f"torch {torch.__version__} (in the range >=2.11,<2.14)",
+        f"python {platform.python_version()} on {platform.system()}",
         f'dtype="auto" {cpu.auto}',
         cpu.why_auto(),
         cpu.units(),
         "oneDNN",
+        "TORCHINDUCTOR_FREEZING 1",
     ):
         assert expected in out
+    assert "secret" not in out
 
 
 def test_info_says_when_torch_is_out_of_range(

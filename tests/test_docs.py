@@ -31,6 +31,8 @@ DOCUMENTS = (
     README,
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "SUPPORT.md",
     *(ROOT / "docs").rglob("*.md"),
 )
 CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "examples", "tests", "docs")

@@ -17,7 +17,7 @@ import torch
 
 from mpcompile import LossScale, MPCompileError, cli, explain, mpcompile
 from mpcompile.rules.policy import Level, Policy
-from mpcompile.settings import OPTIONS, Option, Settings
+from mpcompile.settings import OPTIONS, Option, Options, Settings
 
 PLANNED = {name: option for name, option in OPTIONS.items() if option.plans}
 
@@ -38,6 +38,18 @@ def test_the_signatures_repeat_the_declarations() -> None:
     assert list(map(list, ours)) == [list(OPTIONS), list(PLANNED)]
     # `explain` asks the compiled model first: None is "not given".
     assert ours == (defaults(OPTIONS), dict.fromkeys(PLANNED))
+
+
+def test_type_checkers_see_the_same_options() -> None:
+    seen = Options.__annotations__
+    handed_on = seen.keys() - OPTIONS.keys()
+    assert handed_on == {"dynamic", "fullgraph", "disable"}
+    assert handed_on <= inspect.signature(torch.compile).parameters.keys()
+    written = inspect.signature(mpcompile).parameters
+    # Both are text: the modules import annotations from the future.
+    assert {name: seen[name].__forward_arg__ for name in OPTIONS} == {
+        name: written[name].annotation for name in OPTIONS
+    }
 
 
 def test_every_field_is_an_option_or_no_request() -> None:
@@ -133,7 +145,7 @@ cli.main(["plan", "--help"])
 
 
 def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
-    """In a copy of the sources: a field, and a keyword in two signatures."""
+    """In a copy of the sources: a field, its type, and a keyword in two signatures."""
     root = Path(mpcompile.__code__.co_filename).parent.parent
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(root / "mpcompile", tmp_path / "mpcompile", symlinks=True, ignore=ignore)
@@ -141,6 +153,7 @@ def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
     help_ = '"what is said first."'
     field = f'    greeting: str = _choice("hello", ("hello", "goodbye"), {help_}, plans=True)'
     for name, before, line in (
+        ("settings.py", "    fuse_head: bool\n", "    greeting: str"),
         ("settings.py", "    fuse_head: bool = _switch(", field),
         ("api.py", "    fuse_head: bool = False,", '    greeting: str = "hello",'),
         ("preview/explain.py", "    fuse_head: bool | None = None,", "    greeting: Any = None,"),

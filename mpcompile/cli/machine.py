@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .._torch import RANGE, check_torch_version
 from .._version import __version__
 from ..devices.info import device_facts
 from ..devices.registry import default_device
@@ -19,10 +21,11 @@ from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
-from ..settings import NEWEST, OLDEST, check_torch_version
 from .common import Commands, known_device, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+# What changes a compile from outside of the program.
+_VARIABLES = ("MPCOMPILE_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_LOGS")
 
 
 def add(commands: Commands) -> None:
@@ -67,7 +70,6 @@ def _seconds(text: str) -> float:
 
 def _info(options: argparse.Namespace, console: Console) -> int:
     facts = device_facts(known_device(options.device))
-    wanted = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1]}"
     supported = True
     try:
         check_torch_version(torch.__version__)
@@ -75,13 +77,15 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         supported = False
     rows = {
         "mpcompile": __version__,
-        "torch": f"{torch.__version__} ({'' if supported else 'NOT '}in the range {wanted})",
+        "torch": f"{torch.__version__} ({'' if supported else 'NOT '}in the range {RANGE})",
+        "python": f"{platform.python_version()} on {platform.platform()}",
         "device": f"{facts.device}: {facts.name}",
         "memory": facts.memory,
         "low-precision units": facts.matrix_units,
         'dtype="auto"': str(facts.dtype),
         "why": facts.reason,
         **facts.libraries,
+        **{name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from typing_extensions import Unpack
 
 from .. import ir
 from ..api import pinned_in, recorded, studied
@@ -22,7 +23,7 @@ from ..ir.dtypes import HALF
 from ..observe.numbers import Numbers
 from ..observe.watch import source_of_value
 from ..rules.policy import Level, Policy
-from ..settings import Settings, check_module
+from ..settings import Options, Settings, check_module
 from ..state import parameters
 from .checks import check_loss_fn, check_trained
 from .diagnose import loss_of
@@ -39,7 +40,7 @@ def calibrate(
     loss_fn: Step | None = None,
     *,
     margin: float = 4.0,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Policy:
     """Pin to FP32 what leaves the range of the low dtype on these batches, or comes near its end.
 

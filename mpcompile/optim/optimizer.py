@@ -30,7 +30,7 @@ from .results import Results
 from .saved_scales import SavedScales, saved
 from .shadow import StateAppeared
 from .step import CompiledStep
-from .trace_context import raw_step
+from .trace_context import raw_step, untraced
 from .watch import Watch
 
 _HOOKS = (
@@ -165,7 +165,7 @@ class MPOptimizer(Optimizer):
 
     # -- the step ----------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step, if every gradient is finite. Returns the closure's loss, or None.
 

@@ -11,11 +11,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _tracing = threading.Lock()  # the process has only one compiling flag
 
@@ -32,6 +34,12 @@ def tracing(cls: type[Optimizer]) -> Iterator[None]:
         torch._C._DisableAutocast(),
     ):
         yield
+
+
+def untraced(method: F) -> F:
+    """`torch.compiler.disable`, but the method keeps its type for callers: torch gives none."""
+    disabled: F = torch.compiler.disable(method)
+    return disabled
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
