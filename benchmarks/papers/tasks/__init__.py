@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..task import Task
 from .recommendation import DLRM
+from .speech import DEEP_SPEECH
+from .translation import LSTM_ATTENTION, TRANSFORMER
 
 __all__ = ["TASKS"]
 
-TASKS: tuple[Task, ...] = (DLRM,)
+TASKS: tuple[Task, ...] = (DEEP_SPEECH, LSTM_ATTENTION, TRANSFORMER, DLRM)
