@@ -164,7 +164,7 @@ def test_a_source_has_one_translation(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3000):
         clause = draw_clause(draws)
         assert seen.setdefault(tuple(source_of(clause)), target_of(clause)) == target_of(clause)
-    assert len(seen) < 2500
+    assert len(seen) < 2900
 
 
 def test_corpus() -> None:

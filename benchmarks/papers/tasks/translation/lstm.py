@@ -18,7 +18,7 @@ __all__ = ["LSTMTranslator"]
 
 
 class LSTMTranslator(nn.Module):
-    """Sources (B, S), and what was written so far (B, T) -> logits of what follows (B, T, words)."""
+    """Sources (B, S), what was written so far (B, T) -> logits of what follows (B, T, words)."""
 
     def __init__(self, source_words: int, target_words: int, width: int = 80) -> None:
         super().__init__()

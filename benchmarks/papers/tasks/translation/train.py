@@ -24,7 +24,7 @@ HELD_OUT = 400
 
 
 def greedy(net: Any, sources: Tensor, length: int) -> Tensor:
-    """The most likely next word again and again: (B, length), int64, BEGIN not included."""
+    """The most likely next word again and again: (B, at most length), int64, without BEGIN."""
     read = net.encode(sources)
     written = torch.full_like(sources[:, :1], BEGIN)
     for _ in range(length):
@@ -47,7 +47,7 @@ def noam(warmup: int, step: int) -> float:
 
 def _down(steps: int, step: int) -> float:
     """Of the first rate: as it is for half of the steps, then down in a line."""
-    return min(1.0, 2 * (1 - step / steps) + 1 / steps)
+    return min(1.0, 2 * (1 - step / steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,6 @@ def _loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tens
 
 _STEPS = 500
 _DATA = "generated: sentences of a grammar, and their transfer to one with the verb last"
-
 
 LSTM_ATTENTION = Task(
     name="LSTM with attention",

@@ -63,7 +63,7 @@ class _Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Sources (B, S), and what was written so far (B, T) -> logits of what follows (B, T, words)."""
+    """Sources (B, S), what was written so far (B, T) -> logits of what follows (B, T, words)."""
 
     def __init__(
         self,
