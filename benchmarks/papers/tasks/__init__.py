@@ -6,7 +6,17 @@ from ..task import Task
 from .classification import INCEPTION, RESNET
 from .gan import DCGAN
 from .recommendation import DLRM
+from .speech import DEEP_SPEECH
+from .translation import LSTM_ATTENTION, TRANSFORMER
 
 __all__ = ["TASKS"]
 
-TASKS: tuple[Task, ...] = (RESNET, INCEPTION, DCGAN, DLRM)
+TASKS: tuple[Task, ...] = (
+    RESNET,
+    INCEPTION,
+    DEEP_SPEECH,
+    LSTM_ATTENTION,
+    TRANSFORMER,
+    DCGAN,
+    DLRM,
+)
