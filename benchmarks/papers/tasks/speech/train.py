@@ -57,6 +57,7 @@ class _Training:
         )
         self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, STEPS)
         self._batches = self._draw(seed)
+        self._update = trainer.whole(self._train)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -67,15 +68,17 @@ class _Training:
                 yield [part.to(self._trainer.device) for part in data[chosen]]
 
     def step(self) -> Tensor:
-        spectrograms, frames, labels, letters = next(self._batches)
+        loss = self._update(*next(self._batches))
+        self._schedule.step()
+        return loss
+
+    def _train(
+        self, spectrograms: Tensor, frames: Tensor, labels: Tensor, letters: Tensor
+    ) -> Tensor:
         with self._trainer.forward():
             found = self._net(spectrograms, frames)
             loss = F.ctc_loss(found, labels, frames_out(frames), letters, BLANK)
-        self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
-        self._schedule.step()
-        return loss.detach()
+        return self._trainer.learn(loss, self._optimizer)
 
     @torch.no_grad()
     def judge(self) -> Metrics:

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sacrebleu
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +36,8 @@ def greedy(net: Any, sources: Tensor, length: int) -> Tensor:
 
 def bleu(found: list[str], wanted: list[str]) -> float:
     """Of a corpus, 0 to 100; sentences are words with spaces between."""
+    import sacrebleu  # no other benchmark needs it
+
     return sacrebleu.corpus_bleu(found, [wanted], tokenize="none", force=True).score
 
 
@@ -72,6 +73,7 @@ class _Training:
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, recipe.schedule)
         self._batches = self._draw(seed)
+        self._update = trainer.whole(self._train)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -82,15 +84,15 @@ class _Training:
                 yield [part.to(self._trainer.device) for part in data[chosen]]
 
     def step(self) -> Tensor:
-        sources, targets = next(self._batches)
+        loss = self._update(*next(self._batches))
+        self._schedule.step()
+        return loss
+
+    def _train(self, sources: Tensor, targets: Tensor) -> Tensor:
         with self._trainer.forward():
             logits = self._net(sources, targets[:, :-1])
             loss = _loss(logits, targets, self._recipe.label_smoothing)
-        self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
-        self._schedule.step()
-        return loss.detach()
+        return self._trainer.learn(loss, self._optimizer)
 
     @torch.no_grad()
     def judge(self) -> Metrics:
