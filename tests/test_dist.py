@@ -85,7 +85,8 @@ def test_an_sdist_holds_the_sources_and_the_documents(sdist: Path) -> None:
     names = {member.name.removeprefix(f"{root}/") for member in files if member.isfile()}
     assert not any(member.issym() or member.islnk() for member in files)
     assert names >= expected().keys()
-    documents = {str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.rglob("docs/*.md")]}
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    documents = {str(page.relative_to(ROOT)) for page in pages}
     assert names >= documents | {"LICENSE", "CITATION.cff", "pyproject.toml"}
     folders = {name.split("/")[0] for name in names if "/" in name}
     assert folders == {"mpcompile", "mpcompile.egg-info", "docs", "examples"}

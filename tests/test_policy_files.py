@@ -14,13 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_docs import USAGE, blocks, op
+from test_docs import ROOT, blocks
+from test_docs_code import op
 from torch import nn
 
 from mpcompile import MPCompileError, Policy, Precision, cli, compiled_plans, mpcompile, plan_for
 from mpcompile import __version__ as version
 from mpcompile.debug import bisect
 
+GUIDE = ROOT / "docs" / "policy.md"
 SUFFIXES = (".toml", ".json")
 both = pytest.mark.parametrize("suffix", SUFFIXES)
 
@@ -334,9 +336,9 @@ def test_bisect_keeps_the_pins_of_a_file(pins: Path) -> None:
 def test_the_file_in_the_guide(tmp_path: Path) -> None:
     """It says what the policy above it says."""
     assert op  # registers mylib::op
-    (shown,) = re.findall(r"^```toml\n(.*?)^```$", USAGE.read_text(), re.M | re.S)
+    (shown,) = re.findall(r"^```toml\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     (tmp_path / "pins.toml").write_text(shown)
-    (block,) = (block for block in blocks(USAGE) if "policy = Policy(" in block)
+    (block,) = (block for block in blocks(GUIDE) if "policy = Policy(" in block)
     written = re.search(r"^policy = (Policy\(.*?^\))", block, re.M | re.S)
     assert written is not None
     assert Policy.load(tmp_path / "pins.toml") == eval(written[1])
