@@ -175,7 +175,7 @@ def test_scenes() -> None:
     inner = data.boxes[present]
     assert inner.min() >= 0 and inner.max() <= 1
     sizes = (boxes.centred(inner)[:, 2:].prod(1)).sqrt() * SIDE
-    assert sizes.min() >= 9.99 and sizes.max() <= 36.01
+    assert sizes.min() >= 13.99 and sizes.max() <= 40.01
     overlap = boxes.iou(data.boxes, data.boxes)
     assert (overlap - torch.diag_embed(torch.diagonal(overlap, dim1=1, dim2=2))).max() <= 0.151
     again = scenes.__wrapped__(60, seed=3)

@@ -2,8 +2,8 @@
 
 The detector is that of "SSD: Single Shot MultiBox Detector" (Liu et al., 2016): a backbone as VGG's
 without batch norm whose last layers are convolutions, L2Norm on the first of the feature maps,
-prior boxes of several scales and shapes, hard negative mining. Weights start as Xavier's, as there;
-those of the backbone, which the paper trains on ImageNet before, start as He's.
+prior boxes of several scales and shapes, hard negative mining. The paper's backbone is trained on
+ImageNet before; this one starts from He's weights, since Xavier's shrink from layer to layer.
 """
 
 from __future__ import annotations
@@ -104,12 +104,9 @@ class Detector(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight)
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
-        for module in [*self.low.modules(), *self.higher[0].modules()]:
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         x = self.low(images)
@@ -147,8 +144,8 @@ def multibox_loss(places: Tensor, logits: Tensor, aims: Tensor, classes: Tensor)
 
 
 BATCH = 8
-STEPS = 600
-RATE, WARM_UP = 1e-3, 100
+STEPS = 1200
+RATE, WARM_UP = 1.5e-2, 60
 """The learning rate, and the steps in which it rises to that."""
 TRAIN, HELD_OUT = 1500, 300
 """Scenes."""

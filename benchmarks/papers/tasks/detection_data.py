@@ -17,7 +17,7 @@ SIDE = 64
 SHAPES = ("ellipse", "rectangle", "triangle", "cross")
 OBJECTS = 4
 """At most, in one scene."""
-SIZES = (10.0, 36.0)
+SIZES = (14.0, 40.0)
 """Pixels: the root of a bounding box's area."""
 _DRAWS = 10
 """Places that are tried for an object; it is left out if each overlaps another one too much."""
