@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..task import Task
 from .classification import INCEPTION, RESNET
+from .detection import SSD
 from .gan import DCGAN
 from .recommendation import DLRM
 from .speech import DEEP_SPEECH
@@ -14,6 +15,7 @@ __all__ = ["TASKS"]
 TASKS: tuple[Task, ...] = (
     RESNET,
     INCEPTION,
+    SSD,
     DEEP_SPEECH,
     LSTM_ATTENTION,
     TRANSFORMER,
