@@ -144,7 +144,8 @@ def test_answers_are_in_the_order_of_the_priors() -> None:
         moved = (net(changed)[1] - net(images)[1]).abs().amax((0, 2))[:1024] > 0
     middles = prior_boxes()[:1024][moved, :2] * SIDE
     assert len(middles)
-    assert middles[:, 0].min() > 58 - 24 and middles[:, 1].max() < 2 + 24
+    assert middles[:, 0].min() > 58 - 24
+    assert middles[:, 1].max() < 2 + 24
 
 
 def test_multibox_loss_by_hand() -> None:
@@ -164,22 +165,28 @@ def test_multibox_loss_by_hand() -> None:
 
 def test_multibox_loss_of_nothing_matched_is_0() -> None:
     nothing = torch.zeros(2, 6, dtype=torch.int64)
-    assert multibox_loss(torch.ones(2, 6, 4), torch.ones(2, 6, 3), torch.zeros(2, 6, 4), nothing) == 0
+    answers, logits = torch.ones(2, 6, 4), torch.ones(2, 6, 3)
+    assert multibox_loss(answers, logits, torch.zeros(2, 6, 4), nothing) == 0
 
 
 def test_scenes() -> None:
     data = scenes(60, seed=3)
     present = data.labels >= 0
-    assert data.images.shape == (60, 3, SIDE, SIDE) and data.images.isfinite().all()
-    assert present.any(1).all() and set(data.labels[present].tolist()) == set(range(len(SHAPES)))
+    assert data.images.shape == (60, 3, SIDE, SIDE)
+    assert data.images.isfinite().all()
+    assert present.any(1).all()
+    assert set(data.labels[present].tolist()) == set(range(len(SHAPES)))
     inner = data.boxes[present]
-    assert inner.min() >= 0 and inner.max() <= 1
+    assert inner.min() >= 0
+    assert inner.max() <= 1
     sizes = (boxes.centred(inner)[:, 2:].prod(1)).sqrt() * SIDE
-    assert sizes.min() >= 13.99 and sizes.max() <= 40.01
+    assert sizes.min() >= 13.99
+    assert sizes.max() <= 40.01
     overlap = boxes.iou(data.boxes, data.boxes)
     assert (overlap - torch.diag_embed(torch.diagonal(overlap, dim1=1, dim2=2))).max() <= 0.151
     again = scenes.__wrapped__(60, seed=3)
-    assert torch.equal(again.images, data.images) and torch.equal(again.boxes, data.boxes)
+    assert torch.equal(again.images, data.images)
+    assert torch.equal(again.boxes, data.boxes)
     other = scenes(60, seed=4)
     assert not (other.boxes[:, None, 0] == data.boxes[None, :, 0]).all(-1).any()
 

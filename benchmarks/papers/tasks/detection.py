@@ -219,9 +219,7 @@ def _mirrored(data: Scenes, flipped: Tensor) -> Scenes:
     images = torch.where(flipped.view(-1, 1, 1, 1), data.images.flip(3), data.images)
     left, top, right, bottom = data.boxes.unbind(-1)
     mirrored = torch.stack([1 - right, top, 1 - left, bottom], dim=-1)
-    return Scenes(
-        images, torch.where(flipped.view(-1, 1, 1), mirrored, data.boxes), data.labels
-    )
+    return Scenes(images, torch.where(flipped.view(-1, 1, 1), mirrored, data.boxes), data.labels)
 
 
 def _found(answers: Tensor, chances: Tensor, most: int = 100) -> list[boxes.Found]:

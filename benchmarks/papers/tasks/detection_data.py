@@ -92,7 +92,7 @@ def _placed(count: int, generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 def _grid() -> tuple[Tensor, Tensor]:
-    """x (1, 1, 64) and y (1, 64, 1) of the pixels' centres."""
+    """Of the pixels' centres: x (1, 1, 64) and y (1, 64, 1)."""
     line = torch.arange(SIDE) + 0.5
     return line.view(1, 1, -1), line.view(1, -1, 1)
 
