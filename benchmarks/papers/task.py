@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .ways import Trainer
 
-__all__ = ["Metrics", "Task", "Training"]
+__all__ = ["Metrics", "Probe", "Task", "Training"]
 
 Metrics = dict[str, float]
 
 
 class Training(Protocol):
-    """A model, or several, in training."""
+    """A model, or several, in training. Some have a method `probe`, which returns a `Probe`."""
 
     def step(self) -> Tensor:
         """One step on the next batch; returns its loss, 0-d and detached.
@@ -33,6 +33,20 @@ class Training(Protocol):
         By an eager FP32 forward (`model.forward`, which is never compiled), so that every way is
         judged by the same code. NaN where the weights are.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What `mpcompile.debug.diagnose` needs to look at the next step of a training.
+
+    Attributes:
+        model, inputs: for a call on the next batch.
+        loss: of what the call returns.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    loss: Callable[[Any], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 __all__ = ["FP32", "QUALITY", "UNSCALED", "Trainer", "Way", "trainer_for"]
 
 Model = TypeVar("Model", bound=nn.Module)
+Update = TypeVar("Update", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Trainer:
             self._clipped[id(optimizer)] = parameters, max_grad_norm
         return optimizer
 
-    def whole(self, update: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def whole(self, update: Update) -> Update:
         """What is called for each batch: a function in which all methods below are called."""
         return mpcompile(update, **self._options()) if self.way.whole else update
 

@@ -6,6 +6,7 @@ from ..task import Task
 from .classification import INCEPTION, RESNET
 from .detection import SSD
 from .gan import DCGAN
+from .language import BIG_LSTM, GPT_TASK
 from .recommendation import DLRM
 from .speech import DEEP_SPEECH
 from .translation import LSTM_ATTENTION, TRANSFORMER
@@ -19,6 +20,8 @@ TASKS: tuple[Task, ...] = (
     DEEP_SPEECH,
     LSTM_ATTENTION,
     TRANSFORMER,
+    BIG_LSTM,
+    GPT_TASK,
     DCGAN,
     DLRM,
 )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import boxes
-from ..task import Metrics, Task
+from ..task import Metrics, Probe, Task
 from ..ways import Trainer
 from .detection_data import SHAPES, SIDE, Scenes, scenes
 
@@ -191,6 +191,13 @@ class _Training:
         with self._trainer.forward():
             loss = multibox_loss(*self._net(images), aims, classes)
         return self._trainer.learn(loss, self._optimizer)
+
+    def probe(self) -> Probe:
+        batch = next(self._batches)
+        aims, classes = self._targets(batch)
+        return Probe(
+            self._net, (batch.images,), lambda result: multibox_loss(*result, aims, classes)
+        )
 
     @torch.no_grad()
     def judge(self) -> Metrics:
