@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.papers import figure, rows
+from benchmarks.papers import figure, histograms, rows
+from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
-from benchmarks.papers.task import Metrics, Task
+from benchmarks.papers.task import Metrics, Probe, Task
 from benchmarks.papers.tasks import TASKS
 from benchmarks.papers.tasks.gan import frechet_distance
 from benchmarks.papers.training import Outcome, spans, train
@@ -23,6 +24,7 @@ from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
 from benchmarks.peers import figure as bars
 from benchmarks.peers.report import geometric_mean
+from mpcompile.observe.numbers import EXPONENTS
 
 CPU = torch.device("cpu")
 HALF = torch.float16
@@ -49,6 +51,12 @@ class Line:
 
     def judge(self) -> Metrics:
         return {"weights": sum(p.sum().item() for p in self.net.parameters())}
+
+
+class Probed(Line):
+    def probe(self) -> Probe:
+        x = torch.randn(8, 16, generator=self.generator)
+        return Probe(self.net, (x,), lambda result: result.square().mean())
 
 
 LINE = Task("line", "a line", "drawn", "weights", True, 12, Line)
@@ -135,6 +143,10 @@ def outcomes(*values: float) -> list[Outcome]:
     return [Outcome({"weights": v}, [2.0, 1.0], [(8.0, 1)], 0.0) for v in values]
 
 
+# As many at 2^-30, which FP16 loses, as at 1; half of all are zero in FP64, too.
+SMALL = Histogram([3 * (exponent in (-30, 0)) for exponent in EXPONENTS], 6)
+
+
 def row_of(unscaled: float) -> rows.Row:
     found = {way.name: outcomes(1.0, 2.0, 3.0) for way in QUALITY}
     found[QUALITY[1].name] = outcomes(unscaled, unscaled, unscaled)
@@ -142,16 +154,27 @@ def row_of(unscaled: float) -> rows.Row:
 
 
 def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None:
-    report = make_report("papers_cpu", [], [LINE], {"line": row_of(math.nan)}, {})
+    report = make_report("papers_cpu", [], [LINE], {"line": row_of(math.nan)}, {}, {"line": SMALL})
     cells = report.tables[0].rows[0]
     assert cells[2] == "2.00 (1.00 to 3.00)"
     assert cells[3] == f"nan{OFF}"
     assert not any(cell.endswith(OFF) for cell in cells[4:])
+    assert report.tables[1].rows == [
+        ("line", "1", "50.0%", "50%", "0%", "50%", "0%"),
+        ("line", "8", "50.0%", "50%", "0%", "50%", "0%"),
+    ]
     assert all(report.verdicts.values())  # that it fails without a scale breaks no promise
     _, complete = report.write(tmp_path)
     text = complete.read_text()
     assert "NaN" not in text
     assert json.loads(text)["runs"]["line"][QUALITY[1].name][0]["metrics"] == {"weights": None}
+
+
+def test_histograms_are_of_all_looks() -> None:
+    """Each of the five looks counts the gradient of the layer's result, 8 rows of 16."""
+    task = dataclasses.replace(LINE, start=Probed)
+    found = histograms.look(task, CPU)
+    assert sum(found.counts) + found.zeros == histograms.LOOKS * 8 * 16
 
 
 def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
@@ -162,7 +185,8 @@ def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     for name in "ab":
         figure.draw(tmp_path / f"curves_{name}.svg", results)
         bars.draw(tmp_path / f"bars_{name}.svg", timed)
-    for what in ("curves", "bars"):
+        figure.draw_gradients(tmp_path / f"gradients_{name}.svg", {"net": vars(SMALL)})
+    for what in ("curves", "bars", "gradients"):
         first, second = (tmp_path / f"{what}_{name}.svg" for name in "ab")
         assert first.read_bytes() == second.read_bytes()
 

@@ -1,4 +1,7 @@
-"""The loss curves of every row: `python -m benchmarks.papers.figure` draws what is committed."""
+"""The loss curves of every row, and histograms of gradients.
+
+`python -m benchmarks.papers.figure` draws what is committed.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import numpy as np
 from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
 
+from .histograms import Histogram, chart
 from .tasks import TASKS
 from .ways import FP32, UNSCALED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_gradients"]
 
 # Colour, style, width. FP32 is wide and pale, the others lie on top of it where they agree.
 _LINES = {
@@ -66,6 +70,35 @@ def _curves(panel: Axes, row: dict[str, list[dict[str, Any]]], steps: int) -> No
     panel.set_xlabel("steps")
 
 
+_FP16 = {"become zero": "tab:red", "subnormal": "tab:orange", "normal": "tab:blue"}
+
+
+def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> None:
+    """A panel for each task: percent of the activation gradients by magnitude, and what FP16 makes
+    of those without a loss scale; `histograms` as in the report's JSON.
+    """
+    import matplotlib as mpl  # only this function needs it
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "gradients", "font.size": 8, "axes.titlesize": 9}):
+        figure = Figure(figsize=(4.5 * len(histograms), 2.8), layout="constrained")
+        panels = figure.subplots(1, len(histograms), squeeze=False)[0]
+        for axes, (name, histogram) in zip(panels, histograms.items(), strict=True):
+            panel = chart(Histogram(**histogram)).panels[0]
+            for kind, colour in _FP16.items():
+                bars = [bar for bar in panel.bars if bar.range == kind]
+                label = f"{kind}: {panel.percent(kind):.2g}%"
+                heights = [bar.percent for bar in bars]
+                lefts = [bar.left for bar in bars]
+                axes.bar(lefts, heights, width=0.9, align="edge", color=colour, label=label)
+            axes.set(title=name, xlabel="log2 of the magnitude", yscale="log")
+            axes.legend(frameon=False, title="in FP16", loc="upper left")
+        panels[0].set_ylabel("percent of the activation gradients")
+        figure.savefig(path, metadata={"Date": None})
+
+
 if __name__ == "__main__":
     results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS / "papers_cpu.json"
-    draw(ROOT / "docs" / "figures" / "papers.svg", json.loads(results.read_text())["runs"])
+    read = json.loads(results.read_text())
+    draw(ROOT / "docs" / "figures" / "papers.svg", read["runs"])
+    draw_gradients(ROOT / "docs" / "figures" / "gradients.svg", read["histograms"])

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.harness.report import Report, Table, plain
 from benchmarks.parity.rule import Comparison, compare
 
+from .histograms import Histogram
+from .histograms import table as magnitudes
 from .rows import Row
 from .task import Task
 from .training import Outcome
@@ -27,7 +29,15 @@ def make_report(
     tasks: Sequence[Task],
     rows: Mapping[str, Row],
     record: Mapping[str, str],
+    histograms: Mapping[str, Histogram],
 ) -> Report:
+    """The whole report.
+
+    Args:
+        rows: by the task's name.
+        record: what was measured on, as `environment` says it.
+        histograms: of activation gradients, by the name of a task.
+    """
     compared = {
         task.name: compare(task.name, FP32.name, rows[task.name], task.grains) for task in tasks
     }
@@ -37,6 +47,7 @@ def make_report(
         notes=notes,
         tables=[
             _summary(tasks, rows, compared),
+            magnitudes(histograms, {name: _ends(rows[name]) for name in histograms}),
             *(
                 table
                 for task in tasks
@@ -49,7 +60,7 @@ def make_report(
             for way, held in compared[task.name].held.items()
             if way != UNSCALED.name
         },
-        data={"runs": _finite(plain(rows))},
+        data={"runs": _finite(plain(rows)), "histograms": plain(histograms)},
         environment=record,
     )
 
@@ -94,6 +105,11 @@ def _scales(task: Task, row: Row) -> Table:
     ]
     columns = ("precision", "final loss scale, by seed", "skipped steps, by seed")
     return Table(f"{task.name}: loss scaling", columns, lines)
+
+
+def _ends(row: Row) -> list[float]:
+    """The loss scales at the end of FP16 at O2, by seed."""
+    return [scale for outcome in row["FP16 O2"] for scale, _ in outcome.scales]
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from .recommendation import DLRM
 from .speech import DEEP_SPEECH
 from .translation import LSTM_ATTENTION, TRANSFORMER
 
-__all__ = ["TASKS"]
+__all__ = ["BIG_LSTM", "SSD", "TASKS"]
 
 TASKS: tuple[Task, ...] = (
     RESNET,
