@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.pieces import ROWS as PAPERS_ROWS
 from benchmarks.papers import figure, histograms, rows
 from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
@@ -224,6 +225,11 @@ def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     assert task.metric in outcome.metrics
     assert all(map(math.isfinite, outcome.metrics.values()))
     assert outcome.metrics.keys() >= task.grains.keys()
+
+
+def test_a_gpu_runs_every_row() -> None:
+    """The pieces don't import the tasks, which need packages that a GPU machine may lack."""
+    assert len(TASKS) == PAPERS_ROWS
 
 
 def test_the_frechet_distance_of_two_gaussians() -> None:

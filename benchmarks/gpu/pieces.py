@@ -63,6 +63,7 @@ PIECES = (
     _benchmark("watching", 360),
     _benchmark("overhead", 300),
     _benchmark("whole_step", 480),
+    _benchmark("deepbench", 240),
     _benchmark("peers", 480),
     *(_row(number) for number in range(ROWS)),
     _benchmark("papers", 480),
