@@ -30,7 +30,7 @@ GPU_ARGS ?=
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch check docs bench gpu gpu-wheels dist dist-test clean FORCE
+.PHONY: demo test test-torch check docs bench bench-check gpu gpu-wheels dist dist-test clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -57,6 +57,11 @@ docs: $(DOCS)/.stamp-docs
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# What is fast to measure once more, as ratios against the committed ones; fails if one fell beyond noise.
+# For an idle machine like one that results are committed of.
+bench-check: $(VENV)/.stamp-dev
+	$(BIN)/python -m benchmarks check
 
 # `make gpu OUT=results` runs everything that needs a CUDA device, in pieces of at most 8 minutes. It
 # uses the packages that python3 has: it makes no environment and downloads nothing. A second call

@@ -1,20 +1,23 @@
-"""`python -m benchmarks list` and `python -m benchmarks run [NAME ...]`.
+"""`python -m benchmarks list`, `run [NAME ...]` and `check [NAME ...]`.
 
 A benchmark is a module or a folder of this package with a public
 `run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its
 docstring. There is no list of them to keep up, only one of what lies beside them (`_BESIDE`). A
-benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`.
+benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`. One that
+is fast also has `rerun(device: torch.device) -> Report`: the same in fewer rounds, or of fewer
+rows, which `check` holds against the committed ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import pkgutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +25,9 @@ import torch
 
 import benchmarks
 
-from .harness.report import RESULTS, SCRATCH, Settings
+from .harness.checking import ALIKE, check, committed, ratios_of
+from .harness.record import environment
+from .harness.report import RESULTS, SCRATCH, Report, Settings, Table
 
 _BESIDE = ("__main__", "digits", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
 """What lies beside the benchmarks: tools that they share, and the run of everything on a GPU."""
@@ -54,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             only = "" if devices(module) == DEVICES else f" ({', '.join(devices(module))} only)"
             print(f"{name:<{width}}  {summary(module)}{only}")
         return 0
-    settings = Settings(device=torch.device(options.device), quick=options.quick)
     # A report is named after its device, and the name of a report will do: gpt_cpu.
     names = [name.removesuffix(f"_{options.device}") for name in options.names]
     unknown = [name for name in names if name not in known]
@@ -64,10 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in fitting:
             parser.error(f"{name} is for {', '.join(devices(known[name]))} only")
+    modules = {name: known[name] for name in names or fitting}
+    if options.command == "check":
+        fast = [name for name in fitting if hasattr(known[name], "rerun")]
+        if slow := [name for name in names if name not in fast]:
+            parser.error(f"{slow[0]} is not rerun by check, which knows {', '.join(fast)}")
+        reruns = {name: known[name].rerun for name in names or fast}
+        return _check(reruns, torch.device(options.device))
+    return _run(modules, options)
+
+
+def _run(modules: dict[str, ModuleType], options: argparse.Namespace) -> int:
+    settings = Settings(device=torch.device(options.device), quick=options.quick)
     out = options.out or (SCRATCH if options.quick else RESULTS)
-    for name in names or fitting:
+    for name, module in modules.items():
         start = time.perf_counter()
-        report = known[name].run(settings)
+        report = module.run(settings)
         if options.quick:
             quick = "**A quick run: the numbers mean nothing, nor do the verdicts.**"
             report = dataclasses.replace(report, notes=[quick, *report.notes])
@@ -76,6 +92,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spent = time.perf_counter() - start
         print(f"{name}: {spent:.0f} s; wrote {', '.join(map(str, paths))}\n", flush=True)
     return 0
+
+
+def _check(reruns: Mapping[str, Callable[[torch.device], Report]], device: torch.device) -> int:
+    """0: no ratio fell; 1: one did; 2: there is nothing to compare with."""
+    record = environment(device)
+    codes = []
+    for name, rerun in reruns.items():
+        before = committed(f"{name}_{device.type}", record)
+        if before is None:
+            like = ", ".join(f"{key}: {record.get(key)}" for key in ALIKE)
+            print(f"{name}: no committed results of a machine like this one ({like})")
+            continue
+        checked = check(functools.partial(rerun, device), ratios_of(before))
+        rows = [
+            (pair, str(checked.before[pair]), str(now), "FELL" if pair in checked.fallen else "")
+            for pair, now in checked.found.items()
+        ]
+        print(Table(name, ("ratio", "committed", "here", ""), rows).markdown(), flush=True)
+        codes.append(int(bool(checked.fallen)))
+    return max(codes, default=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="cpu", choices=DEVICES)
     run.add_argument("--out", type=Path, help="directory for the reports")
     run.add_argument("--quick", action="store_true", help="smoke test: the numbers mean nothing")
+    again = commands.add_parser("check", help="rerun what is fast, against the committed ratios")
+    again.add_argument("names", nargs="*", metavar="NAME", help="default: all that can be")
+    again.add_argument("--device", default="cpu", choices=DEVICES)
     return parser
 
 

@@ -24,7 +24,7 @@ from mpcompile.state import copies
 
 from .ways import EAGER, OURS, PEERS, ways
 
-__all__ = ["FULL", "QUICK", "Row", "Work", "measure_all"]
+__all__ = ["FULL", "QUICK", "RERUN", "Row", "Work", "measure_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,18 @@ class Work:
 
     Attributes:
         seconds: that a turn should take.
+        tasks: the names of those that are measured; none: all.
     """
 
     emit: str = "inductor"
     rounds: int = 20
     seconds: float = 0.3
     processes: bool = True
+    tasks: tuple[str, ...] = ()
 
 
 FULL = Work()
+RERUN = Work(rounds=10, tasks=("DLRM", "GPT"))
 QUICK = Work("eager", rounds=2, seconds=0.0, processes=False)
 
 
@@ -68,12 +71,13 @@ class Row:
 
 def measure_all(work: Work, device: torch.device) -> dict[str, Row]:
     """Task's name -> its row, one after the other."""
+    tasks = [task for task in TASKS if not work.tasks or task.name in work.tasks]
     if not work.processes:
-        return {task.name: _measured(task, work, device) for task in TASKS}
+        return {task.name: _measured(task, work, device) for task in tasks}
     rows = {}
-    for index, task in enumerate(TASKS):
+    for task in tasks:
         found = json_from_process(
-            "-m", "benchmarks.peers.measure", str(index), device.type,
+            "-m", "benchmarks.peers.measure", task.name, str(work.rounds), device.type,
             environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )  # fmt: skip
         rows[task.name] = Row(**found)
@@ -155,5 +159,7 @@ def _steps(step: Callable[[], Any], seconds: float, wait: Callable[[], None]) ->
 
 
 if __name__ == "__main__":
-    place, kind = sys.argv[1:]
-    print(json.dumps(plain(_measured(TASKS[int(place)], FULL, torch.device(kind)))))
+    name, rounds, kind = sys.argv[1:]
+    (task,) = (task for task in TASKS if task.name == name)
+    work = dataclasses.replace(FULL, rounds=int(rounds))
+    print(json.dumps(plain(_measured(task, work, torch.device(kind)))))
