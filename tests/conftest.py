@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MPCOMPILE_PROFILE", "none")
     for line in FROM_TORCH:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the rows of a test marked sampled(n), the default run takes every n-th."""
+    seen: collections.Counter[str] = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or any(map(item.get_closest_marker, ("slow", "whole"))):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker("whole")
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ def parameters(trainee: Trainee) -> list[Tensor]:
     return [p.detach().clone() for model in trainee.models for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_whole_step_tiny() -> None:
     threads = torch.get_num_threads()
     report = whole_step.run(Settings(CPU, quick=True))
@@ -142,6 +143,7 @@ def test_ratios_are_over_the_peer() -> None:
     assert [(arm, r.paired) for arm, r in found.items()] == [(EAGER, 2.0)]
 
 
+@pytest.mark.slow
 def test_a_peer_that_torch_refuses_to_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """An LSTM under autocast, where oneDNN has none in that dtype; of ours it is an error."""
     warm_up, refused = Trainee.warm_up, [PEER]

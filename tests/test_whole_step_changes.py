@@ -109,6 +109,7 @@ CHANGES: dict[Change, int] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 def test_a_change_between_calls(setting: Setting, change: Change) -> None:

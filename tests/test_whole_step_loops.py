@@ -114,6 +114,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("make", [adamw, sgd])
@@ -159,6 +160,7 @@ def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     agree(program, batches(5), setting)
 
 
+@pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("how", ["norm", "norm-inf", "value"])
 @pytest.mark.parametrize("of", ["model", "list"])
@@ -209,6 +211,7 @@ def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
     assert run.optimizers[0].grad_norm > 0.1
 
 
+@pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("where", ["start", "end"])

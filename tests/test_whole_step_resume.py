@@ -48,6 +48,7 @@ def load(run: Run, file: io.BytesIO) -> None:
     run.scale.load_state_dict(state["scale"])
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("then", ["whole", "pieces"])
 @pytest.mark.parametrize("first", ["whole", "pieces"])

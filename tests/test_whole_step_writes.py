@@ -75,6 +75,7 @@ def test_parameters_are_written_behind_the_update(setting: Setting, write: Write
     agree(writing(write, "after"), batches(4), setting)
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @WRITES
 @pytest.mark.parametrize("when", ["before", "between"])
