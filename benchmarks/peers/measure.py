@@ -37,8 +37,8 @@ class Work:
     """
 
     emit: str = "inductor"
-    rounds: int = 15
-    seconds: float = 0.3
+    rounds: int = 12
+    seconds: float = 0.2
     processes: bool = True
     tasks: tuple[str, ...] = ()
 
