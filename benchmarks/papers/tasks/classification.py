@@ -141,7 +141,8 @@ class _Training:
 
     def step(self) -> Tensor:
         loss = self._update(*next(self._batches))
-        self._schedule.step()
+        if self._schedule.last_epoch < STEPS:  # who times steps may take more of them
+            self._schedule.step()
         return loss
 
     def _train(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ class _Training:
         self._net = trainer.model(GPT(SIZE))
         adamw = functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
         self._optimizer = trainer.optimizer(adamw, [*self._net.parameters()], max_grad_norm=1.0)
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 3e-3, STEPS)
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self._optimizer, 3e-3, STEPS + 1, cycle_momentum=False
+        )
         self._batches = self._draw(seed)
         self._update = trainer.whole(self._train)
 
@@ -48,7 +50,8 @@ class _Training:
 
     def step(self) -> Tensor:
         loss = self._update(*next(self._batches))
-        self._schedule.step()
+        if self._schedule.last_epoch < STEPS:  # who times steps may take more of them
+            self._schedule.step()
         return loss
 
     def _train(self, idx: Tensor, targets: Tensor) -> Tensor:

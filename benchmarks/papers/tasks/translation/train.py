@@ -48,7 +48,7 @@ def noam(warmup: int, step: int) -> float:
 
 def _down(steps: int, step: int) -> float:
     """Of the first rate: as it is for half of the steps, then down in a line."""
-    return min(1.0, 2 * (1 - step / steps))
+    return max(0.0, min(1.0, 2 * (1 - step / steps)))
 
 
 @dataclasses.dataclass(frozen=True)
