@@ -6,14 +6,17 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.pieces import ROWS as PAPERS_ROWS
+from benchmarks.harness.report import plain
 from benchmarks.papers import figure, histograms, rows
 from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
@@ -155,7 +158,14 @@ def row_of(unscaled: float) -> rows.Row:
 
 
 def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None:
-    report = make_report("papers_cpu", [], [LINE], {"line": row_of(math.nan)}, {}, {"line": SMALL})
+    report = make_report(
+        "papers_cpu",
+        [],
+        [LINE],
+        {"line": rows.Kept("", "here", row_of(math.nan))},
+        {},
+        {"line": SMALL},
+    )
     cells = report.tables[0].rows[0]
     assert cells[2] == "2.00 (1.00 to 3.00)"
     assert cells[3] == f"nan{OFF}"
@@ -168,7 +178,9 @@ def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None
     _, complete = report.write(tmp_path)
     text = complete.read_text()
     assert "NaN" not in text
-    assert json.loads(text)["runs"]["line"][QUALITY[1].name][0]["metrics"] == {"weights": None}
+    assert json.loads(text)["rows"]["line"]["runs"][QUALITY[1].name][0]["metrics"] == {
+        "weights": None
+    }
 
 
 def test_histograms_are_of_all_looks() -> None:
@@ -225,6 +237,33 @@ def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     assert task.metric in outcome.metrics
     assert all(map(math.isfinite, outcome.metrics.values()))
     assert outcome.metrics.keys() >= task.grains.keys()
+
+
+def test_a_row_is_kept_or_committed_or_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = TASKS[-1]
+    trained: list[str] = []
+    made = {way.name: plain(runs) for way, runs in zip(QUALITY, [outcomes(1.0)] * 6, strict=True)}
+
+    def train_elsewhere(*arguments: str, environment: dict[str, str]) -> Any:
+        trained.append(arguments[2])
+        return made
+
+    monkeypatch.setattr(rows, "json_from_process", train_elsewhere)
+    monkeypatch.setattr(rows, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    assert rows.kept(task, CPU) is None
+    row = rows.keep(task, CPU)
+    assert rows.keep(task, CPU) == rows.kept(task, CPU) == row
+    assert trained == [str(len(TASKS) - 1)]
+    shutil.rmtree(tmp_path / "scratch")
+    committed = tmp_path / "papers_cpu.json"
+    committed.write_text(json.dumps({"rows": {task.name: plain(row)}}))
+    assert rows.kept(task, CPU) == row
+    other = dataclasses.replace(row, fingerprint="of other code")
+    committed.write_text(json.dumps({"rows": {task.name: plain(other)}}))
+    assert rows.kept(task, CPU) is None
 
 
 def test_a_gpu_runs_every_row() -> None:

@@ -20,25 +20,34 @@ the seed", the worst of them). It has to pass for every metric; "(off)" stands w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from benchmarks.harness.record import environment
 from benchmarks.harness.report import Report, Settings, paragraphs
 
 from .histograms import LOOKS, look
 from .report import make_report
-from .rows import FULL, QUICK, train_rows
+from .rows import FULL, QUICK, Kept, Work, train_rows
 from .tasks import BIG_LSTM, SSD, TASKS
 
-__all__ = ["run"]
+__all__ = ["report_of", "run"]
 
 
 def run(settings: Settings) -> Report:
     """Train everything; under `settings.quick` two steps of one seed, without compiling."""
-    device = settings.device
-    record = environment(device)
     work = QUICK if settings.quick else FULL
-    rows = train_rows(work, device)
-    histograms = {task.name: look(task, device, work.steps) for task in (SSD, BIG_LSTM)}
-    data = "; ".join(f"{task.name}: {task.data} ({task.steps} steps)" for task in TASKS)
+    return report_of(train_rows(work, settings.device), work, settings.device)
+
+
+def report_of(rows: Mapping[str, Kept], work: Work, device: torch.device) -> Report:
+    """The report of the rows that there are, by the task's name."""
+    record = environment(device)
+    there = [task for task in TASKS if task.name in rows]
+    looked_at = [task for task in there if task in (SSD, BIG_LSTM)]
+    histograms = {task.name: look(task, device, work.steps) for task in looked_at}
+    data = "; ".join(f"{task.name}: {task.data} ({task.steps} steps)" for task in there)
     how = (
         f"Seeds: {work.seeds} of FP32, {work.mixed_seeds} of the others. Compiled graphs run under "
         f"`{work.emit}`, on one thread. Figure: docs/figures/papers.svg, which "
@@ -49,5 +58,9 @@ def run(settings: Settings) -> Report:
         f"finds them in FP64 at {LOOKS} places of a training; the loss scale is the lowest with "
         "which FP16 at O2 ended. Figure: docs/figures/gradients.svg."
     )
-    notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes]
-    return make_report(f"papers_{device.type}", notes, TASKS, rows, record, histograms)
+    machines = ", ".join(sorted({row.machine for row in rows.values()}))
+    notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes, f"Trained on: {machines}."]
+    if missing := [task.name for task in TASKS if task.name not in rows]:
+        notes.append(f"**Not trained yet: {', '.join(missing)}.**")
+    name = f"papers_{device.type}"
+    return make_report(name, notes, there, rows, record, histograms)

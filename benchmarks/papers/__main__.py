@@ -1,7 +1,7 @@
 """`python -m benchmarks.papers DEVICE ROW...`: train these rows (by number) and keep them.
 
 `python -m benchmarks run papers` then trains only the others. For machines that are lent for
-minutes.
+minutes. With no row, the report is written of those that are kept.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import sys
 
 import torch
 
-from .rows import keep
+from benchmarks.harness.report import RESULTS
+
+from . import report_of
+from .rows import FULL, keep, kept
 from .tasks import TASKS
 
 if __name__ == "__main__":
     kind, *numbers = sys.argv[1:]
+    device = torch.device(kind)
     for number in numbers:
-        keep(TASKS[int(number)], torch.device(kind))
+        keep(TASKS[int(number)], device)
+    if not numbers:
+        rows = {task.name: row for task in TASKS if (row := kept(task, device)) is not None}
+        print(report_of(rows, FULL, device).write(RESULTS))

@@ -100,5 +100,6 @@ def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> None:
 if __name__ == "__main__":
     results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS / "papers_cpu.json"
     read = json.loads(results.read_text())
-    draw(ROOT / "docs" / "figures" / "papers.svg", read["runs"])
+    runs = {name: row["runs"] for name, row in read["rows"].items()}
+    draw(ROOT / "docs" / "figures" / "papers.svg", runs)
     draw_gradients(ROOT / "docs" / "figures" / "gradients.svg", read["histograms"])

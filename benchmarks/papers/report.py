@@ -12,7 +12,7 @@ from benchmarks.parity.rule import Comparison, compare
 
 from .histograms import Histogram
 from .histograms import table as magnitudes
-from .rows import Row
+from .rows import Kept, Row
 from .task import Task
 from .training import Outcome
 from .ways import FP32, QUALITY, UNSCALED
@@ -27,17 +27,18 @@ def make_report(
     name: str,
     notes: Sequence[str],
     tasks: Sequence[Task],
-    rows: Mapping[str, Row],
+    kept: Mapping[str, Kept],
     record: Mapping[str, str],
     histograms: Mapping[str, Histogram],
 ) -> Report:
     """The whole report.
 
     Args:
-        rows: by the task's name.
+        kept: a row for each task, by its name.
         record: what was measured on, as `environment` says it.
         histograms: of activation gradients, by the name of a task.
     """
+    rows = {name: row.runs for name, row in kept.items()}
     compared = {
         task.name: compare(task.name, FP32.name, rows[task.name], task.grains) for task in tasks
     }
@@ -60,7 +61,7 @@ def make_report(
             for way, held in compared[task.name].held.items()
             if way != UNSCALED.name
         },
-        data={"runs": _finite(plain(rows)), "histograms": plain(histograms)},
+        data={"rows": _finite(plain(kept)), "histograms": plain(histograms)},
         environment=record,
     )
 

@@ -1,7 +1,8 @@
 """Every training of every row: each row in a process of its own, two rows at a time on two cores.
 
 A row that is done is kept in `benchmarks/scratch`, under a name that changes with the code that
-made it: a run that was interrupted goes on where it was.
+made it: a run that was interrupted goes on where it was. A row in the committed results stands for
+one that is kept, if the same code made it; the results name the machine of each.
 """
 
 from __future__ import annotations
@@ -11,26 +12,42 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness.processes import ROOT, json_from_process
-from benchmarks.harness.report import SCRATCH, plain
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import RESULTS, SCRATCH, plain
 
 from .task import Task
 from .tasks import TASKS
 from .training import Outcome, train
 from .ways import FP32, QUALITY, Way
 
-__all__ = ["FULL", "QUICK", "Work", "keep", "train_rows"]
+__all__ = ["FULL", "QUICK", "Kept", "Row", "Work", "keep", "kept", "train_rows"]
 
 Row = dict[str, list[Outcome]]
 """Way -> an outcome for each seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A row, and where it comes from.
+
+    Attributes:
+        fingerprint: of the code that trained it; "" if that was a quick run.
+        machine: the name of its processor, or GPU.
+    """
+
+    fingerprint: str
+    machine: str
+    runs: Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +75,11 @@ FULL = Work("inductor", seeds=10, mixed_seeds=3, steps=None, processes=True)
 QUICK = Work("eager", seeds=1, mixed_seeds=1, steps=2, processes=False)
 
 
-def train_rows(work: Work, device: torch.device) -> dict[str, Row]:
+def train_rows(work: Work, device: torch.device) -> dict[str, Kept]:
     """Task's name -> its row."""
     if not work.processes:
-        return {task.name: _row(task, work, device) for task in TASKS}
+        name = environment(device)["name"]
+        return {task.name: Kept("", name, _row(task, work, device)) for task in TASKS}
     # A GPU is one machine; on a CPU, each row has one core.
     workers = 1 if device.type == "cuda" else os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -82,22 +100,53 @@ def _row(task: Task, work: Work, device: torch.device) -> Row:
     return row
 
 
-def keep(task: Task, device: torch.device) -> Row:
-    """The row that was kept, or else a new one."""
-    file = SCRATCH / f"papers_{device.type}" / f"{task.name} {_fingerprint(task)}.json"
-    if not file.exists():
-        index = str(TASKS.index(task))
-        found = json_from_process(
-            "-m", "benchmarks.papers.rows", index, device.type,
-            environment={"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+def keep(task: Task, device: torch.device) -> Kept:
+    """The row that is kept, or else a new one."""
+    if (found := kept(task, device)) is None:
+        found = _train_elsewhere(task, device)
+        file = _file(task, device, found.fingerprint)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found))
-    return _read(json.loads(file.read_text()))
+        file.write_text(json.dumps(plain(found)))
+    return found
 
 
-def _read(row: Mapping[str, Sequence[Mapping[str, Any]]]) -> Row:
-    return {way: [Outcome(**outcome) for outcome in outcomes] for way, outcomes in row.items()}
+def kept(task: Task, device: torch.device) -> Kept | None:
+    """The row as this code has trained it, on this machine or as committed; None if it has not."""
+    fingerprint = _fingerprint(task)
+    file = _file(task, device, fingerprint)
+    if file.exists():
+        return _read(json.loads(file.read_text()))
+    results = RESULTS / f"papers_{device.type}.json"
+    committed = json.loads(results.read_text())["rows"] if results.exists() else {}
+    row = committed.get(task.name)
+    return _read(row) if row and row["fingerprint"] == fingerprint else None
+
+
+def _file(task: Task, device: torch.device, fingerprint: str) -> Path:
+    return SCRATCH / f"papers_{device.type}" / f"{task.name} {fingerprint}.json"
+
+
+def _train_elsewhere(task: Task, device: torch.device) -> Kept:
+    """In a process of its own. The fingerprint is that of the code as it is now."""
+    fingerprint, index = _fingerprint(task), str(TASKS.index(task))
+    runs = json_from_process(
+        "-m", "benchmarks.papers.rows", index, device.type, environment={"OMP_NUM_THREADS": "1"}
+    )
+    machine = environment(device)["name"]
+    return _read({"fingerprint": fingerprint, "machine": machine, "runs": runs})
+
+
+def _read(row: Mapping[str, Any]) -> Kept:
+    runs = {
+        way: [Outcome(**{**outcome, "metrics": _numbers(outcome["metrics"])}) for outcome in runs]
+        for way, runs in row["runs"].items()
+    }
+    return Kept(row["fingerprint"], row["machine"], runs)
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The results have null for NaN, which JSON lacks."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def _fingerprint(task: Task) -> str:
