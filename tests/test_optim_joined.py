@@ -169,6 +169,7 @@ def give(params: Sequence[nn.Parameter], seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "clip"), [*((name, None) for name in MAKERS), ("AdamW", 0.5)])
 def test_many_small_parameters_are_updated_as_by_torch(name: str, clip: float | None) -> None:
     expected, params = parameters(), parameters()

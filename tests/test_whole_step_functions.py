@@ -69,6 +69,7 @@ def test_keyword_arguments(setting: Setting) -> None:
     assert len(found) == 2  # a float is a constant
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_the_batch_size_changes(setting: Setting, dynamic: bool | None) -> None:

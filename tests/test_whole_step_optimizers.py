@@ -50,7 +50,7 @@ def is_rounded_apart(case: Case) -> bool:
     return case.name == "RMSprop" and bool(case.settings.get("maximize"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", SAMPLED)
 @pytest.mark.parametrize("setting", [O1, O1_MP, O2, BF16, BF16_MP], ids=str)
 def test_as_in_pieces(case: Case, setting: Setting) -> None:

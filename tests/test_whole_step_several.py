@@ -65,6 +65,7 @@ def gan_calls(count: int, bad: str | None = None) -> list[tuple[torch.Tensor, ..
     ]
 
 
+@pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("zero_first", [True, False])
 def test_a_gan(setting: Setting, zero_first: bool) -> None:
@@ -75,6 +76,7 @@ def test_a_gan(setting: Setting, zero_first: bool) -> None:
     agree(gan(zero_first), gan_calls(4), setting, compiled=compiled, **loose)
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
 def test_a_gans_overflow_as_in_pieces(setting: Setting, bad: str) -> None:
@@ -82,6 +84,7 @@ def test_a_gans_overflow_as_in_pieces(setting: Setting, bad: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
 def test_a_gans_overflow_skips_the_step_of_one_network(setting: Setting, bad: str) -> None:

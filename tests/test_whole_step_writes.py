@@ -68,6 +68,7 @@ def writing(write: Write, when: str) -> Callable[[Run], Step]:
 WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, copy_, decay])
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @WRITES
 def test_parameters_are_written_behind_the_update(setting: Setting, write: Write) -> None:
