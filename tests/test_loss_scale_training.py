@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import LossScale, MPCompileWarning, loss_scale_of, mpcompile
+from mpcompile.ir.fakes import duplicate
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "strict": True}
 
@@ -114,6 +115,46 @@ def test_clipping_by_value_cannot_hide_an_overflow() -> None:
     optimizer.step()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert loss_scale_of(model).skipped_steps == 1
+
+
+@pytest.mark.usefixtures("own_inductor_cache")
+def test_a_search_for_the_scale_repeats_the_call_with_a_slice() -> None:
+    """Inductor's graph asserts the strides of its inputs: a copy without the gaps fails."""
+
+    class Words(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+    tokens = torch.randint(16, (4, 9))
+    gradients = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = mpcompile(Words(), emit="inductor", **FP16) if low else Words()
+        logits = model(tokens[:, :-1])
+        # gradients of up to 2000 / 32 overflow at a scale of 65,536
+        (2000 * F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert loss_scale_of(model).value < 2**16
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(4, 9)[:, 1:],
+        torch.randn(4, 1, 5).expand(4, 3, 5),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 8)[::2, ::3].t(),
+        torch.randn(3, 9)[:0, 1:],
+        torch.tensor(2.0),
+    ],
+    ids=lambda value: f"{tuple(value.shape)} {value.stride()}",
+)
+def test_a_duplicate_has_the_strides_of_its_tensor(value: torch.Tensor) -> None:
+    found = duplicate(value)
+    assert found.stride() == value.stride() or not value.numel()
+    assert torch.equal(found, value)
+    assert found.data_ptr() != value.data_ptr() or not value.numel()
 
 
 def test_a_closure_is_checked_after_it_ran() -> None:

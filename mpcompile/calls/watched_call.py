@@ -18,6 +18,7 @@ import torch
 from .. import ir, logs
 from ..devices.generators import RandomState
 from ..inspect.graph_plan import GraphPlan
+from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..ir.places import Place, places
 from ..observe.fault import Fault, Kind, Runs
@@ -144,7 +145,7 @@ class Watched:
         """The inputs, with copies of those that the graph may write to."""
         found = list(inputs)
         for i in self._written:
-            found[i] = inputs[i].clone()
+            found[i] = duplicate(inputs[i])
         return found
 
 

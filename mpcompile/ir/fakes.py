@@ -54,3 +54,16 @@ def like(
         dtype=value.dtype if dtype is None else dtype,
         device=value.device,
     )
+
+
+def duplicate(value: torch.Tensor) -> torch.Tensor:
+    """A clone with the strides of the value. (`clone` closes the gaps of a slice, and a graph that
+    was compiled for the slice fails on that.)
+    """
+    cloned = value.clone()
+    if value.layout is not torch.strided or cloned.stride() == value.stride() or not value.numel():
+        return cloned
+    pairs = zip(value.shape, value.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    memory = value.as_strided((extent,), (1,)).clone()
+    return memory.as_strided(value.shape, value.stride())

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import ir
 from ..devices.generators import RandomState, unchanged
+from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..ir.scale import INIT_SCALE
 from .loss_scale import LossScale
@@ -87,7 +88,7 @@ class _Trial:
         self.random = RandomState(self.devices)
         # Inputs that the graph may write to (buffers), as they were before.
         self.before = {
-            i: x.clone()
+            i: duplicate(x)
             for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
@@ -122,7 +123,9 @@ class _Trial:
 
     def again(self, saved: Saved, at: float) -> None:
         """Repeat the call at another scale."""
-        given = [self.before[i].clone() if i in self.before else x for i, x in enumerate(saved())]
+        given = [
+            duplicate(self.before[i]) if i in self.before else x for i, x in enumerate(saved())
+        ]
         self.at = at
         with unchanged(self.devices):
             self.random.restore()

@@ -23,7 +23,7 @@ from .. import backend
 from ..devices.registry import capabilities
 from ..emit.joint import JointPass
 from ..errors import CannotRewrite
-from ..ir.fakes import fake_twin
+from ..ir.fakes import duplicate, fake_twin
 from ..optim.compile_piece import Emit
 from ..optim.inputs import Setting
 from ..settings import Settings
@@ -351,7 +351,7 @@ def _losses(node: fx.Node) -> list[fx.Node]:
 def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    return duplicate(value.detach()).requires_grad_(value.requires_grad)
 
 
 def _all_before(nodes: Sequence[fx.Node]) -> set[fx.Node]:
