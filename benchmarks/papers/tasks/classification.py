@@ -54,7 +54,15 @@ class _Block(nn.Module):
         return F.relu(inner + self.shortcut(x))
 
 
-class _ResNet(nn.Sequential):
+class _Layers(nn.Sequential):
+    """One after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Of its own: `nn.Module.compile` leaves a frame of nn.Sequential's to eager (torch 2.13).
+        return super().forward(x)
+
+
+class _ResNet(_Layers):
     """Images (B, 1, 8, 8) -> logits (B, 10)."""
 
     def __init__(self) -> None:
@@ -89,7 +97,7 @@ class _Inception(nn.Module):
         return torch.cat([self.one(x), self.three(x), self.twice(x), self.pooled(x)], dim=1)
 
 
-class _GoogLeNet(nn.Sequential):
+class _GoogLeNet(_Layers):
     """Images (B, 1, 8, 8) -> logits (B, 10)."""
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ def multibox_loss(places: Tensor, logits: Tensor, aims: Tensor, classes: Tensor)
 
 BATCH = 8
 STEPS = 1200
-RATE, WARM_UP = 1.5e-2, 60
+RATE, WARM_UP = 1.5e-2, 300
 """The learning rate, and the steps in which it rises to that."""
 TRAIN, HELD_OUT = 1500, 300
 """Scenes."""

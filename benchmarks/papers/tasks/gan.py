@@ -42,24 +42,38 @@ def _drawn(layer: nn.Module) -> None:
         nn.init.normal_(layer.weight, 1.0, 0.02)
 
 
-def _generator() -> nn.Sequential:
+class _Generator(nn.Module):
     """Noise (B, 32, 1, 1) -> images (B, 1, 8, 8) from -1 to 1."""
-    net = nn.Sequential(
-        nn.ConvTranspose2d(NOISE, 32, 2, 1, 0, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh(),
-    )  # fmt: skip
-    return net.apply(_drawn)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.ConvTranspose2d(NOISE, 32, 2, 1, 0, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh(),
+        )  # fmt: skip
+        self.apply(_drawn)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        images: Tensor = self.main(noise)
+        return images
 
 
-def _discriminator() -> nn.Sequential:
+class _Discriminator(nn.Module):
     """Images (B, 1, 8, 8) -> logits (B, 1), high for real ones."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2),
-        nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
-        nn.Conv2d(32, 1, 2, 1, 0, bias=False), nn.Flatten(),
-    )  # fmt: skip
-    return net.apply(_drawn)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2),
+            nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
+            nn.Conv2d(32, 1, 2, 1, 0, bias=False), nn.Flatten(),
+        )  # fmt: skip
+        self.apply(_drawn)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.main(images)
+        return logits
 
 
 @functools.cache
@@ -71,9 +85,9 @@ def _images(device: torch.device) -> tuple[Tensor, Tensor]:
 class _Training:
     def __init__(self, trainer: Trainer, seed: int) -> None:
         self._trainer, self._device = trainer, trainer.device
-        self._generator = trainer.model(_generator())
-        self._discriminator = trainer.model(_discriminator())
-        self._average = _plain(self._generator, _generator())
+        self._generator = trainer.model(_Generator())
+        self._discriminator = trainer.model(_Discriminator())
+        self._average = _plain(self._generator, _Generator())
         adam = functools.partial(torch.optim.Adam, lr=4e-3, betas=(0.5, 0.999))
         self._makes = trainer.optimizer(adam, [*self._generator.parameters()])
         self._tells = trainer.optimizer(adam, [*self._discriminator.parameters()])
