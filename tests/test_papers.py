@@ -254,11 +254,10 @@ def test_the_peers_of_every_task_are_compiled(task: Task) -> None:
     trainer._emit = counting  # type: ignore[assignment]
     task.start(trainer, 0).step()
     assert len(graphs) >= len(trainer.models)
-    # RNNs apart, which Dynamo leaves out, all parameters are in a graph.
-    rnns = {p for model in trainer.models for m in model.modules()
-            if isinstance(m, nn.RNNBase) for p in m.parameters()}  # fmt: skip
-    taken = sum(node.op == "placeholder" for gm in graphs for node in gm.graph.nodes)
-    assert taken > sum(p not in rnns for model in trainer.models for p in model.parameters())
+    if not any(isinstance(m, nn.RNNBase) for model in trainer.models for m in model.modules()):
+        # Dynamo breaks graphs at RNNs; elsewhere, every parameter is in one.
+        taken = {node.name for gm in graphs for node in gm.graph.nodes if node.op == "placeholder"}
+        assert len(taken) > sum(1 for model in trainer.models for _ in model.parameters())
 
 
 def test_a_row_is_kept_or_committed_or_trained(
