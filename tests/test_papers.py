@@ -275,6 +275,7 @@ def test_a_row_is_kept_or_committed_or_trained(
     monkeypatch.setattr(rows, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     assert rows.kept(task, CPU) is None
+    assert rows.latest(task, CPU) is None
     row = rows.keep(task, CPU)
     assert rows.keep(task, CPU) == rows.kept(task, CPU) == row
     assert trained == [str(len(TASKS) - 1)]
@@ -285,6 +286,8 @@ def test_a_row_is_kept_or_committed_or_trained(
     other = dataclasses.replace(row, fingerprint="of other code")
     committed.write_text(json.dumps({"rows": {task.name: plain(other)}}))
     assert rows.kept(task, CPU) is None
+    assert rows.latest(task, CPU) == other
+    assert not rows.is_of_now(task, other)
 
 
 def test_a_gpu_runs_every_row() -> None:

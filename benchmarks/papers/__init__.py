@@ -29,7 +29,7 @@ from benchmarks.harness.report import Report, Settings, paragraphs
 
 from .histograms import LOOKS, look
 from .report import make_report
-from .rows import FULL, QUICK, Kept, Work, train_rows
+from .rows import FULL, QUICK, Kept, Work, is_of_now, train_rows
 from .tasks import BIG_LSTM, SSD, TASKS
 
 __all__ = ["report_of", "run"]
@@ -62,5 +62,8 @@ def report_of(rows: Mapping[str, Kept], work: Work, device: torch.device) -> Rep
     notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes, f"Trained on: {machines}."]
     if missing := [task.name for task in TASKS if task.name not in rows]:
         notes.append(f"**Not trained yet: {', '.join(missing)}.**")
+    trained = [task for task in there if rows[task.name].fingerprint]
+    if earlier := [t.name for t in trained if not is_of_now(t, rows[t.name])]:
+        notes.append(f"Trained by an earlier state of this project: {', '.join(earlier)}.")
     name = f"papers_{device.type}"
     return make_report(name, notes, there, rows, record, histograms)

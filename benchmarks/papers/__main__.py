@@ -1,7 +1,8 @@
 """`python -m benchmarks.papers DEVICE ROW...`: train these rows (by number) and keep them.
 
 `python -m benchmarks run papers` then trains only the others. For machines that are lent for
-minutes. With no row, the report is written of those that are kept.
+minutes. With no row, the report is written of the newest there are; it says which of them an
+earlier state of the code trained.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from benchmarks.harness.report import RESULTS
 
 from . import report_of
-from .rows import FULL, keep, kept
+from .rows import FULL, keep, latest
 from .tasks import TASKS
 
 if __name__ == "__main__":
@@ -22,5 +23,5 @@ if __name__ == "__main__":
     for number in numbers:
         keep(TASKS[int(number)], device)
     if not numbers:
-        rows = {task.name: row for task in TASKS if (row := kept(task, device)) is not None}
+        rows = {task.name: row for task in TASKS if (row := latest(task, device)) is not None}
         print(report_of(rows, FULL, device).write(RESULTS))

@@ -30,7 +30,18 @@ from .tasks import TASKS
 from .training import Outcome, train
 from .ways import FP32, QUALITY, Way
 
-__all__ = ["FULL", "QUICK", "Kept", "Row", "Work", "keep", "kept", "train_rows"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Kept",
+    "Row",
+    "Work",
+    "is_of_now",
+    "keep",
+    "kept",
+    "latest",
+    "train_rows",
+]
 
 Row = dict[str, list[Outcome]]
 """Way -> an outcome for each seed."""
@@ -112,14 +123,29 @@ def keep(task: Task, device: torch.device) -> Kept:
 
 def kept(task: Task, device: torch.device) -> Kept | None:
     """The row as this code has trained it, on this machine or as committed; None if it has not."""
-    fingerprint = _fingerprint(task)
-    file = _file(task, device, fingerprint)
-    if file.exists():
-        return _read(json.loads(file.read_text()))
+    file = _file(task, device, _fingerprint(task))
+    row = _read(json.loads(file.read_text())) if file.exists() else _committed(task, device)
+    return row if row is not None and is_of_now(task, row) else None
+
+
+def latest(task: Task, device: torch.device) -> Kept | None:
+    """That row, or else the newest that an earlier state of the code trained."""
+    if (row := kept(task, device)) is not None:
+        return row
+    files = _file(task, device, "").parent.glob(f"{task.name} *.json")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return _read(json.loads(newest.read_text())) if newest else _committed(task, device)
+
+
+def is_of_now(task: Task, row: Kept) -> bool:
+    """Whether the code as it is now has trained it."""
+    return row.fingerprint == _fingerprint(task)
+
+
+def _committed(task: Task, device: torch.device) -> Kept | None:
     results = RESULTS / f"papers_{device.type}.json"
-    committed = json.loads(results.read_text())["rows"] if results.exists() else {}
-    row = committed.get(task.name)
-    return _read(row) if row and row["fingerprint"] == fingerprint else None
+    rows = json.loads(results.read_text())["rows"] if results.exists() else {}
+    return _read(rows[task.name]) if task.name in rows else None
 
 
 def _file(task: Task, device: torch.device, fingerprint: str) -> Path:
