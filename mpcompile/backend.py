@@ -34,7 +34,7 @@ from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
 from .emit.islands import has_rnn
-from .emit.joint import JointPass, joint_passes
+from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.retrace import traced_code
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
@@ -346,7 +346,7 @@ def _emit(
     inputs: Sequence[Any],
     settings: Settings,
     *,
-    joint: Sequence[JointPass] = (),
+    joint: JointPasses = NO_PASSES,
     untouched: bool = False,
 ) -> Callable[..., Any]:
     return emit(

@@ -38,6 +38,8 @@ class Capabilities:
         fewest_rows: chunks of at least so many rows make the fused head's products take longer than
             adding up the weight's gradient (8 bytes an element), which each chunk does once.
         turn: the least number of seconds that a profile times in one go.
+        slow_bools: whether Inductor's code takes many times as long to load or store a bool as a
+            byte.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -50,6 +52,7 @@ class Capabilities:
     counts_memory: ClassVar[bool] = True
     fewest_rows: ClassVar[int] = 1024
     turn: ClassVar[float] = 2e-3
+    slow_bools: ClassVar[bool] = False
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:

@@ -30,6 +30,7 @@ class CPU(Capabilities):
     counts_memory = False
     fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
+    slow_bools = True
     large_sizes = False  # they would take minutes
 
     def units(self) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..state.second_backward import noticed
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
-from .joint import JointPass, with_joint_passes
+from .joint import NO_PASSES, JointPasses, with_joint_passes
 
 
 def emit(
@@ -42,7 +43,7 @@ def emit(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    joint: Sequence[JointPass] = (),
+    joint: JointPasses = NO_PASSES,
     recompute: bool = False,
     untouched: bool = False,
     inner: Callable[..., Any] | None = None,
@@ -56,7 +57,7 @@ def emit(
             its partitioner, without Inductor's decompositions); "eager": the graph, op by op.
         mode: torch.compile's `mode`, for "inductor" only.
         options: Inductor options as torch.compile takes them, for "inductor" only; beat `mode`.
-        joint: passes for AOTAutograd's joint graph, for "inductor" only.
+        joint: passes for AOTAutograd's joint graph and its two halves, for "inductor" only.
         recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
         inner: used in place of Inductor's code generation, for "inductor" only.
@@ -144,10 +145,12 @@ def _salted(
 def _inductor(
     mode: str | None,
     options: Mapping[str, Any] | None,
-    joint: Sequence[JointPass],
+    joint: JointPasses,
     inner: Callable[..., Any] | None = None,
 ) -> Compiler:
     """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
+    if inner is not None:
+        joint = replace(joint, halves=())  # `inner` is shown what the partitioner made
     whole = torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
     if inner is None:
         return whole
@@ -166,7 +169,7 @@ def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
         MPCompileError: torch.compile doesn't know one of them.
     """
     try:
-        _inductor(mode, options, ())
+        _inductor(mode, options, NO_PASSES)
     except (RuntimeError, TypeError, ValueError) as error:
         text = str(error).partition(", known options")[0]
         raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None

@@ -1,8 +1,9 @@
-"""The passes over AOTAutograd's joint graph, and how Inductor is told to run them.
+"""The passes over AOTAutograd's joint graph and its halves, and how Inductor is told to run them.
 
-Inductor runs them as its `joint_custom_post_pass`: on the joint graph of forward and backward,
-after its own passes on it, so GEMMs are already padded and chains of casts merged. Their source is
-part of the key of Inductor's caches. No global setting is changed.
+Inductor runs the first as its `joint_custom_post_pass`: on the joint graph of forward and backward,
+after its own passes on it, so GEMMs are already padded and chains of casts merged. The others run
+behind the partitioner, which its `custom_partitioner_fn` calls. Their source is part of the key of
+Inductor's caches. No global setting is changed.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -11,20 +12,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    get_hash_for_files,
+)
 
 from ..devices.registry import capabilities
+from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Config, Level
 
-JointPass = Callable[[fx.Graph], bool]
-
 OPTION = "joint_custom_post_pass"
+PARTITIONER = "custom_partitioner_fn"
 # The effect of a pass depends on its own file and on the modules it calls in these rooms.
 _ASKED = tuple(
     str(file)
@@ -33,22 +40,46 @@ _ASKED = tuple(
 )
 
 
-def joint_passes(config: Config) -> tuple[JointPass, ...]:
-    """The passes for the joint graph of a graph compiled under `config`, in their order.
+JointPass = Callable[[fx.Graph], bool]
+HalvesPass = Callable[[fx.Graph, fx.Graph, int], bool]
 
-    There are none from O2 on: there gradients are stored in the low dtype.
+
+@dataclass(frozen=True)
+class JointPasses:
+    """The passes for one graph.
+
+    Attributes:
+        joint: for the joint graph, in their order.
+        halves: for the forward and the backward that become of it.
     """
-    possible = config.level is Level.O1 and capabilities(config.device).products_leave_in_fp32()
-    return (widen_weight_gradients,) if possible else ()
+
+    joint: tuple[JointPass, ...] = ()
+    halves: tuple[HalvesPass, ...] = ()
+
+
+NO_PASSES = JointPasses()
+
+
+def joint_passes(config: Config) -> JointPasses:
+    """The passes for a graph compiled under `config`.
+
+    From O2 on weight gradients are not widened: there they are stored in the low dtype.
+    """
+    device = capabilities(config.device)
+    widens = config.level is Level.O1 and device.products_leave_in_fp32()
+    return JointPasses(
+        joint=(widen_weight_gradients,) if widens else (),
+        halves=(store_masks_as_bytes,) if device.slow_bools else (),
+    )
 
 
 def with_joint_passes(
-    options: Mapping[str, Any] | None, passes: Sequence[JointPass]
+    options: Mapping[str, Any] | None, passes: JointPasses
 ) -> dict[str, Any] | None:
     """Inductor's options with `passes` added, behind the user's own passes if there are any.
 
-    `options` is as torch.compile takes it. Nothing is added for code that can't call `mm` with an
-    FP32 output: C++ wrappers, and GEMM backends without ATen.
+    `options` is as torch.compile takes it. No pass for the joint graph is added for code that can't
+    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen.
     """
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
 
@@ -56,10 +87,12 @@ def with_joint_passes(
         return given.get(name, getattr(inductor, name))
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
-    if passes and not setting("cpp_wrapper") and "ATEN" in backends:
+    if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
         theirs = setting(OPTION) or ()
         theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
-        given[OPTION] = InOrder((*theirs, *map(Ours, passes)))
+        given[OPTION] = InOrder((*theirs, *map(Ours, passes.joint)))
+    if passes.halves:
+        given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
     return given or None
 
 
@@ -75,7 +108,7 @@ class Ours(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """A hash of the files that the effect of the pass depends on."""
-        return get_hash_for_files((inspect.getfile(self.pass_), *_ASKED))
+        return _source_of(self.pass_)
 
 
 class InOrder(CustomGraphPass):
@@ -93,3 +126,31 @@ class InOrder(CustomGraphPass):
         """The uuids of all passes; None ("don't cache") if one of them has none."""
         uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
         return tuple(uuids) if all(uuids) else None
+
+
+class AndThen(CustomPartitionerFn):
+    """The partitioner of the user or of Inductor, and then passes over what it made."""
+
+    def __init__(self, theirs: CustomPartitionerFn | None, passes: Sequence[HalvesPass]) -> None:
+        self.theirs, self.passes = theirs, passes
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Part the joint graph as without mpcompile; run each pass."""
+        partition = self.theirs or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        for pass_ in self.passes:
+            if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
+                forward.recompile()
+                backward.recompile()
+        return forward, backward
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """As for `InOrder`."""
+        theirs = self.theirs.uuid() if self.theirs else "Inductor's"
+        return (theirs, *map(_source_of, self.passes)) if theirs else None
+
+
+def _source_of(pass_: Callable[..., bool]) -> bytes:
+    return get_hash_for_files((inspect.getfile(pass_), *_ASKED))

@@ -13,7 +13,7 @@ from .. import ir
 from ..backend import config_for, device_of, place_of, reason_of, rewrite, scale_for, why_left
 from ..capture.breaks import why_it_ends
 from ..emit.emitter import emit
-from ..emit.joint import JointPass, joint_passes
+from ..emit.joint import NO_PASSES, JointPasses, joint_passes
 from ..errors import MPCompileError
 from ..inspect.backward import Partitioned
 from ..inspect.graph_plan import GraphPlan, plan_of_left
@@ -71,7 +71,7 @@ class Planner:
         fixed = [fake_of_fixed_size(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
-        joint = joint_passes(config) if self.absent is None else ()
+        joint = joint_passes(config) if self.absent is None else NO_PASSES
         run = self._emit(graph, given, replace(plan, ends_with=ends_with), joint)
         return lambda *args: run(*inputs.assembled(args, working, scaling))
 
@@ -134,7 +134,7 @@ class Planner:
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         plan: GraphPlan,
-        joint: Sequence[JointPass] = (),
+        joint: JointPasses = NO_PASSES,
         *,
         untouched: bool = False,
     ) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import fx
 from .. import backend
 from ..calls.graph_call import is_leaf
 from ..calls.verdict import judge
-from ..emit.joint import JointPass, joint_passes
+from ..emit.joint import NO_PASSES, JointPasses, joint_passes
 from ..errors import CannotRewrite
 from ..inspect.graph_plan import GraphPlan
 from ..ir import aten
@@ -74,7 +74,7 @@ class Forward:
     leaf_at: int = -1
     plan: GraphPlan | None = None
     recurrent: int = 0
-    joint: Sequence[JointPass] = ()
+    joint: JointPasses = NO_PASSES
 
     def run(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> Ran:
         """Run it under a tracer; `held`: the held tensors."""

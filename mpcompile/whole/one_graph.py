@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from .. import backend, ir
 from ..devices.registry import capabilities
 from ..emit.inference import Function, compile_inference, options_for_joins
-from ..emit.joint import JointPass, with_joint_passes
+from ..emit.joint import JointPasses, with_joint_passes
 from ..errors import CannotRewrite
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..settings import Settings
@@ -120,7 +120,7 @@ def compiled(
     traced: Traced,
     stays: Sequence[bool],
     settings: Settings,
-    joint: Sequence[JointPass],
+    joint: JointPasses,
     updates: Sequence[Update],
 ) -> Function:
     """Compile the graph.

@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 
 from .. import backend
 from ..devices.registry import capabilities
-from ..emit.joint import JointPass
+from ..emit.joint import NO_PASSES, JointPasses
 from ..errors import CannotRewrite
 from ..ir.fakes import duplicate, fake_twin
 from ..optim.compile_piece import Emit
@@ -96,7 +96,7 @@ class Program:
         self.given = [fake_twin(value, context) for value in examples]
         self.held = Held()
         self.made: list[Forward | Update] = []
-        self.joint: Sequence[JointPass] = ()
+        self.joint: JointPasses = NO_PASSES
         self._parts: list[tuple[Part, Forward | Update | None]] = []
         self.written: set[int] = set()
         running = self._start(self.given, ())
