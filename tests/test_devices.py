@@ -19,7 +19,7 @@ from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.emit.accumulation import accumulate_in_fp32, check_accumulation
-from mpcompile.emit.joint import joint_passes
+from mpcompile.emit.joint import NO_PASSES, joint_passes
 from mpcompile.errors import MPCompileWarning
 from mpcompile.inspect.graph_plan import GraphPlan
 from mpcompile.planner.target import Target, target_for
@@ -136,7 +136,7 @@ def test_its_capabilities_make_the_plan() -> None:
     # Rows of 32 bytes are 16 values: 1000 becomes 1008.
     (head,) = (node for node in plan.nodes if node.name == "linear_1")
     assert head.planned == "bf16[2048, 32, 1008]"
-    assert joint_passes(config) == ()
+    assert joint_passes(config) == NO_PASSES
 
 
 @pytest.mark.usefixtures("toy")
@@ -154,15 +154,15 @@ def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
     assert precisions(plan, "aten::scaled_dot_product_attention") == {"FULL"}
     assert "stay FP32" in capabilities(XPU).why_auto()
-    assert joint_passes(config) == ()
+    assert joint_passes(config) == NO_PASSES
 
 
 @pytest.mark.usefixtures("plain")
 def test_it_may_say_that_products_leave_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     _, config = planned(target_for(capabilities(XPU), torch.float16))
-    assert joint_passes(config) == ()
+    assert joint_passes(config) == NO_PASSES
     monkeypatch.setattr(Plain, "products_leave_in_fp32", lambda self: True)
-    assert len(joint_passes(config)) == 1
+    assert len(joint_passes(config).joint) == 1
 
 
 @pytest.mark.usefixtures("toy")

@@ -10,18 +10,30 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mpcompile import mpcompile
 from mpcompile.capture.capture import capture
 from mpcompile.emit.emitter import emit
-from mpcompile.emit.joint import OPTION, JointPass, Ours, joint_passes, with_joint_passes
+from mpcompile.emit.joint import (
+    NO_PASSES,
+    OPTION,
+    PARTITIONER,
+    JointPass,
+    JointPasses,
+    Ours,
+    joint_passes,
+    with_joint_passes,
+)
+from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 
-OURS = (widen_weight_gradients,)
+OURS = JointPasses(joint=(widen_weight_gradients,))
+ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
 counters = torch._dynamo.utils.counters
 
 
@@ -42,7 +54,7 @@ def config(device: str = "cuda", level: Level = Level.O1) -> Config:
     return Config(level=level, format=Format(torch.float16), device=torch.device(device))
 
 
-def one(options: dict[str, Any] | None = None, passes: Sequence[JointPass] = OURS) -> Any:
+def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> Any:
     """The pass that Inductor is given."""
     given = with_joint_passes(options, passes)
     assert given is not None
@@ -54,27 +66,31 @@ def one(options: dict[str, Any] | None = None, passes: Sequence[JointPass] = OUR
 
 def test_on_cuda_below_o2() -> None:
     assert joint_passes(config()) == OURS
-    assert joint_passes(config("cpu")) == ()
     for level in (Level.O2, Level.O3):
-        assert joint_passes(config(level=level)) == ()
+        assert joint_passes(config(level=level)) == NO_PASSES
+
+
+def test_on_a_cpu_at_every_level() -> None:
+    for level in (Level.O1, Level.O2, Level.O3):
+        assert joint_passes(config("cpu", level)) == ON_CPU
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert joint_passes(config()) == ()
+    assert joint_passes(config()) == NO_PASSES
     monkeypatch.undo()
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert joint_passes(config()) == ()
+        assert joint_passes(config()) == NO_PASSES
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
 def test_without_passes_options_are_the_users() -> None:
-    assert with_joint_passes(None, ()) is None
-    assert with_joint_passes({}, ()) is None
+    assert with_joint_passes(None, NO_PASSES) is None
+    assert with_joint_passes({}, NO_PASSES) is None
     theirs = Theirs()
-    assert with_joint_passes({OPTION: theirs, "epilogue-fusion": False}, ()) == {
+    assert with_joint_passes({OPTION: theirs, "epilogue-fusion": False}, NO_PASSES) == {
         OPTION: theirs, "epilogue_fusion": False,
     }  # fmt: skip
 
@@ -88,7 +104,7 @@ def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None
         assert with_joint_passes(None, OURS) is None
 
 
-def test_on_the_cpu_the_backend_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     wrapper = torch._TorchCompileInductorWrapper
 
@@ -98,7 +114,10 @@ def test_on_the_cpu_the_backend_adds_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", spy)
     mpcompile(nn.Linear(4, 4))(torch.randn(2, 4))
-    assert seen == [None]
+    ((name, given),) = seen[0].items()
+    assert len(seen) == 1
+    assert name == PARTITIONER
+    assert given.uuid() == with_joint_passes(None, ON_CPU)[PARTITIONER].uuid()  # type: ignore[index]
 
 
 # -- with a pass of the user's own -----------------------------------------------------------------
@@ -115,7 +134,7 @@ def test_the_users_pass_runs_first(spelling: str, several: bool) -> None:
 
     theirs = Theirs(log=log)
     options = {spelling: [theirs, Theirs("second", log)] if several else theirs}
-    one(options, (ours,))(fx.Graph())
+    one(options, JointPasses(joint=(ours,)))(fx.Graph())
     assert log == ["theirs", "second", "ours"] if several else ["theirs", "ours"]
 
 
@@ -129,6 +148,32 @@ def test_a_pass_set_for_all_of_inductor_runs_too() -> None:
     assert both.uuid() == one({OPTION: Theirs()}).uuid()
 
 
+class Partitioner(CustomPartitionerFn):
+    """A user's partitioner, which keeps as much as autograd would, and notes that it ran."""
+
+    def __init__(self, uuid: Any = "theirs") -> None:
+        self.name, self.calls = uuid, 0
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kw: Any) -> Any:
+        self.calls += 1
+        kw.pop("compiler")
+        return default_partition(gm, joint_inputs, **kw)
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_users_partitioner_is_called(everywhere: bool) -> None:
+    torch._dynamo.reset()
+    theirs = Partitioner(None)  # don't cache
+    with inductor.patch({PARTITIONER: theirs} if everywhere else {}):
+        options = None if everywhere else {PARTITIONER: theirs}
+        model = mpcompile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), options=options)
+        model(torch.randn(4, 8)).sum().backward()
+    assert theirs.calls == 1
+
+
 # -- uuids and caches ------------------------------------------------------------------------------
 
 
@@ -136,6 +181,13 @@ def test_uuid_holds_every_pass() -> None:
     alone, both, other = one(), one({OPTION: Theirs()}), one({OPTION: Theirs("other")})
     assert alone.uuid() == one().uuid()
     assert len({alone.uuid(), both.uuid(), other.uuid()}) == 3
+
+
+def test_uuid_holds_the_partitioner() -> None:
+    given = [{PARTITIONER: Partitioner(name)} for name in ("a", "b", None)]
+    a, b, none = (with_joint_passes(x, ON_CPU)[PARTITIONER].uuid() for x in given)  # type: ignore[index]
+    assert len({a, b, with_joint_passes(None, ON_CPU)[PARTITIONER].uuid()}) == 3  # type: ignore[index]
+    assert none not in (a, b)
 
 
 def test_a_pass_that_cannot_be_cached_says_so_for_all() -> None:
@@ -165,7 +217,7 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
 def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
-    def compile_with(joint: Sequence[JointPass], options: dict[str, Any] | None) -> str:
+    def compile_with(joint: JointPasses, options: dict[str, Any] | None) -> str:
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return emit(capture(gm, inputs), inputs, "inductor", joint=joint, options=options)
 
@@ -177,13 +229,15 @@ def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (outcome,) = counters["aot_autograd"].keys() & known
         return outcome.removeprefix("autograd_cache_")
 
-    assert compile_with((), None) == "miss"
+    assert compile_with(NO_PASSES, None) == "miss"
     assert compile_with(OURS, None) == "miss"
     assert compile_with(OURS, None) == "hit"
     assert compile_with(OURS, {OPTION: Theirs()}) == "miss"
     assert compile_with(OURS, {OPTION: Theirs()}) == "hit"
     assert compile_with(OURS, {OPTION: lambda graph: None}) == "bypass"
-    assert compile_with((), None) == "hit"
+    assert compile_with(ON_CPU, None) == "miss"
+    assert compile_with(ON_CPU, None) == "hit"
+    assert compile_with(NO_PASSES, None) == "hit"
 
 
 # -- the thing itself ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -146,10 +147,12 @@ class AndThen(CustomPartitionerFn):
                 backward.recompile()
         return forward, backward
 
-    def uuid(self) -> tuple[Any, ...] | None:
-        """As for `InOrder`."""
-        theirs = self.theirs.uuid() if self.theirs else "Inductor's"
-        return (theirs, *map(_source_of, self.passes)) if theirs else None
+    def uuid(self) -> tuple[Any, ...]:
+        """The partitioner's uuid and the sources of the passes. torch takes a partitioner's None
+        for Inductor's own, although it means "don't cache": one that no other has is never found.
+        """
+        theirs = (self.theirs.uuid() or uuid4()) if self.theirs else "Inductor's"
+        return (theirs, *map(_source_of, self.passes))
 
 
 def _source_of(pass_: Callable[..., bool]) -> bytes:
