@@ -21,7 +21,7 @@ from benchmarks.papers import figure, histograms, rows
 from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
 from benchmarks.papers.task import Metrics, Probe, Task
-from benchmarks.papers.tasks import TASKS
+from benchmarks.papers.tasks import ROWS, TASKS
 from benchmarks.papers.tasks.gan import frechet_distance
 from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
@@ -231,13 +231,25 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")  # eager, on a CPU
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", ROWS, ids=lambda task: task.name)
 def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     (way,) = (way for way in QUALITY if way.name == "FP16 O2")
     outcome = train(task, way, 0, "eager", CPU, 2)
     assert task.metric in outcome.metrics
     assert all(map(math.isfinite, outcome.metrics.values()))
     assert outcome.metrics.keys() >= task.grains.keys()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.parametrize("averaged", ROWS[len(TASKS) :], ids=lambda task: task.name)
+def test_smaller_gradients_are_the_same_training(averaged: Task) -> None:
+    """A loss divided by a power of two, and all that gradients are compared with: equal to the bit,
+    but for what lies below FP32's normal numbers.
+    """
+    (plain_task,) = (task for task in TASKS if averaged.name.startswith(f"{task.name}, "))
+    expected, found = (train(task, FP32, 0, "eager", CPU, 4) for task in (plain_task, averaged))
+    assert found.curve == pytest.approx(expected.curve, rel=1e-6)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
@@ -263,7 +275,7 @@ def test_the_peers_of_every_task_are_compiled(task: Task) -> None:
 def test_a_row_is_kept_or_committed_or_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = TASKS[-1]
+    task = ROWS[-1]
     trained: list[str] = []
     made = {way.name: plain(runs) for way, runs in zip(QUALITY, [outcomes(1.0)] * 6, strict=True)}
 
@@ -278,7 +290,7 @@ def test_a_row_is_kept_or_committed_or_trained(
     assert rows.latest(task, CPU) is None
     row = rows.keep(task, CPU)
     assert rows.keep(task, CPU) == rows.kept(task, CPU) == row
-    assert trained == [str(len(TASKS) - 1)]
+    assert trained == [str(len(ROWS) - 1)]
     shutil.rmtree(tmp_path / "scratch")
     committed = tmp_path / "papers_cpu.json"
     committed.write_text(json.dumps({"rows": {task.name: plain(row)}}))
@@ -292,7 +304,7 @@ def test_a_row_is_kept_or_committed_or_trained(
 
 def test_a_gpu_runs_every_row() -> None:
     """The pieces don't import the tasks, which need packages that a GPU machine may lack."""
-    assert len(TASKS) == PAPERS_ROWS
+    assert len(ROWS) == PAPERS_ROWS
 
 
 def test_the_frechet_distance_of_two_gaussians() -> None:

@@ -6,7 +6,7 @@ from .runner import Piece
 
 __all__ = ["LONGEST", "PIECES", "ROWS"]
 
-ROWS = 10
+ROWS = 12
 """Of the papers' table."""
 
 LONGEST = 480

@@ -4,9 +4,11 @@ Micikevicius et al. train networks for classification, detection, speech, transl
 images with FP16 weights, activations and gradients, FP32 master weights and loss scaling, and reach
 FP32's accuracy without a changed hyperparameter. Each row here is such a network, written from its
 own paper and made narrow enough for two CPU cores, on data that ships with a package or is
-generated; the DLRM row is beside the paper's. "FP16 O2, no loss scale" leaves out loss scaling, and
-nothing else. O2 has an `MPOptimizer`, so weights and their gradients are FP16 there, as in the
-paper; O1 has the plain optimizer.
+generated; the DLRM row is beside the paper's. Small batches make large gradients: two rows, whose
+loss is divided by a number of micro-batches, have gradients as small as a step of the paper's big
+LSTM (20,480 words) and of GPT-2 (2^19 tokens) has. "FP16 O2, no loss scale" leaves out loss
+scaling, and nothing else. O2 has an `MPOptimizer`, so weights and their gradients are FP16 there,
+as in the paper; O1 has the plain optimizer.
 
 A seed sets the initial weights and the order of the data. The FP32 runs are plain eager PyTorch.
 The others differ from them by `mpcompile(model, ...)`, and at O2 by `MPOptimizer(optimizer)`.
@@ -30,7 +32,7 @@ from benchmarks.harness.report import Report, Settings, paragraphs
 from .histograms import LOOKS, look
 from .report import make_report
 from .rows import FULL, QUICK, Kept, Work, is_of_now, train_rows
-from .tasks import BIG_LSTM, SSD, TASKS
+from .tasks import BIG_LSTM, ROWS, SSD
 
 __all__ = ["report_of", "run"]
 
@@ -44,7 +46,7 @@ def run(settings: Settings) -> Report:
 def report_of(rows: Mapping[str, Kept], work: Work, device: torch.device) -> Report:
     """The report of the rows that there are, by the task's name."""
     record = environment(device)
-    there = [task for task in TASKS if task.name in rows]
+    there = [task for task in ROWS if task.name in rows]
     looked_at = [task for task in there if task in (SSD, BIG_LSTM)]
     histograms = {task.name: look(task, device, work.steps) for task in looked_at}
     data = "; ".join(f"{task.name}: {task.data} ({task.steps} steps)" for task in there)
@@ -60,7 +62,7 @@ def report_of(rows: Mapping[str, Kept], work: Work, device: torch.device) -> Rep
     )
     machines = ", ".join(sorted({row.machine for row in rows.values()}))
     notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes, f"Trained on: {machines}."]
-    if missing := [task.name for task in TASKS if task.name not in rows]:
+    if missing := [task.name for task in ROWS if task.name not in rows]:
         notes.append(f"**Not trained yet: {', '.join(missing)}.**")
     trained = [task for task in there if rows[task.name].fingerprint]
     if earlier := [t.name for t in trained if not is_of_now(t, rows[t.name])]:

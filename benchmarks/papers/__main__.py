@@ -15,13 +15,13 @@ from benchmarks.harness.report import RESULTS
 
 from . import report_of
 from .rows import FULL, keep, latest
-from .tasks import TASKS
+from .tasks import ROWS
 
 if __name__ == "__main__":
     kind, *numbers = sys.argv[1:]
     device = torch.device(kind)
     for number in numbers:
-        keep(TASKS[int(number)], device)
+        keep(ROWS[int(number)], device)
     if not numbers:
-        rows = {task.name: row for task in TASKS if (row := latest(task, device)) is not None}
+        rows = {task.name: row for task in ROWS if (row := latest(task, device)) is not None}
         print(report_of(rows, FULL, device).write(RESULTS))

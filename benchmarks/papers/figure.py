@@ -16,7 +16,7 @@ from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
 
 from .histograms import Histogram, chart
-from .tasks import TASKS
+from .tasks import ROWS
 from .ways import FP32, UNSCALED
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def draw(path: Path, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     import matplotlib as mpl  # only this function needs it
     from matplotlib.figure import Figure
 
-    tasks = [task for task in TASKS if task.name in runs]
+    tasks = [task for task in ROWS if task.name in runs]
     columns = min(5, len(tasks))
     lines = -(-len(tasks) // columns)
     # The same numbers give the same file.

@@ -26,7 +26,7 @@ from benchmarks.harness.record import environment
 from benchmarks.harness.report import RESULTS, SCRATCH, plain
 
 from .task import Task
-from .tasks import TASKS
+from .tasks import ROWS
 from .training import Outcome, train
 from .ways import FP32, QUALITY, Way
 
@@ -90,12 +90,12 @@ def train_rows(work: Work, device: torch.device) -> dict[str, Kept]:
     """Task's name -> its row."""
     if not work.processes:
         name = environment(device)["name"]
-        return {task.name: Kept("", name, _row(task, work, device)) for task in TASKS}
+        return {task.name: Kept("", name, _row(task, work, device)) for task in ROWS}
     # A GPU is one machine; on a CPU, each row has one core.
     workers = 1 if device.type == "cuda" else os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        rows = pool.map(lambda task: keep(task, device), TASKS)
-        return {task.name: row for task, row in zip(TASKS, rows, strict=True)}
+        rows = pool.map(lambda task: keep(task, device), ROWS)
+        return {task.name: row for task, row in zip(ROWS, rows, strict=True)}
 
 
 def _row(task: Task, work: Work, device: torch.device) -> Row:
@@ -154,7 +154,7 @@ def _file(task: Task, device: torch.device, fingerprint: str) -> Path:
 
 def _train_elsewhere(task: Task, device: torch.device) -> Kept:
     """In a process of its own. The fingerprint is that of the code as it is now."""
-    fingerprint, index = _fingerprint(task), str(TASKS.index(task))
+    fingerprint, index = _fingerprint(task), str(ROWS.index(task))
     runs = json_from_process(
         "-m", "benchmarks.papers.rows", index, device.type, environment={"OMP_NUM_THREADS": "1"}
     )
@@ -198,4 +198,4 @@ def _sources(module: str, seen: set[str]) -> set[Path]:
 
 if __name__ == "__main__":
     index, kind = sys.argv[1:]
-    print(json.dumps(plain(_row(TASKS[int(index)], FULL, torch.device(kind)))))
+    print(json.dumps(plain(_row(ROWS[int(index)], FULL, torch.device(kind)))))

@@ -1,4 +1,4 @@
-"""The rows of the table, in the order of the paper's sections."""
+"""The tasks, in the order of the paper's sections, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ..task import Task
 from .classification import INCEPTION, RESNET
 from .detection import SSD
 from .gan import DCGAN
-from .language import BIG_LSTM, GPT_TASK
+from .language import BIG_LSTM, BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED, GPT_TASK
 from .recommendation import DLRM
 from .speech import DEEP_SPEECH
 from .translation import LSTM_ATTENTION, TRANSFORMER
 
-__all__ = ["BIG_LSTM", "SSD", "TASKS"]
+__all__ = ["BIG_LSTM", "ROWS", "SSD", "TASKS"]
 
 TASKS: tuple[Task, ...] = (
     RESNET,
@@ -25,3 +25,6 @@ TASKS: tuple[Task, ...] = (
     DCGAN,
     DLRM,
 )
+
+ROWS: tuple[Task, ...] = (*TASKS, BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED)
+"""The table: all tasks, and two with gradients as small as in the papers' large batches."""

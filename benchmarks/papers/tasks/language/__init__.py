@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .characters import GPT_TASK
-from .words import BIG_LSTM
+from .characters import GPT_AS_AVERAGED, GPT_TASK
+from .words import BIG_LSTM, BIG_LSTM_AS_AVERAGED
 
-__all__ = ["BIG_LSTM", "GPT_TASK"]
+__all__ = ["BIG_LSTM", "BIG_LSTM_AS_AVERAGED", "GPT_AS_AVERAGED", "GPT_TASK"]

@@ -1,7 +1,14 @@
-"""A GPT on the characters of Python's documentation: the demo's, narrow."""
+"""A GPT on the characters of Python's documentation: the demo's, narrow.
+
+A step of GPT-2's averages the loss over 2^19 tokens, one here over 2^9. So the gradient of each
+activation is 1024 times as large here. `GPT_AS_AVERAGED` has gradients as small as GPT-2's: its
+loss is divided by 1024, as for one of 1024 micro-batches, and so is all that the optimizer compares
+gradients with. In exact arithmetic it is the same training.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -15,10 +22,11 @@ from mpcompile.demo import GPT, GPTConfig, corpus, held_out_batches, text_batche
 from ...task import Metrics, Task
 from ...ways import Trainer
 
-__all__ = ["GPT_TASK"]
+__all__ = ["GPT_AS_AVERAGED", "GPT_TASK"]
 
 SIZE = GPTConfig(vocab=128, context=64, width=64, layers=2, heads=2)
 BATCH, STEPS = 8, 600
+MICRO_BATCHES = 1024
 
 
 @functools.cache
@@ -32,11 +40,15 @@ def _text() -> tuple[Tensor, Tensor]:
 
 
 class _Training:
-    def __init__(self, trainer: Trainer, seed: int) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, seed: int, micro_batches: int = 1) -> None:
+        self._trainer, self._share = trainer, 1 / micro_batches
         self._net = trainer.model(GPT(SIZE))
-        adamw = functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
-        self._optimizer = trainer.optimizer(adamw, [*self._net.parameters()], max_grad_norm=1.0)
+        adamw = functools.partial(
+            torch.optim.AdamW, lr=3e-3, weight_decay=0.1, eps=1e-8 * self._share
+        )
+        self._optimizer = trainer.optimizer(
+            adamw, [*self._net.parameters()], max_grad_norm=self._share
+        )
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(
             self._optimizer, 3e-3, STEPS + 1, cycle_momentum=False
         )
@@ -57,7 +69,8 @@ class _Training:
     def _train(self, idx: Tensor, targets: Tensor) -> Tensor:
         with self._trainer.forward():
             loss = self._net(idx, targets)
-        return self._trainer.learn(loss, self._optimizer)
+        self._trainer.learn(loss * self._share, self._optimizer)
+        return loss.detach()
 
     @torch.no_grad()
     def judge(self) -> Metrics:
@@ -76,4 +89,10 @@ GPT_TASK = Task(
     higher=False,
     steps=STEPS,
     start=_Training,
+)
+
+GPT_AS_AVERAGED = dataclasses.replace(
+    GPT_TASK,
+    name="GPT, 2^19 tokens",
+    start=functools.partial(_Training, micro_batches=MICRO_BATCHES),
 )
