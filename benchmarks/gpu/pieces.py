@@ -6,7 +6,7 @@ from .runner import Piece
 
 __all__ = ["LONGEST", "PIECES", "ROWS"]
 
-ROWS = 12
+ROWS = 13
 """Of the papers' table."""
 
 LONGEST = 480

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .train import LSTM_ATTENTION, TRANSFORMER
+from .train import LSTM_ATTENTION, TRANSFORMER, TRANSFORMER_AS_AVERAGED
 
-__all__ = ["LSTM_ATTENTION", "TRANSFORMER"]
+__all__ = ["LSTM_ATTENTION", "TRANSFORMER", "TRANSFORMER_AS_AVERAGED"]
