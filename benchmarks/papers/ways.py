@@ -119,7 +119,9 @@ class Trainer:
         return optimizer
 
     def whole(self, update: Update) -> Update:
-        """What is called for each batch: a function in which all methods below are called."""
+        """What is called for each batch: a function that calls all methods below itself (one whose
+        own code names no `backward` is not compiled as a whole).
+        """
         return mpcompile(update, **self._options()) if self.way.whole else update
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
@@ -139,13 +141,6 @@ class Trainer:
 
     def done(self) -> None:
         """After the last optimizer of a training step."""
-
-    def learn(self, loss: Tensor, optimizer: Any) -> Tensor:
-        """A step of one model with one loss, from here on; returns the loss, detached."""
-        self.backward(loss)
-        self.step(optimizer)
-        self.done()
-        return loss.detach()
 
     def scales(self) -> list[tuple[float, int]]:
         """(loss scale, steps skipped) of each compiled model that has a scale."""

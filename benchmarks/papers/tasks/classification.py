@@ -156,7 +156,10 @@ class _Training:
     def _train(self, images: Tensor, labels: Tensor) -> Tensor:
         with self._trainer.forward():
             loss = F.cross_entropy(self._net(images), labels)
-        return self._trainer.learn(loss, self._optimizer)
+        self._trainer.backward(loss)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
+        return loss.detach()
 
     @torch.no_grad()
     def judge(self) -> Metrics:

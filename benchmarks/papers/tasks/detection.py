@@ -190,7 +190,10 @@ class _Training:
     def _train(self, images: Tensor, aims: Tensor, classes: Tensor) -> Tensor:
         with self._trainer.forward():
             loss = multibox_loss(*self._net(images), aims, classes)
-        return self._trainer.learn(loss, self._optimizer)
+        self._trainer.backward(loss)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
+        return loss.detach()
 
     def probe(self) -> Probe:
         batch = next(self._batches)

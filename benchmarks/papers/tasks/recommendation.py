@@ -120,7 +120,10 @@ class _Training:
         with self._trainer.forward():
             logits = self._net(numbers, categories)
             loss = F.binary_cross_entropy_with_logits(logits, clicked)
-        return self._trainer.learn(loss, self._optimizer)
+        self._trainer.backward(loss)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
+        return loss.detach()
 
     @torch.no_grad()
     def judge(self) -> Metrics:

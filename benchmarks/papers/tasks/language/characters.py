@@ -69,7 +69,9 @@ class _Training:
     def _train(self, idx: Tensor, targets: Tensor) -> Tensor:
         with self._trainer.forward():
             loss = self._net(idx, targets)
-        self._trainer.learn(loss * self._share, self._optimizer)
+        self._trainer.backward(loss * self._share)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
         return loss.detach()
 
     @torch.no_grad()

@@ -127,7 +127,9 @@ class _Training:
         with self._trainer.forward():
             logits, hidden, cells = self._net(read, following, drawn, hidden, cells)
             loss = sampled_loss(logits)
-        self._trainer.learn(loss * self._share, self._optimizer)
+        self._trainer.backward(loss * self._share)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
         return loss.detach(), hidden.detach(), cells.detach()
 
     def probe(self) -> Probe:

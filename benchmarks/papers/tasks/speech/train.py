@@ -78,7 +78,10 @@ class _Training:
         with self._trainer.forward():
             found = self._net(spectrograms, frames)
             loss = F.ctc_loss(found, labels, frames_out(frames), letters, BLANK)
-        return self._trainer.learn(loss, self._optimizer)
+        self._trainer.backward(loss)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
+        return loss.detach()
 
     @torch.no_grad()
     def judge(self) -> Metrics:

@@ -100,7 +100,9 @@ class _Training:
         with self._trainer.forward():
             logits = self._net(sources, targets[:, :-1])
             loss = _loss(logits, targets, self._recipe.label_smoothing)
-        self._trainer.learn(loss / self._recipe.micro_batches, self._optimizer)
+        self._trainer.backward(loss / self._recipe.micro_batches)
+        self._trainer.step(self._optimizer)
+        self._trainer.done()
         return loss.detach()
 
     @torch.no_grad()
