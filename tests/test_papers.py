@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.parity.rule import compare
 from benchmarks.peers import figure as bars
 from benchmarks.peers.report import geometric_mean
 from mpcompile.observe.numbers import EXPONENTS
+from mpcompile.whole.train_step import goes_backward
 
 CPU = torch.device("cpu")
 HALF = torch.float16
@@ -250,6 +251,21 @@ def test_smaller_gradients_are_the_same_training(averaged: Task) -> None:
     expected, found = (train(task, FP32, 0, "eager", CPU, 4) for task in (plain_task, averaged))
     assert found.curve == pytest.approx(expected.curve, rel=1e-6)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_whole_step_of_every_task_is_asked_for(task: Task) -> None:
+    """`mpcompile(function)` compiles one as a whole whose own code goes backward."""
+    updates: list[Callable[..., Any]] = []
+
+    class Asked(Trainer):
+        def whole(self, update: Any) -> Any:
+            updates.append(update)
+            return update
+
+    task.start(Asked(FP32, "eager", CPU), 0)
+    assert updates
+    assert all(map(goes_backward, updates))
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")

@@ -5,7 +5,8 @@ clipping where it clips, the optimizer's step. The peers are plain PyTorch, eage
 `torch.compile`, in FP32 and under autocast, with fused optimizers and with a GradScaler where the
 low dtype is FP16; and torch.compile with an activation_memory_budget of 0.5. The low dtype is BF16
 on a CPU, where mpcompile runs with `dtype="auto"`, and FP16 elsewhere. O1 has the same plain fused
-optimizer as the peers, O2 an `MPOptimizer`.
+optimizer as the peers, O2 an `MPOptimizer`. `mpcompile(step)` can't compile two of the steps as a
+whole, Deep Speech 2's (its CTC loss) and the big LSTM's (projections): they run in pieces there.
 
 Bytes saved for the backward are those that autograd holds after the forwards of a step. The peak
 is the most that a step adds to what lies there between two steps.

@@ -31,7 +31,7 @@ def make_report(
     base = AUTOCAST if units else COMPILED
     ratios = {
         name: {f"{ours} over {peer}": ratio(row.seconds[peer], row.seconds[ours])
-               for ours in OURS for peer in PEERS if peer in row.seconds}
+               for ours in OURS for peer in PEERS if row.seconds.keys() >= {ours, peer}}
         for name, row in rows.items()
     }  # fmt: skip
     left_out = [
@@ -78,7 +78,8 @@ def geometric_mean(
 
 
 def _over(rows: Mapping[str, Row], ours: str, peer: str) -> tuple[float, float, float] | None:
-    pairs = [(row.seconds[peer], row.seconds[ours]) for row in rows.values() if peer in row.seconds]
+    timed = [row.seconds for row in rows.values() if row.seconds.keys() >= {ours, peer}]
+    pairs = [(seconds[peer], seconds[ours]) for seconds in timed]
     return geometric_mean(pairs) if pairs else None
 
 
@@ -141,6 +142,7 @@ def _verdicts(
             claim = f"{ours}: geometric mean at least {MEAN}x {base}: {found[0]:.2f}x"
             verdicts[claim] = found[0] >= MEAN
         for name, row in ratios.items():
-            one = row[f"{ours} over {base}"].paired
-            verdicts[f"{ours}, {name}: at least {LEAST}x {base}: {one:.2f}x"] = one >= LEAST
+            if (found_here := row.get(f"{ours} over {base}")) is not None:
+                one = found_here.paired
+                verdicts[f"{ours}, {name}: at least {LEAST}x {base}: {one:.2f}x"] = one >= LEAST
     return verdicts
