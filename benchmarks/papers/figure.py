@@ -41,7 +41,7 @@ def draw(path: Path, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     from matplotlib.figure import Figure
 
     tasks = [task for task in ROWS if task.name in runs]
-    columns = min(4, len(tasks))
+    columns = min(5, len(tasks))
     lines = -(-len(tasks) // columns)
     # The same numbers give the same file.
     with mpl.rc_context({"svg.hashsalt": "papers", "font.size": 8, "axes.titlesize": 9}):
