@@ -142,6 +142,11 @@ class Trainer:
     def done(self) -> None:
         """After the last optimizer of a training step."""
 
+    def update(self, optimizer: Any) -> None:
+        """`step` and `done`, where there is one optimizer."""
+        self.step(optimizer)
+        self.done()
+
     def scales(self) -> list[tuple[float, int]]:
         """(loss scale, steps skipped) of each compiled model that has a scale."""
         if not self.way.level or self.way.dtype is not _HALF or not self.way.scaled:

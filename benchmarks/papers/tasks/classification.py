@@ -157,8 +157,7 @@ class _Training:
         with self._trainer.forward():
             loss = F.cross_entropy(self._net(images), labels)
         self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     @torch.no_grad()

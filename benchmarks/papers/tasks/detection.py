@@ -191,8 +191,7 @@ class _Training:
         with self._trainer.forward():
             loss = multibox_loss(*self._net(images), aims, classes)
         self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     def probe(self) -> Probe:

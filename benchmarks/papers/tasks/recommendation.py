@@ -121,8 +121,7 @@ class _Training:
             logits = self._net(numbers, categories)
             loss = F.binary_cross_entropy_with_logits(logits, clicked)
         self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     @torch.no_grad()

@@ -70,8 +70,7 @@ class _Training:
         with self._trainer.forward():
             loss = self._net(idx, targets)
         self._trainer.backward(loss * self._share)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     @torch.no_grad()

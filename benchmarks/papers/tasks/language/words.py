@@ -128,8 +128,7 @@ class _Training:
             logits, hidden, cells = self._net(read, following, drawn, hidden, cells)
             loss = sampled_loss(logits)
         self._trainer.backward(loss * self._share)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach(), hidden.detach(), cells.detach()
 
     def probe(self) -> Probe:

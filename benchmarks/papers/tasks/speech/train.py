@@ -79,8 +79,7 @@ class _Training:
             found = self._net(spectrograms, frames)
             loss = F.ctc_loss(found, labels, frames_out(frames), letters, BLANK)
         self._trainer.backward(loss)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     @torch.no_grad()

@@ -101,8 +101,7 @@ class _Training:
             logits = self._net(sources, targets[:, :-1])
             loss = _loss(logits, targets, self._recipe.label_smoothing)
         self._trainer.backward(loss / self._recipe.micro_batches)
-        self._trainer.step(self._optimizer)
-        self._trainer.done()
+        self._trainer.update(self._optimizer)
         return loss.detach()
 
     @torch.no_grad()
