@@ -78,7 +78,9 @@ def geometric_mean(
 
 
 def _over(rows: Mapping[str, Row], ours: str, peer: str) -> tuple[float, float, float] | None:
-    timed = [row.seconds for row in rows.values() if row.seconds.keys() >= {ours, peer}]
+    timed = [row.seconds for row in rows.values() if peer in row.seconds]
+    if any(ours not in seconds for seconds in timed):
+        return None  # a mean over fewer tasks is no mean over the tasks
     pairs = [(seconds[peer], seconds[ours]) for seconds in timed]
     return geometric_mean(pairs) if pairs else None
 

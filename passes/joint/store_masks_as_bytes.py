@@ -11,9 +11,9 @@
               grad = where(le, 0, tangent)      grad = where(mask, 0, tangent)
 
 The sign of a ReLU, what a dropout kept, where a maximum was: autograd keeps them as bools. In the
-C++ that Inductor writes for a CPU, a kernel that stores a bool takes up to 50 times as long as one
-that stores a byte, and one that loads it 10 times, because vectors of bools are taken apart element
-by element (torch 2.13, AVX2 and AVX512). By way of FP32, which holds 0 and 1, both stay vectors.
+C++ that Inductor writes for a CPU, a kernel that stores or loads bools takes many times as long as
+with bytes, because vectors of bools are taken apart element by element (torch 2.13, AVX2 and
+AVX512). By way of FP32, which holds 0 and 1, both stay vectors.
 The values are the same to the bit, and so are the bytes.
 
 Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind

@@ -27,6 +27,7 @@ from .transformer import Transformer
 __all__ = ["LSTM_ATTENTION", "TRANSFORMER", "TRANSFORMER_AS_AVERAGED", "bleu", "greedy"]
 
 HELD_OUT = 400
+MICRO_BATCHES = 1024
 
 
 def greedy(net: Any, sources: Tensor, length: int) -> Tensor:
@@ -171,7 +172,9 @@ TRANSFORMER_AS_AVERAGED = dataclasses.replace(
     name="Transformer, 320000 words",
     start=dataclasses.replace(
         _TRANSFORMER,
-        optimizer=functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.98), eps=1e-9 / 1024),
-        micro_batches=1024,
+        optimizer=functools.partial(
+            torch.optim.Adam, lr=5e-3, betas=(0.9, 0.98), eps=1e-9 / MICRO_BATCHES
+        ),
+        micro_batches=MICRO_BATCHES,
     ),
 )
