@@ -40,6 +40,7 @@ class Capabilities:
         turn: the least number of seconds that a profile times in one go.
         slow_bools: whether Inductor's code takes many times as long to load or store a bool as a
             byte.
+        convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -53,6 +54,7 @@ class Capabilities:
     fewest_rows: ClassVar[int] = 1024
     turn: ClassVar[float] = 2e-3
     slow_bools: ClassVar[bool] = False
+    convolves_channels_last: ClassVar[bool] = False
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:

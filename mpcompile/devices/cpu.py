@@ -31,6 +31,7 @@ class CPU(Capabilities):
     fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
     slow_bools = True
+    convolves_channels_last = True  # for oneDNN
     large_sizes = False  # they would take minutes
 
     def units(self) -> str:

@@ -1,9 +1,10 @@
 """The passes over AOTAutograd's joint graph and its halves, and how Inductor is told to run them.
 
 Inductor runs the first as its `joint_custom_post_pass`: on the joint graph of forward and backward,
-after its own passes on it, so GEMMs are already padded and chains of casts merged. The others run
-behind the partitioner, which its `custom_partitioner_fn` calls. Their source is part of the key of
-Inductor's caches. No global setting is changed.
+after its own passes on it, so GEMMs are already padded and chains of casts merged. Those for the
+halves run behind the partitioner, which its `custom_partitioner_fn` calls; the last ones as its
+`post_grad_custom_post_pass`, on a graph that is about to be lowered. Their source is part of the
+key of Inductor's caches. No global setting is changed.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -27,11 +28,13 @@ from torch._inductor.custom_graph_pass import (
 )
 
 from ..devices.registry import capabilities
+from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Config, Level
 
 OPTION = "joint_custom_post_pass"
+LOWERED = "post_grad_custom_post_pass"
 PARTITIONER = "custom_partitioner_fn"
 # The effect of a pass depends on its own file and on the modules it calls in these rooms.
 _ASKED = tuple(
@@ -52,17 +55,19 @@ class JointPasses:
     Attributes:
         joint: for the joint graph, in their order.
         halves: for the forward and the backward that become of it.
+        lowered: for the graph behind Inductor's own passes, as it is lowered.
     """
 
     joint: tuple[JointPass, ...] = ()
     halves: tuple[HalvesPass, ...] = ()
+    lowered: tuple[JointPass, ...] = ()
 
 
 NO_PASSES = JointPasses()
 
 
-def joint_passes(config: Config) -> JointPasses:
-    """The passes for a graph compiled under `config`.
+def joint_passes(config: Config, *, whole: bool = False) -> JointPasses:
+    """The passes for a graph compiled under `config`; `whole`: forward and backward stay one.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
@@ -71,6 +76,7 @@ def joint_passes(config: Config) -> JointPasses:
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if device.slow_bools else (),
+        lowered=(lay_channels_last,) if whole and device.convolves_channels_last else (),
     )
 
 
@@ -89,12 +95,19 @@ def with_joint_passes(
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
-        theirs = setting(OPTION) or ()
-        theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
-        given[OPTION] = InOrder((*theirs, *map(Ours, passes.joint)))
+        given[OPTION] = _behind(setting(OPTION), passes.joint)
+    if passes.lowered:
+        given[LOWERED] = _behind(setting(LOWERED), passes.lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
     return given or None
+
+
+def _behind(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
+    """The user's pass or passes, if there are any, and then ours."""
+    theirs = theirs or ()
+    theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
+    return InOrder((*theirs, *map(Ours, passes)))
 
 
 class Ours(CustomGraphPass):

@@ -144,7 +144,7 @@ def rewritten(
     backend.note_read_in_full(examples, owned, layout)
     reader = backend.reader_of(layout, owned, target.low, scale)
     forward = Forward(captured, layout, _reads(captured, layout, examples, reader, held), scale)
-    forward.plan, forward.joint = plan, joint_passes(config)
+    forward.plan, forward.joint = plan, joint_passes(config, whole=True)
     forward.recurrent = sum(n.target in RNN_OPS for n in captured.graph.nodes)
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
