@@ -16,8 +16,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from mpcompile import mpcompile
 from mpcompile.capture.capture import capture
+from mpcompile.devices.cpu import CPU
 from mpcompile.emit.emitter import emit
 from mpcompile.emit.joint import (
+    LOWERED,
     NO_PASSES,
     OPTION,
     PARTITIONER,
@@ -27,6 +29,7 @@ from mpcompile.emit.joint import (
     joint_passes,
     with_joint_passes,
 )
+from mpcompile.passes.joint.lay_channels_last import lay_channels_last
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.formats import Format
@@ -73,6 +76,14 @@ def test_on_cuda_below_o2() -> None:
 def test_on_a_cpu_at_every_level() -> None:
     for level in (Level.O1, Level.O2, Level.O3):
         assert joint_passes(config("cpu", level)) == ON_CPU
+
+
+def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in (Level.O1, Level.O2, Level.O3):
+        assert joint_passes(config("cpu", level), whole=True).lowered == (lay_channels_last,)
+        assert joint_passes(config("cuda", level), whole=True).lowered == ()
+    monkeypatch.setattr(CPU, "convolves_channels_last", False)
+    assert joint_passes(config("cpu"), whole=True) == ON_CPU
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +134,7 @@ def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
 # -- with a pass of the user's own -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spelling", [OPTION, OPTION.replace("_", "-")])
+@pytest.mark.parametrize("spelling", [OPTION, OPTION.replace("_", "-"), LOWERED])
 @pytest.mark.parametrize("several", [False, True])
 def test_the_users_pass_runs_first(spelling: str, several: bool) -> None:
     log: list[str] = []
@@ -134,7 +145,9 @@ def test_the_users_pass_runs_first(spelling: str, several: bool) -> None:
 
     theirs = Theirs(log=log)
     options = {spelling: [theirs, Theirs("second", log)] if several else theirs}
-    one(options, JointPasses(joint=(ours,)))(fx.Graph())
+    given = with_joint_passes(options, JointPasses(joint=(ours,), lowered=(ours,)))
+    assert given is not None
+    given[spelling.replace("-", "_")](fx.Graph())
     assert log == ["theirs", "second", "ours"] if several else ["theirs", "ours"]
 
 
