@@ -16,7 +16,8 @@ The images are the operands and results of convolutions and what elementwise ope
 concatenations make of them. One is laid out if an operator that reads it from memory does so, and
 another one reads it too: what is read once, Inductor lays out as its reader wants it. Nothing is
 stored that was not stored before, and no value changes. The strides of results stay the caller's:
-Inductor keeps them itself.
+Inductor keeps them itself. Images of one channel or one pixel are left: both layouts are the same
+memory, and torch's convolutions read off the strides which one their result has.
 
 Contract. The sizes of an image are numbers: a graph with symbolic ones is left as it is.
 
@@ -75,11 +76,13 @@ def _keeps_layout(node: fx.Node) -> bool:
 def _is_stored(node: fx.Node) -> bool:
     """Whether it has a layout that is worth choosing, and several readers."""
     value = ir.tensor(node)
+    if value is None or value.dim() != 4 or len(node.users) < 2:
+        return False
+    _, channels, height, width = value.shape
     return (
-        value is not None
-        and value.dim() == 4
-        and all(isinstance(size, int) for size in value.shape)
-        and len(node.users) > 1
+        all(isinstance(size, int) for size in value.shape)
+        and channels > 1
+        and height * width > 1
         and any(_reads_memory(user, node) for user in node.users)
     )
 
