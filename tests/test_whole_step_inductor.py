@@ -122,7 +122,12 @@ def test_an_lstm() -> None:
 
         return step
 
-    agree(program, [(x, y) for x, y in tokens], O2_BF16, rtol=2e-2, atol=2e-3)
+    calls, tolerance = [(x, y) for x, y in tokens], {"rtol": 2e-2, "atol": 2e-3}
+    # Torch asks the same before it calls oneDNN's kernel: a CPU without AVX512 has none in BF16.
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        agree(program, calls, O2_BF16, **tolerance)
+    else:
+        agree_left(program, calls, O2_BF16, "would be unrolled over time", **tolerance)
 
 
 def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
