@@ -15,11 +15,14 @@ twice, as it was traced and, for the convolution, channels-last, and pools read 
 The images are the operands and results of convolutions and what elementwise operators, pools and
 concatenations make of them. One is laid out if an operator that reads it from memory does so, and
 another one reads it too: what is read once, Inductor lays out as its reader wants it. Nothing is
-stored that was not stored before, and no value changes. The strides of results stay the caller's:
-Inductor keeps them itself. Images of one channel or one pixel are left: both layouts are the same
-memory, and torch's convolutions read off the strides which one their result has.
+stored that was not stored before, and no operator computes anything else; sums may run in another
+order. The strides of results stay the caller's: Inductor keeps them itself.
 
-Contract. The sizes of an image are numbers: a graph with symbolic ones is left as it is.
+Left alone are views, since one that is laid out would be a copy, which a later write to its base
+would not reach; and images of one channel or one pixel: both layouts are the same memory, and
+torch's convolutions read off the strides which one their result has.
+
+Contract. An image whose sizes are no numbers is left as it is.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
@@ -70,7 +73,7 @@ def _keeps_layout(node: fx.Node) -> bool:
     """Whether the result is memory of its own, channels-last if an operand is."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in node.target.tags or _name(node) in _POOLS_AND_JOINS
+    return torch.Tag.pointwise in node.target.tags or ir.op_name(node) in _POOLS_AND_JOINS
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -90,12 +93,7 @@ def _is_stored(node: fx.Node) -> bool:
 def _reads_memory(reader: fx.Node, node: fx.Node) -> bool:
     if reader.target is aten.convolution.default:
         return reader.args[0] is node
-    return _name(reader) in _POOLS_AND_JOINS
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    return ir.op_name(reader) in _POOLS_AND_JOINS
 
 
 def _lay(node: fx.Node) -> None:
