@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.pieces import ROWS as PAPERS_ROWS
 from benchmarks.harness.report import plain
-from benchmarks.papers import figure, histograms, rows
+from benchmarks.papers import figure, histograms, rows, store
+from benchmarks.papers.again import SIGNIFICANT, chances, corrected, look_again, off
 from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
+from benchmarks.papers.store import Kept, Row, Store
 from benchmarks.papers.task import Metrics, Probe, Task
 from benchmarks.papers.tasks import ROWS, TASKS
 from benchmarks.papers.tasks.gan import frechet_distance
@@ -152,7 +154,7 @@ def outcomes(*values: float) -> list[Outcome]:
 SMALL = Histogram([3 * (exponent in (-30, 0)) for exponent in EXPONENTS], 6)
 
 
-def row_of(unscaled: float) -> rows.Row:
+def row_of(unscaled: float) -> Row:
     found = {way.name: outcomes(1.0, 2.0, 3.0) for way in QUALITY}
     found[QUALITY[1].name] = outcomes(unscaled, unscaled, unscaled)
     return found
@@ -163,7 +165,8 @@ def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None
         "papers_cpu",
         [],
         [LINE],
-        {"line": rows.Kept("", "here", row_of(math.nan))},
+        {"line": Kept("", "here", row_of(math.nan))},
+        {},
         {},
         {"line": SMALL},
     )
@@ -207,7 +210,7 @@ def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
     for task in TASKS:
-        names = {path.name for path in rows._sources(task.module, set())}
+        names = {path.name for path in store._sources(task.module, set())}
         assert {"ways.py", "task.py"} < names
         assert "report.py" not in names
 
@@ -288,34 +291,97 @@ def test_the_peers_of_every_task_are_compiled(task: Task) -> None:
         assert len(taken) > sum(1 for model in trainer.models for _ in model.parameters())
 
 
-def test_a_row_is_kept_or_committed_or_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = ROWS[-1]
-    trained: list[str] = []
-    made = {way.name: plain(runs) for way, runs in zip(QUALITY, [outcomes(1.0)] * 6, strict=True)}
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The (task, device, seeds, ways) of each training that is asked for, none of which is done."""
+    asked: list[tuple[str, ...]] = []
 
     def train_elsewhere(*arguments: str, environment: dict[str, str]) -> Any:
-        trained.append(arguments[2])
-        return made
+        number, kind, seeds, *ways = arguments[2:]
+        asked.append((ROWS[int(number)].name, kind, seeds, *(QUALITY[int(w)].name for w in ways)))
+        return {QUALITY[int(way)].name: plain(outcomes(1.0)) for way in ways}
 
     monkeypatch.setattr(rows, "json_from_process", train_elsewhere)
-    monkeypatch.setattr(rows, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    assert rows.kept(task, CPU) is None
-    assert rows.latest(task, CPU) is None
+    monkeypatch.setattr(store, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    return asked
+
+
+def test_a_row_is_kept_or_committed_or_trained(
+    tmp_path: Path, trained: list[tuple[str, ...]]
+) -> None:
+    task = ROWS[-1]
+    assert Store("cpu").kept(task) is None
+    assert Store("cpu").latest(task) is None
     row = rows.keep(task, CPU)
-    assert rows.keep(task, CPU) == rows.kept(task, CPU) == row
-    assert trained == [str(len(ROWS) - 1)]
+    assert rows.keep(task, CPU) == Store("cpu").kept(task) == row
+    assert trained == [(task.name, "cpu", "3", *(way.name for way in QUALITY))]
     shutil.rmtree(tmp_path / "scratch")
     committed = tmp_path / "papers_cpu.json"
     committed.write_text(json.dumps({"rows": {task.name: plain(row)}}))
-    assert rows.kept(task, CPU) == row
+    assert Store("cpu").kept(task) == row
+    assert Store("cpu", "again").latest(task) is None
     other = dataclasses.replace(row, fingerprint="of other code")
     committed.write_text(json.dumps({"rows": {task.name: plain(other)}}))
-    assert rows.kept(task, CPU) is None
-    assert rows.latest(task, CPU) == other
-    assert not rows.is_of_now(task, other)
+    assert Store("cpu").kept(task) is None
+    assert Store("cpu").latest(task) == other
+    assert not other.is_of_now(task)
+
+
+# -- what is off, again ----------------------------------------------------------------------------
+
+
+def test_only_what_is_off_is_trained_from_all_seeds(trained: list[tuple[str, ...]]) -> None:
+    task = dataclasses.replace(ROWS[0], metric="weights", grains={})
+    row = row_of(math.nan)
+    assert off(task, row) == []
+    assert look_again(task, Kept("", "here", row), CPU) is None
+    row["BF16 O1"] = outcomes(1.0, 2.0, 9.0)
+    first = look_again(task, Kept("", "here", row), CPU)
+    assert look_again(task, Kept("", "here", row), CPU) == first
+    assert trained == [(task.name, "cpu", "10", "BF16 O1")]
+
+
+def test_a_shift_of_all_seeds_is_no_chance_and_a_single_seed_may_be() -> None:
+    """Of 10 and 10 runs there are 184,756 ways to draw ten. If all of one way lie above all of the
+    other, 2 of these are as far apart (two-sided).
+    """
+    full = outcomes(*(float(i) for i in range(10)))
+    apart = outcomes(*(float(i + 20) for i in range(10)))
+    assert chances(full, apart)["weights"] == pytest.approx(2 / 184_756)
+    assert chances(full, full)["weights"] == 1.0
+    one = outcomes(*(float(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12)))
+    assert chances(full, one)["weights"] > SIGNIFICANT
+
+
+def test_holms_correction() -> None:
+    """By hand: 0.01 x 4; 0.02 x 3; 0.03 x 2 = 0.06; 0.04 x 1, but no less than the one before."""
+    found = {("a",): 0.04, ("b",): 0.01, ("c",): 0.03, ("d",): 0.02}
+    expected = {("a",): 0.06, ("b",): 0.04, ("c",): 0.06, ("d",): 0.06}
+    assert corrected(found) == pytest.approx(expected)
+    assert corrected({("a",): 0.9, ("b",): 0.8}) == {("a",): 1.0, ("b",): 1.0}
+
+
+def test_the_report_tells_chance_from_a_shift() -> None:
+    base = row_of(1.0) | {FP32.name: outcomes(*(float(i) for i in range(10)))}
+    shifted = outcomes(*(float(i + 20) for i in range(10)))
+    looked = {"BF16 O1": shifted, "BF16 O2": outcomes(*(float(i) for i in range(10)))}
+    report = make_report(
+        "papers_cpu",
+        [],
+        [LINE],
+        {"line": Kept("", "here", base)},
+        {"line": Kept("", "here", looked)},
+        {},
+        {},
+    )
+    told = {claim: held for claim, held in report.verdicts.items() if "ten seeds" in claim}
+    assert list(told.values()) == [False, True]
+    lines = report.tables[-1].rows
+    assert [line[:5] for line in lines] == [
+        ("line", "BF16 O1", "weights", "4.5000", "24.5000"),
+        ("line", "BF16 O2", "weights", "4.5000", "4.5000"),
+    ]
 
 
 def test_a_gpu_runs_every_row() -> None:

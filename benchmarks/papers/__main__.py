@@ -1,8 +1,8 @@
-"""`python -m benchmarks.papers DEVICE ROW...`: train these rows (by number) and keep them.
+"""`python -m benchmarks.papers DEVICE [again | ROW...]`: train rows, by number, and keep them.
 
-`python -m benchmarks run papers` then trains only the others. For machines that are lent for
-minutes. With no row, the report is written of the newest there are; it says which of them an
-earlier state of the code trained.
+`again` trains what is off in the newest rows from all seeds. `python -m benchmarks run papers` then
+trains only the others. For machines that are lent for minutes. With neither, the report is written
+of the newest there are; it says which of them an earlier state of the code trained.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ import torch
 from benchmarks.harness.report import RESULTS
 
 from . import report_of
-from .rows import FULL, keep, latest
+from .again import look_again
+from .rows import FULL, keep
+from .store import Kept, Store
 from .tasks import ROWS
 
+
+def _newest(kind: str, section: str) -> dict[str, Kept]:
+    store = Store(kind, section)
+    return {task.name: row for task in ROWS if (row := store.latest(task)) is not None}
+
+
 if __name__ == "__main__":
-    kind, *numbers = sys.argv[1:]
+    kind, *what = sys.argv[1:]
     device = torch.device(kind)
-    for number in numbers:
-        keep(ROWS[int(number)], device)
-    if not numbers:
-        rows = {task.name: row for task in ROWS if (row := latest(task, device)) is not None}
-        print(report_of(rows, FULL, device).write(RESULTS))
+    rows = _newest(kind, "rows")
+    if what == ["again"]:
+        for task in ROWS:
+            if task.name in rows:
+                look_again(task, rows[task.name], device)
+    elif what:
+        for number in what:
+            keep(ROWS[int(number)], device)
+    else:
+        print(report_of(rows, _newest(kind, "again"), FULL, device).write(RESULTS))

@@ -10,9 +10,10 @@ from typing import Any
 from benchmarks.harness.report import Report, Table, plain
 from benchmarks.parity.rule import Comparison, compare
 
+from . import again as second
 from .histograms import Histogram
 from .histograms import table as magnitudes
-from .rows import Kept, Row
+from .store import Kept, Row
 from .task import Task
 from .training import Outcome
 from .ways import FP32, QUALITY, UNSCALED
@@ -28,6 +29,7 @@ def make_report(
     notes: Sequence[str],
     tasks: Sequence[Task],
     kept: Mapping[str, Kept],
+    again: Mapping[str, Kept],
     record: Mapping[str, str],
     histograms: Mapping[str, Histogram],
 ) -> Report:
@@ -35,6 +37,7 @@ def make_report(
 
     Args:
         kept: a row for each task, by its name.
+        again: what was off in them, trained from all seeds.
         record: what was measured on, as `environment` says it.
         histograms: of activation gradients, by the name of a task.
     """
@@ -54,14 +57,22 @@ def make_report(
                 for task in tasks
                 for table in (compared[task.name].table, _scales(task, rows[task.name]))
             ),
+            *([second.table(kept, again)] if again else []),
         ],
         verdicts={
-            f"{task.name}, {way}: within the spread of the FP32 seeds": held
-            for task in tasks
-            for way, held in compared[task.name].held.items()
-            if way != UNSCALED.name
+            **{
+                f"{task.name}, {way}: within the spread of the FP32 seeds": held
+                for task in tasks
+                for way, held in compared[task.name].held.items()
+                if way != UNSCALED.name
+            },
+            **second.verdicts(kept, again),
         },
-        data={"rows": _finite(plain(kept)), "histograms": plain(histograms)},
+        data={
+            "rows": _finite(plain(kept)),
+            "again": _finite(plain(again)),
+            "histograms": plain(histograms),
+        },
         environment=record,
     )
 

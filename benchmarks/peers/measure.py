@@ -1,19 +1,29 @@
-"""The papers' tasks under every arm: seconds of a step, and bytes. A process for each task."""
+"""The papers' tasks under every arm: seconds of a step, and bytes. A process for each task.
+
+A task that is measured is kept in `benchmarks/scratch` until all are: a run that was interrupted
+goes on where it was, if it is the same code on the same machine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.checking import ALIKE
 from benchmarks.harness.processes import json_from_process
-from benchmarks.harness.report import plain
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import SCRATCH, plain
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
+from benchmarks.papers.store import fingerprint
 from benchmarks.papers.task import Task, Training
 from benchmarks.papers.tasks import TASKS
 from benchmarks.papers.ways import Way, trainer_for
@@ -34,6 +44,7 @@ class Work:
     Attributes:
         seconds: that a turn should take.
         tasks: the names of those that are measured; none: all.
+        resumes: whether it goes on where an earlier run was interrupted.
     """
 
     emit: str = "inductor"
@@ -41,9 +52,10 @@ class Work:
     seconds: float = 0.2
     processes: bool = True
     tasks: tuple[str, ...] = ()
+    resumes: bool = False
 
 
-FULL = Work()
+FULL = Work(resumes=True)
 RERUN = Work(rounds=10, tasks=("DLRM", "GPT"))
 QUICK = Work("eager", rounds=2, seconds=0.0, processes=False)
 
@@ -76,13 +88,41 @@ def measure_all(work: Work, device: torch.device) -> dict[str, Row]:
         return {task.name: _measured(task, work, device) for task in tasks}
     rows = {}
     for task in tasks:
-        found = json_from_process(
-            "-m", "benchmarks.peers.measure", task.name, str(work.rounds), device.type,
-            environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
-        )  # fmt: skip
-        rows[task.name] = Row(**found)
+        rows[task.name] = _row(task, work, device)
         print(f"{task.name}: measured", file=sys.stderr, flush=True)
+    if work.resumes:
+        shutil.rmtree(_folder(device))  # the next run measures anew
     return rows
+
+
+def _row(task: Task, work: Work, device: torch.device) -> Row:
+    if not work.resumes:
+        return Row(**_measured_elsewhere(task, work, device))
+    file = _folder(device) / f"{task.name} {_condition(task, device)}.json"
+    if not file.exists():
+        found = _measured_elsewhere(task, work, device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found))
+    return Row(**json.loads(file.read_text()))
+
+
+def _folder(device: torch.device) -> Path:
+    return SCRATCH / f"peers_{device.type}"
+
+
+def _measured_elsewhere(task: Task, work: Work, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = json_from_process(
+        "-m", "benchmarks.peers.measure", task.name, str(work.rounds), device.type,
+        environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )  # fmt: skip
+    return found
+
+
+def _condition(task: Task, device: torch.device) -> str:
+    """Of the code, and of the machine as far as times depend on it."""
+    record = environment(device)
+    facts = [record.get(key) for key in ALIKE]
+    return hashlib.sha256(repr([fingerprint(task), *facts]).encode()).hexdigest()[:12]
 
 
 class _Begun:

@@ -1,0 +1,125 @@
+"""Rows that are kept: in `benchmarks/scratch` under the code that made them, or as committed.
+
+A row in the committed results stands for one that is kept, if the same code made it; the results
+name the machine of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.processes import ROOT
+from benchmarks.harness.report import RESULTS, SCRATCH, plain
+
+from .task import Task
+from .training import Outcome, train
+
+__all__ = ["Kept", "Row", "Store", "fingerprint", "read_row"]
+
+Row = dict[str, list[Outcome]]
+"""Way -> an outcome for each seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A row, and where it comes from.
+
+    Attributes:
+        fingerprint: of the code that trained it; "" if that was a quick run.
+        machine: the name of its processor, or GPU.
+    """
+
+    fingerprint: str
+    machine: str
+    runs: Row
+
+    def is_of_now(self, task: Task) -> bool:
+        """Whether the code as it is now has trained it."""
+        return self.fingerprint == fingerprint(task)
+
+
+class Store:
+    """The rows of one device.
+
+    Args:
+        kind: the device's type.
+        section: of the committed results: "rows", or "again".
+    """
+
+    def __init__(self, kind: str, section: str = "rows") -> None:
+        self._section = section
+        self._results = RESULTS / f"papers_{kind}.json"
+        self._folder = SCRATCH / f"papers_{kind}" / section
+
+    def put(self, task: Task, row: Kept) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file(task, row.fingerprint).write_text(json.dumps(plain(row)))
+
+    def kept(self, task: Task) -> Kept | None:
+        """The row as this code has trained it, on this machine or as committed; None if it has
+        not.
+        """
+        file = self._file(task, fingerprint(task))
+        row = read_row(json.loads(file.read_text())) if file.exists() else self._committed(task)
+        return row if row is not None and row.is_of_now(task) else None
+
+    def latest(self, task: Task) -> Kept | None:
+        """That row, or else the newest that an earlier state of the code trained."""
+        if (row := self.kept(task)) is not None:
+            return row
+        files = self._folder.glob(f"{task.name} *.json")
+        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        return read_row(json.loads(newest.read_text())) if newest else self._committed(task)
+
+    def _committed(self, task: Task) -> Kept | None:
+        results = json.loads(self._results.read_text()) if self._results.exists() else {}
+        row = results.get(self._section, {}).get(task.name)
+        return read_row(row) if row is not None else None
+
+    def _file(self, task: Task, code: str) -> Path:
+        return self._folder / f"{task.name} {code}.json"
+
+
+def read_row(row: Mapping[str, Any]) -> Kept:
+    """A row out of JSON."""
+    runs = {
+        way: [Outcome(**{**outcome, "metrics": _numbers(outcome["metrics"])}) for outcome in runs]
+        for way, runs in row["runs"].items()
+    }
+    return Kept(row["fingerprint"], row["machine"], runs)
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The results have null for NaN, which JSON lacks."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def fingerprint(task: Task) -> str:
+    """Of the code that trains, and of torch."""
+    ours = [file for folder in ("mpcompile", "passes") for file in (ROOT / folder).rglob("*.py")]
+    seen: set[str] = set()
+    theirs = _sources(task.module, seen) | _sources(train.__module__, seen)
+    files = [*sorted(ours), *sorted(theirs)]
+    text = b"".join(file.read_bytes() for file in files) + torch.__version__.encode()
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def _sources(module: str, seen: set[str]) -> set[Path]:
+    """The file of a module of this benchmark, and of those that it takes something from."""
+    if module in seen or not module.startswith("benchmarks."):
+        return set()
+    seen.add(module)
+    loaded = sys.modules[module]
+    taken = {getattr(value, "__module__", None) or "" for value in vars(loaded).values()}
+    inner = (_sources(name, seen) for name in taken if name in sys.modules)
+    return {Path(inspect.getfile(loaded))}.union(*inner)
