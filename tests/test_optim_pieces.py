@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from steps import DYNAMIC, StepStage, sgd, traced
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
-from mpcompile.optim.pieces import MEASURE, UPDATE, Piece, Split, signature, split, stages_of
+from mpcompile.optim.pieces import FEW, MEASURE, UPDATE, Piece, Split, signature, split, stages_of
 from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.measure_gradients import measure_gradients
@@ -80,11 +81,28 @@ def test_a_piece_for_each_parameter() -> None:
         assert len({s.index for s in slots}) == 1, slots
 
 
-def test_each_gradient_is_measured_by_itself_and_first() -> None:
-    step = cut((3,), (2, 4), (5,))
-    for i, piece in enumerate(step.pieces[:3]):
+@pytest.mark.parametrize(
+    "shapes",
+    [[(n,) for n in range(2, 3 + FEW)], [(3,), (1 + (1 << 16),)]],
+    ids=["many", "large"],
+)
+def test_each_gradient_is_measured_by_itself_and_first(shapes: list[tuple[int, ...]]) -> None:
+    step = cut(*shapes)
+    for i, piece in enumerate(step.pieces[: len(shapes)]):
         assert targets(piece) == {aten.linalg_vector_norm.default}
         assert [n.name for n in piece.inputs] == [f"grad{i}"]
+
+
+def test_few_small_gradients_are_measured_with_what_follows_from_it() -> None:
+    """A call costs more than such a norm. Numbers of each parameter's own stay apart: they would
+    take long to compile.
+    """
+    first, *rest = cut((3,), (2, 4), (5,), make=adam).pieces
+    measured = [n for n in first.inputs if n.name.startswith("grad")]
+    assert [n.name for n in measured] == ["grad0", "grad1", "grad2"]
+    assert not any(targets(piece) & {aten.linalg_vector_norm.default} for piece in rest)
+    assert not params_of(first)
+    assert not any(ir.slot_of(n).kind == "state" for n in first.inputs)
 
 
 def test_pieces_run_after_what_they_read() -> None:

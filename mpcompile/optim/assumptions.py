@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded, local
+from .alike import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike
 from .inputs import Member, Setting
 from .trace import Trace
 
@@ -25,13 +27,16 @@ class Assumptions:
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], traced: Trace) -> None:
         self._params = [m.param for m in members if m.updated]
         self._sharded = any(map(is_sharded, self._params))
-        self._memory = self._memory_now()
+        held = self._held()
+        self._memory = [*map(_MEMORY, held)]
+        self._stored = Alike(held, DTYPE_AND_LAYOUT, SHAPE, STRIDE)
         self._reads, self._attributes = traced.reads, traced.attributes
         self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
             (param, entries, tuple(entries.items()))
             for param in self._params
             if (entries := optimizer.state.get(param)) is not None
         ]
+        self._snapshot = self._snapshot_of(optimizer.state)
 
     def hold(self, optimizer: Optimizer) -> bool:
         """Whether all of it is unchanged."""
@@ -55,8 +60,9 @@ class Assumptions:
         return None
 
     def _changed_attributes(self, optimizer: Optimizer) -> list[str]:
-        attributes = vars(optimizer)
-        return [k for k, v in self._attributes.items() if not _same(attributes.get(k), v)]
+        now = vars(optimizer)
+        known = self._attributes.items()
+        return [k for k, v in known if now.get(k) is not v and not _same(now.get(k), v)]
 
     def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
         """The settings that were constants of the graph and have another value now."""
@@ -73,13 +79,15 @@ class Assumptions:
         return True
 
     def _lie_there(self) -> bool:
-        return self._memory_now() == self._memory
+        held = self._held()
+        return [*map(_MEMORY, held)] == self._memory and self._stored.holds(held)
 
-    def _memory_now(self) -> list[list[Any]]:
-        held = [*map(local, self._params)] if self._sharded else self._params
-        return [[*map(look, held)] for look in _LOOKS]
+    def _held(self) -> list[torch.Tensor]:
+        return [*map(local, self._params)] if self._sharded else self._params
 
     def _state_holds(self, state: dict[Any, dict[str, Any]]) -> bool:
+        if self._snapshot.holds(state):
+            return True  # as mostly
         for param, entries, items in self._states:
             if state.get(param) is not entries:
                 return False
@@ -87,15 +95,43 @@ class Assumptions:
                 now = entries.get(key)
                 if now is not value and not _same(now, value):
                     return False
+        self._snapshot = self._snapshot_of(state)
         return True
 
+    def _snapshot_of(self, state: dict[Any, dict[str, Any]]) -> _Snapshot:
+        return _Snapshot(state, [entries for _, entries, _ in self._states])
 
-_LOOKS = (
-    torch.Tensor.data_ptr,
-    operator.attrgetter("dtype"),
-    operator.attrgetter("shape"),
-    torch.Tensor.stride,
-)
+
+class _Snapshot:
+    """The objects that a state consists of: where they are the same, nothing has changed.
+
+    (A look-up by a parameter hashes it, in Python; this asks in few calls over all of them.)
+
+    Args:
+        state: all of it.
+        own: the entries of the parameters that matter.
+    """
+
+    def __init__(self, state: dict[Any, dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+        self._params, self._entries, self._own = [*state], [*state.values()], own
+        self._names = [*itertools.chain.from_iterable(own)]
+        self._values = [*self._values_now()]
+
+    def holds(self, state: dict[Any, dict[str, Any]]) -> bool:
+        return (
+            len(state) == len(self._params)
+            and all(map(operator.is_, state, self._params))
+            and all(map(operator.is_, state.values(), self._entries))
+            and [*itertools.chain.from_iterable(self._own)] == self._names
+            and all(map(operator.is_, self._values_now(), self._values))
+        )
+
+    def _values_now(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(_VALUES, self._own))
+
+
+_MEMORY = torch.Tensor.data_ptr
+_VALUES: Any = dict.values
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +17,9 @@ from ..state.loss_scale import LossScale
 from ..state.low_gradients import LowGradient, on_one_scale
 from .inputs import Member
 from .members import pattern_of
+
+if TYPE_CHECKING:
+    from .step import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,14 @@ class LastKey:
     Args:
         key: the key.
         optimizer: whose step it is.
+
+    Attributes:
+        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
     """
 
     def __init__(self, key: StepKey, optimizer: Optimizer) -> None:
         self.key = key
+        self.step: CompiledStep | None = None
         self._pattern = pattern_of(optimizer, sharded=key.connected is not None)
         self._rules, self._changes = rules_of(key.scales), parameters.changes()
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..errors import MPCompileError
 from ..ranks.shards import local, place_gradient
 from ..ranks.zero import is_zero, partition_of
+from .alike import DTYPE_AND_LAYOUT, STRIDE, Alike
 from .inputs import Member
 
 
@@ -80,10 +81,8 @@ class Pattern:
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
-        # While these live, their ids are nobody else's.
         self._params = [p for group in groups for p in group["params"]]
         self._lengths = [len(group["params"]) for group in groups]
-        self._ids = [*map(id, self._params)]
         self._sizes = [*map(_SIZE, self._params)]
         grads = [*map(_GRAD, self._params)]
         self._missing = [grad is None for grad in grads]
@@ -91,8 +90,8 @@ class Pattern:
             not none and size > 0 for none, size in zip(self._missing, self._sizes, strict=True)
         ]
         found = [*itertools.compress(grads, self._taking_part)]
-        self._stored = [*map(_STORED, found)]
-        self._strides = [*map(_STRIDE, found)]
+        # A sparse gradient, whose layout is another, has no strides.
+        self._stored = Alike(found, DTYPE_AND_LAYOUT, STRIDE)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether all of it is unchanged."""
@@ -100,17 +99,14 @@ class Pattern:
         params = [*itertools.chain.from_iterable(lists)]
         grads = [*map(_GRAD, params)]
         if (
-            [*map(id, params)] != self._ids
-            or [*map(len, lists)] != self._lengths
+            [*map(len, lists)] != self._lengths
+            or not all(map(operator.is_, params, self._params))
             or [*map(operator.is_, grads, itertools.repeat(None))] != self._missing
             or [*map(_SIZE, params)] != self._sizes
         ):
             return False
-        found = [*itertools.compress(grads, self._taking_part)]
-        # A sparse gradient, whose layout is another, has no strides.
-        return [*map(_STORED, found)] == self._stored and [*map(_STRIDE, found)] == self._strides
+        return self._stored.holds([*itertools.compress(grads, self._taking_part)])
 
 
 _GRAD = operator.attrgetter("grad")
-_STORED = operator.attrgetter("dtype", "layout")
-_STRIDE, _SIZE = torch.Tensor.stride, torch.Tensor.numel
+_SIZE = torch.Tensor.numel

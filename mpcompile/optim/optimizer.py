@@ -33,13 +33,10 @@ from .step import CompiledStep
 from .trace_context import raw_step, untraced
 from .watch import Watch
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
+_HOOKS = tuple(
+    f"_optimizer_{method}_{when}_hooks"
+    for method in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
 )
 
 
@@ -185,8 +182,8 @@ class MPOptimizer(Optimizer):
 
     def _step_part(self) -> None:
         """The step of the parameters that this process updates."""
-        if (key := self._key()).members:
-            self._step(key)
+        if (known := self._known_key()).key.members:
+            self._step(known)
             self._watch.look()
 
     @property
@@ -194,15 +191,15 @@ class MPOptimizer(Optimizer):
         """The optimizer whose step is compiled: of ZeRO, the one over this rank's partition."""
         return partition_of(self._inner)
 
-    def _key(self) -> StepKey:
+    def _known_key(self) -> LastKey:
         # Most steps are like the one before; checking that is cheaper than making a key.
         if self._last is not None and self._last.holds(self._inner):
-            return self._last.key
+            return self._last
         members = members_of(self._inner, sharded=self._connected is not None)
         key = StepKey.of(members, self._own_scale, self._connected)
         self._check_scales(key)
         self._last = LastKey(key, self._inner)
-        return key
+        return self._last
 
     def _check_scales(self, key: StepKey) -> None:
         given = self._given_scale
@@ -213,12 +210,13 @@ class MPOptimizer(Optimizer):
                 "model a scale of its own; or hand both the same LossScale"
             )
 
-    def _step(self, key: StepKey) -> None:
+    def _step(self, known: LastKey) -> None:
+        key = known.key
         if is_op_by_op():
             initialise_state(self._part, key.members)
             eager_step(self._part, key, self._max_grad_norm, self._results)
             return
-        step = self._steps.get(key)
+        step = known.step or self._steps.get(key)
         if step is None or not step.still_holds(self._part):
             why = why_compiled(self._part, step, self._steps.values())
             start = time.perf_counter()
@@ -242,6 +240,7 @@ class MPOptimizer(Optimizer):
             self._steps[key] = step
             self.compilations += 1
             log_compiled(self._part, key, why, time.perf_counter() - start)
+        known.step = step
         step.run(self._part)
         self._watch.follow(key.scales)
 
@@ -387,6 +386,7 @@ class MPOptimizer(Optimizer):
         self._saved_scales = SavedScales([e for e in entries if not e.get("own")])
         self._saved_scales.restore(known)
         self._steps.clear()
+        self._last = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.

@@ -35,6 +35,10 @@ from ..ir.step import Slot
 MEASURE, COLLECT, AGREE, PREPARE, SCALARS, UPDATE, COMMIT = range(7)
 # For fewer elements than this, waking other threads costs more than the update.
 SMALL = 1 << 14
+# The norm of no more elements than this takes less time than a call.
+_FAST = 1 << 16
+# What a function can do at once for so many parameters compiles fast.
+FEW = 8
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 # Operators that are pointwise, though torch doesn't tag them so.
 _POINTWISE = (aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.full_like.default,
@@ -95,7 +99,7 @@ def split(gm: fx.GraphModule, *, whole: bool, together: bool = False) -> Split:
     stages = stages_of(gm)
     commits = [n for n, stage in stages.items() if stage == COMMIT]
     pieces: list[Piece] = []
-    for group in _groups(stages, together=whole or together):
+    for group in _groups(gm, stages, together=whole or together):
         nodes = [n for n, stage in stages.items() if stage in group]
         in_parts = not whole and group in ((MEASURE,), (SCALARS,), (UPDATE,))
         parts = _connected(nodes) if in_parts else [nodes]
@@ -106,13 +110,28 @@ def split(gm: fx.GraphModule, *, whole: bool, together: bool = False) -> Split:
     )
 
 
-def _groups(stages: Mapping[fx.Node, int], *, together: bool) -> Sequence[tuple[int, ...]]:
+def _groups(
+    gm: fx.GraphModule, stages: Mapping[fx.Node, int], *, together: bool
+) -> Sequence[tuple[int, ...]]:
     """The stages that are cut into pieces together, in order."""
-    if not together:
+    if AGREE in stages.values():
+        if together:
+            return [(MEASURE, COLLECT), (AGREE,), (PREPARE, SCALARS), (UPDATE,)]
         return [(stage,) for stage in range(COMMIT)]
-    if AGREE not in stages.values():
+    if together:
         return [(MEASURE, PREPARE, SCALARS), (UPDATE,)]
-    return [(MEASURE, COLLECT), (AGREE,), (PREPARE, SCALARS), (UPDATE,)]
+    if _measures_fast(gm):
+        return [(MEASURE, PREPARE), (SCALARS,), (UPDATE,)]
+    return [(MEASURE,), (PREPARE,), (SCALARS,), (UPDATE,)]
+
+
+def _measures_fast(gm: fx.GraphModule) -> bool:
+    """Whether calls for the norms would take longer than the norms, and these are so few that one
+    function of them all compiles as fast as one for each kind.
+    """
+    norms = dict.fromkeys(ir.step_notes(gm).norms)
+    measured = [ir.value(i) for n in norms for i in n.all_input_nodes]
+    return len(measured) <= FEW and all(v.numel() <= _FAST for v in measured)
 
 
 def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:

@@ -40,12 +40,17 @@ class OptimizerState:
         self.nodes: dict[int, Any] = {}
 
 
-_states: weakref.WeakKeyDictionary[Optimizer, OptimizerState] = weakref.WeakKeyDictionary()
+# An optimizer's id -> the optimizer and its state. Each step asks several times, and a weak
+# dictionary of torch's or Python's makes an object for each question.
+_states: dict[int, tuple[weakref.ref[Optimizer], OptimizerState]] = {}
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer, which callers change in place."""
-    state = _states.get(optimizer)
-    if state is None:
-        state = _states[optimizer] = OptimizerState()
-    return state
+    known = _states.get(id(optimizer))
+    if known is not None and known[0]() is optimizer:
+        return known[1]
+    key, states = id(optimizer), _states
+    alive = weakref.ref(optimizer, lambda _: states.pop(key, None))
+    states[key] = alive, OptimizerState()
+    return states[key][1]

@@ -71,6 +71,8 @@ def before_step(optimizer: Optimizer) -> None:
     """Let ranks agree on what is open, at the first step of an optimizer over shards. All ranks
     must take it.
     """
+    if not _known:
+        return
     open_ = [sharding for sharding in _known.values() if sharding.is_open()]
     if open_:
         held = [p for group in optimizer.param_groups for p in group["params"]]
