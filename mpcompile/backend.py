@@ -33,7 +33,8 @@ from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
-from .emit.islands import has_rnn
+from .emit.fusing import gains
+from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.retrace import traced_code
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
@@ -160,11 +161,11 @@ def _compile(
     shardings.enter(captured, example_inputs, reduced_in, scale, hooked=low_wire)
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
-    graph, how = _to_emit(gm, captured, plan, settings)
+    graph, how, sparing = _to_emit(gm, captured, plan, settings)
     # Must come before `_emit`, which may change the graph.
     searches = scale is not None and scale.fitting and not _replays(how, device)
     searches = searches and fit_scale.can_run_again(captured)
-    compiled = _emit(graph, given, how, joint=joint_passes(config))
+    compiled = _emit(graph, given, how, joint=joint_passes(config), sparing=sparing)
     if scale is not None and searches:
         scale.search.possible = True
         compiled = fit_scale.fitting(compiled, scale, inputs)
@@ -270,12 +271,9 @@ def _heed_the_device(
 ) -> None:
     """Warn if a setting of the device may round sums, or if the device gains nothing by `low`."""
     check_accumulation(device, config.low)
-    if not config.promised and not plan.counts().get("LOW") and _has_products(captured):
+    nothing_low = not config.promised and not plan.counts().get("LOW")
+    if nothing_low and any(product(node) is not None for node in captured.graph.nodes):
         say_nothing_runs_low(capabilities(device).word, config.low)
-
-
-def _has_products(gm: fx.GraphModule) -> bool:
-    return any(product(node) is not None for node in gm.graph.nodes)
 
 
 def note_read_in_full(
@@ -329,16 +327,17 @@ def owned_in(example_inputs: Sequence[Any]) -> dict[int, Any]:
 
 def _to_emit(
     gm: fx.GraphModule, captured: fx.GraphModule, plan: GraphPlan, settings: Settings
-) -> tuple[fx.GraphModule, Settings]:
-    """The graph to emit, and the settings to emit it with."""
+) -> tuple[fx.GraphModule, Settings, bool]:
+    """The graph to emit, the settings to emit it with, and whether to compile sparingly."""
     if settings.emit != "inductor" or not has_rnn(captured) or plan.counts().get("LOW"):
-        return captured, settings
-    # As torch.compile does with an RNN: compiling the pieces around it gains nothing.
+        return captured, settings, False
+    if any(map(gains, pieces(captured.graph))):
+        return captured, settings, True
     eager = replace(settings, emit="eager", mode=None, recompute=False)
-    rewritten = set(plan.changed) - {pass_.__name__ for pass_ in pipeline.FOLDING}
-    if rewritten or any(map(ir.autocast_region, captured.graph.nodes)):
-        return captured, eager
-    return gm, eager  # torch's functions cost less to call than its operators
+    rewritten = not {pass_.__name__ for pass_ in pipeline.FOLDING}.issuperset(plan.changed)
+    rewritten |= any(map(ir.autocast_region, captured.graph.nodes))
+    # Unchanged, Dynamo's graph: torch's functions cost less to call than its operators.
+    return captured if rewritten else gm, eager, False
 
 
 def _emit(
@@ -348,10 +347,11 @@ def _emit(
     *,
     joint: JointPasses = NO_PASSES,
     untouched: bool = False,
+    sparing: bool = False,
 ) -> Callable[..., Any]:
     return emit(
         gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
-        recompute=settings.recompute, untouched=untouched,
+        recompute=settings.recompute, untouched=untouched, sparing=sparing,
     )  # fmt: skip
 
 

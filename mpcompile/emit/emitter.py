@@ -32,6 +32,7 @@ from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..state.second_backward import noticed
+from .fusing import gains
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, JointPasses, with_joint_passes
 
@@ -46,6 +47,7 @@ def emit(
     joint: JointPasses = NO_PASSES,
     recompute: bool = False,
     untouched: bool = False,
+    sparing: bool = False,
     inner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
@@ -60,6 +62,7 @@ def emit(
         joint: passes for AOTAutograd's joint graph and its two halves, for "inductor" only.
         recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
+        sparing: of the pieces around RNNs, run those op by op that don't gain by being compiled.
         inner: used in place of Inductor's code generation, for "inductor" only.
 
     Raises:
@@ -69,18 +72,25 @@ def emit(
     autocast = torch._C._is_any_autocast_enabled() and not untouched
     with torch._C._DisableAutocast() if autocast else contextlib.nullcontext():
         if how == "eager":
-            _keep_random_state(gm)
-            gm.recompile()
-            run: Callable[..., Any] = gm.forward
+            run: Callable[..., Any] = _as_it_is(gm)
         else:
             inductor = _inductor(mode, options, joint, inner) if how == "inductor" else None
             compile_graph = inductor or _aot_eager
             if recompute:
                 compile_graph = _recomputing(compile_graph)
+            if sparing:
+                compile_graph = _where_it_gains(compile_graph)
             salted = functools.partial(_salted, compile_graph)
             run = (_untouched if untouched else _rewritten)(gm, example_inputs, salted)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
     return _without_autocast(run) if autocast else run
+
+
+def _as_it_is(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The graph, to be run op by op."""
+    _keep_random_state(gm)
+    gm.recompile()
+    return gm.forward
 
 
 def _keep_random_state(gm: fx.GraphModule) -> None:
@@ -183,6 +193,13 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
     products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
     """
     return functorch.patch(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
+
+
+def _where_it_gains(compile_graph: Compiler) -> Compiler:
+    def compile_piece(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, inputs) if gains(gm.graph.nodes) else _as_it_is(gm)
+
+    return compile_piece
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

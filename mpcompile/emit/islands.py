@@ -87,6 +87,12 @@ def has_rnn(gm: fx.GraphModule) -> bool:
     return any(node.target in RNN_OPS for node in gm.graph.nodes)
 
 
+def pieces(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The operators before, between and behind RNNs, as they are compiled together."""
+    sections, _ = _schedule(graph, torch.is_grad_enabled())
+    return [section.nodes for section in sections if not section.island]
+
+
 def rnn_results(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
