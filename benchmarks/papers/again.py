@@ -110,7 +110,7 @@ def verdicts(rows: Mapping[str, Kept], again: Mapping[str, Kept]) -> dict[str, b
     """Claim -> whether all metrics of the way may be FP32's, but for chance."""
     holm = corrected(_all_chances(rows, again))
     return {
-        f"{name}, {way}: with ten seeds, no metric's mean differs from FP32's": all(
+        f"{name}, {way}: with ten seeds, no metric's mean differs by more than chance": all(
             chance >= SIGNIFICANT for (n, w, _), chance in holm.items() if (n, w) == (name, way)
         )
         for name, looked in again.items()
