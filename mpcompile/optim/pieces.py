@@ -22,7 +22,7 @@ the pieces stay whole and Inductor fuses them horizontally.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import torch
@@ -35,8 +35,8 @@ from ..ir.step import Slot
 MEASURE, COLLECT, AGREE, PREPARE, SCALARS, UPDATE, COMMIT = range(7)
 # For fewer elements than this, waking other threads costs more than the update.
 SMALL = 1 << 14
-# The norm of no more elements than this takes less time than a call.
-_FAST = 1 << 16
+# Norms of no more elements than this, all together, take less time than their calls.
+_FAST = 1 << 17
 # What a function can do at once for so many parameters compiles fast.
 FEW = 8
 _MEASURES = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
@@ -60,6 +60,7 @@ class Piece:
         scalars: it computes 0-d tensors from 0-d tensors, pointwise: pieces of one kind may run at
             once, on vectors of these.
         results: the last of its inputs, to which it writes the values of these nodes.
+        fast: waking other threads would take longer than it does.
     """
 
     graph: fx.GraphModule
@@ -69,6 +70,7 @@ class Piece:
     exchanges: bool = False
     scalars: bool = False
     results: tuple[fx.Node, ...] = ()
+    fast: bool = False
 
     @property
     def flat(self) -> bool:
@@ -78,7 +80,7 @@ class Piece:
     @property
     def is_small(self) -> bool:
         """Whether calling it may cost as much as what it computes."""
-        return max(ir.value(n).numel() for n in self.inputs) <= SMALL
+        return self.fast or max(ir.value(n).numel() for n in self.inputs) <= SMALL
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def split(gm: fx.GraphModule, *, whole: bool, together: bool = False) -> Split:
         nodes = [n for n, stage in stages.items() if stage in group]
         in_parts = not whole and group in ((MEASURE,), (SCALARS,), (UPDATE,))
         parts = _connected(nodes) if in_parts else [nodes]
-        pieces += [_piece(gm, part, exchanges=group == (AGREE,)) for part in parts if part]
+        for part in filter(None, parts):
+            piece = _piece(gm, part, exchanges=group == (AGREE,))
+            pieces.append(replace(piece, fast=group == (MEASURE, PREPARE)))
     return Split(
         tuple(pieces),
         tuple((ir.slot_of(n.args[0]), n.args[1]) for n in commits),  # type: ignore[arg-type, misc]
@@ -131,7 +135,7 @@ def _measures_fast(gm: fx.GraphModule) -> bool:
     """
     norms = dict.fromkeys(ir.step_notes(gm).norms)
     measured = [ir.value(i) for n in norms for i in n.all_input_nodes]
-    return len(measured) <= FEW and all(v.numel() <= _FAST for v in measured)
+    return len(measured) <= FEW and sum(v.numel() for v in measured) <= _FAST
 
 
 def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:

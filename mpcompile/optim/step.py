@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from .pieces import FEW, SMALL, split
 from .program import Program
 from .results import Results
 from .trace import Trace, trace
+
+_NOTHING = contextlib.nullcontext()
 
 
 class CompiledStep:
@@ -158,21 +161,14 @@ class CompiledStep:
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
         try:
-            self._run_program(env)
+            with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING:
+                self.gathered.fill()
+                self.program.run(env)
         finally:
             torch._C._set_grad_enabled(grad_mode)
         torch.autograd.graph.increment_version(self.written)
         for member, copy in self.copied:
             copy.written(member.param)
-
-    def _run_program(self, env: dict[fx.Node, Any]) -> None:
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
-                self.gathered.fill()
-                self.program.run(env)
-        else:
-            self.gathered.fill()
-            self.program.run(env)
 
 
 def _is_tiny(key: StepKey) -> bool:
