@@ -56,7 +56,7 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
         (copies._ReadCopies, "backward"), (LowGradient, "_arrive"), (LowGradient, "note_arrival"),
     ),
     "overflows, looked at by the step": ((guard, "look"),),
-    "which step is it (key)": ((MPOptimizer, "_key"),),
+    "which step is it (key)": ((MPOptimizer, "_known_key"),),
     "is the compiled step still right": ((CompiledStep, "still_holds"),),
     "inputs of the compiled step": ((CompiledStep, "run"),),
     "the compiled step itself (launch)": ((Program, "run"),),

@@ -19,8 +19,10 @@ stored that was not stored before, and no operator computes anything else; sums 
 order. The strides of results stay the caller's: Inductor keeps them itself.
 
 Left alone are views, since one that is laid out would be a copy, which a later write to its base
-would not reach; and images of one channel or one pixel: both layouts are the same memory, and
-torch's convolutions read off the strides which one their result has.
+would not reach; images of one pixel, and so of one channel: both layouts are the same memory, and
+torch's convolutions read off the strides which one their result has; and images of few channels:
+what reads them goes along a row of pixels in whole vectors, and along the channels of a pixel not
+(the SSD's whole step was slower so, `python -m benchmarks run peers`).
 
 Contract. An image whose sizes are no numbers is left as it is.
 
@@ -37,6 +39,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 
+_LEAST = 16  # channels: as many FP32 numbers as a cache line, or a vector of AVX512, holds
 _POOLS_AND_JOINS = {
     "aten::_adaptive_avg_pool2d", "aten::avg_pool2d", "aten::cat",
     "aten::max_pool2d_with_indices", "prims::_low_memory_max_pool_with_offsets",
@@ -84,7 +87,7 @@ def _is_stored(node: fx.Node) -> bool:
     _, channels, height, width = value.shape
     return (
         all(isinstance(size, int) for size in value.shape)
-        and channels > 1
+        and channels >= _LEAST
         and height * width > 1
         and any(_reads_memory(user, node) for user in node.users)
     )
