@@ -139,7 +139,7 @@ def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, "eager")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SAMPLED)
 def test_compiled(case: Case) -> None:
     check(case, "inductor")

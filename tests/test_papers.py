@@ -235,6 +235,7 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")  # eager, on a CPU
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ROWS, ids=lambda task: task.name)
 def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     (way,) = (way for way in QUALITY if way.name == "FP16 O2")
