@@ -355,6 +355,13 @@ def test_a_shift_of_all_seeds_is_no_chance_and_a_single_seed_may_be() -> None:
     assert chances(full, one)["weights"] > SIGNIFICANT
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_run_that_diverged_is_no_chance(value: float) -> None:
+    full = outcomes(*(float(i) for i in range(10)))
+    diverged = outcomes(*(float(i) for i in range(9)), value)
+    assert chances(full, diverged)["weights"] == 0.0
+
+
 def test_holms_correction() -> None:
     """By hand: 0.01 x 4; 0.02 x 3; 0.03 x 2 = 0.06; 0.04 x 1, but no less than the one before."""
     found = {("a",): 0.04, ("b",): 0.01, ("c",): 0.03, ("d",): 0.02}

@@ -9,11 +9,11 @@ correction is applied to them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from scipy.stats import permutation_test
 
 from benchmarks.harness.report import Table
 from benchmarks.parity.rule import compare
@@ -58,6 +58,10 @@ def chances(full: Sequence[Outcome], mixed: Sequence[Outcome]) -> dict[str, floa
 
 
 def _chance(full: Sequence[float], mixed: Sequence[float]) -> float:
+    if not all(map(math.isfinite, (*full, *mixed))):
+        return 0.0  # a run that ended in NaN is no chance; a p that is NaN would pass for one
+    from scipy.stats import permutation_test  # rows are trained where it may be missing
+
     found = permutation_test(
         (full, mixed),
         lambda a, b, axis: np.mean(a, axis=axis) - np.mean(b, axis=axis),

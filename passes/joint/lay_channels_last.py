@@ -19,10 +19,9 @@ stored that was not stored before, and no operator computes anything else; sums 
 order. The strides of results stay the caller's: Inductor keeps them itself.
 
 Left alone are views, since one that is laid out would be a copy, which a later write to its base
-would not reach; images of one pixel, and so of one channel: both layouts are the same memory, and
-torch's convolutions read off the strides which one their result has; and images of few channels:
-what reads them goes along a row of pixels in whole vectors, and along the channels of a pixel not
-(the SSD's whole step was slower so, `python -m benchmarks run peers`).
+would not reach; images of one channel or one pixel: both layouts are the same memory, and torch's
+convolutions read off the strides which one their result has; and images of few channels, which fill
+no vector, as the pixels of a row do (the SSD of `python -m benchmarks run peers` was slower so).
 
 Contract. An image whose sizes are no numbers is left as it is.
 
