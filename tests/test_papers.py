@@ -29,7 +29,6 @@ from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
 from benchmarks.peers import figure as bars
-from benchmarks.peers.report import geometric_mean
 from mpcompile.observe.numbers import EXPONENTS
 from mpcompile.whole.train_step import goes_backward
 
@@ -213,22 +212,6 @@ def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
         names = {path.name for path in store._sources(task.module, set())}
         assert {"ways.py", "task.py"} < names
         assert "report.py" not in names
-
-
-# -- geometric means -------------------------------------------------------------------------------
-
-
-def test_the_geometric_mean_of_twice_and_half_is_one() -> None:
-    mean, low, high = geometric_mean([([2.0, 2.0], [1.0, 1.0]), ([1.0, 1.0], [2.0, 2.0])])
-    assert (mean, low, high) == pytest.approx((1.0, 1.0, 1.0))
-
-
-def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
-    peer, ours = [1.0, 2.0, 4.0, 2.0, 2.0], [1.0] * 5
-    mean, low, high = geometric_mean([(peer, ours)])
-    assert mean == pytest.approx(2.0)
-    assert 1.0 <= low <= 2.0 <= high <= 4.0
-    assert low < high
 
 
 # -- tasks -----------------------------------------------------------------------------------------
