@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class Assumptions:
         self._memory = [*map(_MEMORY, held)]
         self._stored = Alike(held, DTYPE_AND_LAYOUT, SHAPE, STRIDE)
         self._reads, self._attributes = traced.reads, traced.attributes
+        self._own_values = _Values(traced.attributes)
+        self._settings = {
+            index: _Values({name: v for (i, name), v in traced.reads.items() if i == index})
+            for index in {i for i, _ in traced.reads}
+        }
         self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
             (param, entries, tuple(entries.items()))
             for param in self._params
@@ -42,7 +47,7 @@ class Assumptions:
         """Whether all of it is unchanged."""
         return (
             self._settings_hold(optimizer.param_groups)
-            and not self._changed_attributes(optimizer)
+            and self._own_values.hold(vars(optimizer))
             and self._state_holds(optimizer.state)
             and self._lie_there()
         )
@@ -51,18 +56,14 @@ class Assumptions:
         """What has changed, in a few words, or None."""
         if settings := {name for _, name in self.changed_settings(optimizer)}:
             return f"another value of {', '.join(sorted(settings))}"
-        if attributes := self._changed_attributes(optimizer):
+        now = vars(optimizer)
+        if attributes := [k for k, v in self._attributes.items() if not _same(now.get(k), v)]:
             return f"another value of the optimizer's own {', '.join(attributes)}"
         if not self._state_holds(optimizer.state):
             return "other tensors in its state"
         if not self._lie_there():
             return "parameters that lie elsewhere in memory"
         return None
-
-    def _changed_attributes(self, optimizer: Optimizer) -> list[str]:
-        now = vars(optimizer)
-        known = self._attributes.items()
-        return [k for k, v in known if now.get(k) is not v and not _same(now.get(k), v)]
 
     def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
         """The settings that were constants of the graph and have another value now."""
@@ -72,11 +73,7 @@ class Assumptions:
     # The three below run in every step for every tensor, with cold caches, so they must be fast.
 
     def _settings_hold(self, groups: Sequence[dict[str, Any]]) -> bool:
-        for (group, name), value in self._reads.items():
-            now = groups[group].get(name)
-            if now is not value and not _same(now, value):
-                return False
-        return True
+        return all(values.hold(groups[i]) for i, values in self._settings.items())
 
     def _lie_there(self) -> bool:
         held = self._held()
@@ -100,6 +97,17 @@ class Assumptions:
 
     def _snapshot_of(self, state: dict[Any, dict[str, Any]]) -> _Snapshot:
         return _Snapshot(state, [entries for _, entries, _ in self._states])
+
+
+class _Values:
+    """Values by name, compared with those that an object or a param group has now."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._names, self._values = [*values], [*values.values()]
+
+    def hold(self, now: Mapping[str, Any]) -> bool:
+        found = [*map(now.get, self._names)]
+        return all(map(operator.is_, found, self._values)) or all(map(_same, found, self._values))
 
 
 class _Snapshot:

@@ -233,7 +233,10 @@ def _piece(gm: fx.GraphModule, nodes: Sequence[fx.Node], *, exchanges: bool) -> 
 
 def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
     large = [v for n in inputs if (v := ir.value(n)).ndim > 0]
-    layouts = {(tuple(v.shape), v.stride()) for v in large}
+    # The stride of a dim of size 1 says nothing: a 1x1 convolution's gradient has another there.
+    layouts = {
+        (v.shape, tuple(v.stride(d) for d in range(v.ndim) if v.shape[d] > 1)) for v in large
+    }
     if len(layouts) != 1 or large[0].numel() < 2 or not _is_dense(large[0]):
         return False
     for node in nodes:

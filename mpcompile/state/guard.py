@@ -91,7 +91,10 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
     Backward passes whose gradients were thrown away before the last forward are not counted, unless
     the optimizer's parameters come before the graphs (`upstream`): their gradients may still exist.
     """
-    looks, overflows = optimizers.state_of(optimizer).looks, scale.overflows
+    overflows = scale.overflows
+    if not overflows.began:  # an MPOptimizer's own scale
+        return _beside_ddp(optimizer, scale, None)
+    looks = optimizers.state_of(optimizer).looks
     overflows.lookers.add(optimizer)
     count, earlier = overflows.count(), looks.get(scale, Count())
     if not upstream:

@@ -121,6 +121,11 @@ class Overflows:
                 self._leave_alone(leaf)
         return leaf
 
+    @property
+    def began(self) -> bool:
+        """Whether there may be anything to count: some graph has taken a leaf, on any rank."""
+        return bool(self._leaves) or self._count.passes > 0
+
     # -- behind a reduction -----------------------------------------------------------------------
 
     def leave_to(self, reduction: Reduction) -> None:

@@ -24,14 +24,26 @@ Gradients = tuple[Tensor | None, ...]
 
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled graph: its gradients raise if they are differentiated."""
+    returns_inputs: bool | None = None  # known after the first call, and the same in each
 
     def graph(*args: Any) -> Any:
-        before = _nodes(args)  # an input that is returned has its own history
+        nonlocal returns_inputs
+        # An input that is returned has its own history. It is asked of no input otherwise: with
+        # cold caches, that takes longer than all else here.
+        before = _nodes(args) if returns_inputs is not False else set()
         results = run(*args)
+        if returns_inputs is None:
+            returns_inputs = _share(args, results, before)
         _notice(_nodes(results) - before)
         return results
 
     return graph
+
+
+def _share(args: Sequence[Any], results: Sequence[Any], before: set[Node]) -> bool:
+    """Whether a result is an input, or has the history of one."""
+    given = {id(a) for a in args if isinstance(a, Tensor)}
+    return any(id(r) in given for r in results) or not before.isdisjoint(_nodes(results))
 
 
 def notice(results: Sequence[Any]) -> None:
