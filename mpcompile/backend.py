@@ -33,7 +33,7 @@ from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
 from .emit.emitter import emit
-from .emit.fusing import gains
+from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.retrace import traced_code
@@ -331,7 +331,7 @@ def _to_emit(
     """The graph to emit, the settings to emit it with, and whether to compile sparingly."""
     if settings.emit != "inductor" or not has_rnn(captured) or plan.counts().get("LOW"):
         return captured, settings, False
-    if any(map(gains, pieces(captured.graph))):
+    if any(map(gains, pieces(captured.graph, is_apart))):
         return captured, settings, True
     eager = replace(settings, emit="eager", mode=None, recompute=False)
     rewritten = not {pass_.__name__ for pass_ in pipeline.FOLDING}.issuperset(plan.changed)

@@ -32,7 +32,7 @@ from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..state.second_backward import noticed
-from .fusing import gains
+from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, JointPasses, with_joint_passes
 
@@ -78,10 +78,9 @@ def emit(
             compile_graph = inductor or _aot_eager
             if recompute:
                 compile_graph = _recomputing(compile_graph)
-            if sparing:
-                compile_graph = _where_it_gains(compile_graph)
             salted = functools.partial(_salted, compile_graph)
-            run = (_untouched if untouched else _rewritten)(gm, example_inputs, salted)
+            around = _untouched if untouched else _rewritten
+            run = (_sparing if sparing else around)(gm, example_inputs, salted)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
     return _without_autocast(run) if autocast else run
 
@@ -117,6 +116,17 @@ def _rewritten(
 ) -> Callable[..., Any]:
     around = compile_around_rnns if has_rnn(gm) else _whole
     return noticed(around(gm, example_inputs, compile_graph))
+
+
+def _sparing(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    """Compile what gains by it around the RNNs of a rewritten graph."""
+
+    def compile_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(piece, inputs) if gains(piece.graph.nodes) else _as_it_is(piece)
+
+    return noticed(compile_around_rnns(gm, example_inputs, compile_piece, is_apart))
 
 
 def _untouched(
@@ -193,13 +203,6 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
     products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
     """
     return functorch.patch(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
-
-
-def _where_it_gains(compile_graph: Compiler) -> Compiler:
-    def compile_piece(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, inputs) if gains(gm.graph.nodes) else _as_it_is(gm)
-
-    return compile_piece
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

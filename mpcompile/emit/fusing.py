@@ -5,6 +5,9 @@ call of its own in the forward and in the backward. What it gains is that its el
 fused, don't write each result to memory. So an embedding or a linear layer beside an RNN is faster
 op by op, a sampled softmax behind it or masked convolutions before it are faster compiled (on a
 CPU: `python -m benchmarks run peers`, the LSTM with attention, the big LSTM, Deep Speech 2).
+
+A dropout behind an RNN is faster op by op, too: Inductor's C++ draws random numbers one at a time,
+torch's kernel many (torch 2.13).
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..rules import RNN_OPS
+
+aten = torch.ops.aten
 
 _LEAST = 1 << 20
 """Bytes of results of elementwise operators: so that writing them costs more than a call."""
@@ -29,3 +35,11 @@ def gains(piece: Iterable[fx.Node]) -> bool:
         if value is not None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
             written += math.prod(map(ir.hint, value.shape)) * value.element_size()
     return written >= _LEAST
+
+
+def is_apart(node: fx.Node) -> bool:
+    """Whether an operator is a dropout of what an RNN returns."""
+    if node.target is not aten.dropout.default:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and any(n.target in RNN_OPS for n in source.all_input_nodes)

@@ -13,7 +13,7 @@ links any two compiled functions.
     y = relu(o)
 
 1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
-   Both are sections.
+   Both are sections. (The caller may name other operators that run as they are: islands, too.)
 2. Make each section a graph of its own: its inputs are the values it takes from outside, its
    outputs those that a later section or the caller reads. `set_grad_enabled` doesn't reach across a
    cut: a section that starts in another grad mode than the graph enters that mode itself, and
@@ -87,9 +87,13 @@ def has_rnn(gm: fx.GraphModule) -> bool:
     return any(node.target in RNN_OPS for node in gm.graph.nodes)
 
 
-def pieces(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The operators before, between and behind RNNs, as they are compiled together."""
-    sections, _ = _schedule(graph, torch.is_grad_enabled())
+def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+    """The operators before, between and behind RNNs, as they are compiled together.
+
+    Args:
+        apart: see `compile_around_rnns`.
+    """
+    sections, _ = _schedule(graph, torch.is_grad_enabled(), apart)
     return [section.nodes for section in sections if not section.island]
 
 
@@ -120,7 +124,10 @@ def rnn_results(
 
 
 def compile_around_rnns(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_piece: Compiler
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_piece: Compiler,
+    apart: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Callable[..., Any]:
     """Cut the graph at its RNN nodes, compile the pieces, return a function that runs the whole.
 
@@ -128,6 +135,7 @@ def compile_around_rnns(
         gm: a pre-dispatch ATen graph that returns a tuple; left unchanged.
         example_inputs: one for each placeholder: real or fake tensors, SymInts.
         compile_piece: makes a function from a graph and its inputs; it may change the graph.
+        apart: whether an operator is to run as it is, outside of any piece.
 
     Raises:
         CannotRewrite: a value that is neither a tensor nor a symbolic number must cross a cut.
@@ -137,7 +145,7 @@ def compile_around_rnns(
     base = torch.is_grad_enabled()
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = dict(zip(placeholders, example_inputs, strict=True))
-    sections, final = _schedule(gm.graph, base)
+    sections, final = _schedule(gm.graph, base, apart)
     _connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
@@ -162,7 +170,9 @@ def compile_around_rnns(
 
 @dataclass(eq=False)
 class _Section:
-    """Nodes that run together: an RNN node with its getitems, or a piece to compile."""
+    """Nodes that run together: an RNN node with its getitems or another operator that runs as it is
+    (an island), or a piece to compile.
+    """
 
     island: bool
     grad: bool  # the grad mode it starts in
@@ -171,7 +181,9 @@ class _Section:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Section], bool]:
+def _schedule(
+    graph: fx.Graph, base: bool, apart: Callable[[fx.Node], bool]
+) -> tuple[list[_Section], bool]:
     """The sections in the order of the graph, and the grad mode at the graph's end."""
     sections: list[_Section] = []
     grad = base
@@ -183,6 +195,9 @@ def _schedule(graph: fx.Graph, base: bool) -> tuple[list[_Section], bool]:
             assert all(user.target is operator.getitem for user in node.users)
             sections.append(_Section(True, grad, [node, *node.users]))
             results.update(node.users)
+            continue
+        if apart(node):
+            sections.append(_Section(True, grad, [node]))
             continue
         if not sections or sections[-1].island:
             sections.append(_Section(False, grad, []))
@@ -236,9 +251,9 @@ def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModul
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
-    if section.island:
+    if section.nodes[0].target in RNN_OPS:
         _make_dense(graph, section.nodes[0], new)
-    elif grad is not base:
+    elif not section.island and grad is not base:
         graph.call_function(SET_GRAD_ENABLED, (base,))
     graph.output(tuple(new[node] for node in section.outputs))
 
