@@ -48,7 +48,7 @@ class Work:
     """
 
     emit: str = "inductor"
-    rounds: int = 24
+    rounds: int = 48
     seconds: float = 0.2
     processes: bool = True
     tasks: tuple[str, ...] = ()
