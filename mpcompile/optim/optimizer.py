@@ -28,16 +28,10 @@ from .log_step import log_by_operator, log_compiled, why_compiled
 from .members import members_of
 from .results import Results
 from .saved_scales import SavedScales, saved
-from .shadow import StateAppeared
+from .shadow import HOOKS, StateAppeared
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
 from .watch import Watch
-
-_HOOKS = tuple(
-    f"_optimizer_{method}_{when}_hooks"
-    for method in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)
 
 
 class MPOptimizer(Optimizer):
@@ -101,7 +95,7 @@ class MPOptimizer(Optimizer):
 
     def _start(self) -> None:
         # The attributes that torch's own __init__ makes, without a second set of groups.
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
         guard.skips_by_itself(self)
@@ -391,7 +385,7 @@ class MPOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
         passing = ("_steps", "_last", "_varying", "_results", "_watch", "step")
-        hooks = dict.fromkeys(_HOOKS)
+        hooks = dict.fromkeys(HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

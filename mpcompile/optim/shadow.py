@@ -24,6 +24,12 @@ _NOT_READ = ("params", "foreach", "fused", "capturable")
 # The capturable single-tensor step of these divides by the learning rate: at 0, where a warmup
 # starts, an element whose moments are 0 becomes 0 / 0. Their other step can be traced as well.
 _BETTER_NOT_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
+# Where a torch.optim optimizer keeps its hooks.
+HOOKS = tuple(
+    f"_optimizer_{method}_{when}_hooks"
+    for method in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
 
 
 class StateAppeared(CannotRewrite):
@@ -191,7 +197,9 @@ def _fresh(value: Any) -> Any:
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    """What a step may read from the optimizer itself: not the hooks, which run around it."""
+    others = ("param_groups", "state", *HOOKS)
+    return {k: v for k, v in vars(optimizer).items() if k not in others}
 
 
 def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:
