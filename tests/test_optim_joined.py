@@ -204,3 +204,19 @@ def test_one_bad_element_anywhere_skips_the_whole_step() -> None:
             assert bool(ours.skipped)
             assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
             assert {int(ours.state[p]["step"]) for p in params} == {good}
+
+
+def test_a_gradient_with_another_stride_in_a_dim_of_one_is_flat() -> None:
+    """As of a 1x1 convolution whose images are laid out channels-last."""
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.linspace(0, 1, 12).view(4, 3, 1, 1)) for _ in range(2))
+    optimizer = MPOptimizer(torch.optim.SGD([ours], lr=0.1, momentum=0.9))
+    plain = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        gradient = torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 3, 3))
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(ours, theirs)
+    (step,) = optimizer._steps.values()
+    assert all(piece.flat for piece in updates(step.program.step))
