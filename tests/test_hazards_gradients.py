@@ -192,3 +192,20 @@ def test_second_differentiation_is_refused() -> None:
     unscaled = mpcompile(MLP(), dtype=torch.bfloat16, emit="eager", strict=True)
     penalty(unscaled).backward()
     assert unscaled.up.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+@torch._functorch.config.patch(donated_buffer=False)  # torch refuses by itself if it is on
+def test_second_differentiation_is_refused_in_any_call(emit: str) -> None:
+    """Also when a graph has run before, in evaluations and in steps that nobody differentiates."""
+    model, x = mpcompile(MLP(), dtype=torch.bfloat16, emit=emit, strict=True), leaf(8, 16)
+    with torch.no_grad():
+        model(x)
+    for _ in range(3):
+        model(x).square().sum().backward()
+    assert not x.grad.requires_grad
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        assert grad.requires_grad
+        with pytest.raises(MPCompileError, match="gradient penalty"):
+            grad.square().sum().backward()

@@ -194,7 +194,7 @@ class ModuleCall:
         module = self._module
         kinds = (module._forward_pre_hooks, module._forward_hooks,
                  module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
-        return tuple(number for kind in kinds for number in kind)
+        return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
 
     def _owners_now(self) -> list[int]:
         return [id(parameters.owner_of(p)) for p in self._module.parameters()]

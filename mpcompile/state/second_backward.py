@@ -4,10 +4,16 @@ AOTAutograd raises by itself only if an input of the backward needs a gradient: 
 backward's results are constants. A stored weight needs one; its cast to a low dtype, which is
 stored in its place, does not (read in torch 2.11 and 2.12, where a gradient penalty then trains
 nothing, silently). So under `create_graph=True` we make the results of the backward no constants.
+
+AOTAutograd makes an autograd.Function for each graph that it compiles. The backward of this class
+is wrapped, once: a hook on the node of each call would take longer than a small graph's products.
+Other nodes get the hook. `_forward_cls`, which leads from a node to the class, and `_aot_id`, which
+marks AOTAutograd's, were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -24,17 +30,23 @@ Gradients = tuple[Tensor | None, ...]
 
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled graph: its gradients raise if they are differentiated."""
-    returns_inputs: bool | None = None  # known after the first call, and the same in each
+    # Both are known after the first call (in which something has a history), and the same in each:
+    # Dynamo compiles another graph where other inputs need gradients.
+    returns_inputs: bool | None = None
+    raise_by_themselves = False
 
     def graph(*args: Any) -> Any:
-        nonlocal returns_inputs
+        nonlocal returns_inputs, raise_by_themselves
+        if raise_by_themselves:
+            return run(*args)
         # An input that is returned has its own history. It is asked of no input otherwise: with
         # cold caches, that takes longer than all else here.
         before = _nodes(args) if returns_inputs is not False else set()
         results = run(*args)
         if returns_inputs is None:
             returns_inputs = _share(args, results, before)
-        _notice(_nodes(results) - before)
+        nodes = _nodes(results)
+        raise_by_themselves = _notice(nodes - before) and before.isdisjoint(nodes)
         return results
 
     return graph
@@ -53,16 +65,41 @@ def notice(results: Sequence[Any]) -> None:
     _notice(_nodes(results))
 
 
-def _notice(nodes: set[Node]) -> None:
-    for node in nodes:
-        node.register_hook(_connect)
+def _notice(nodes: set[Node]) -> bool:
+    """Let the gradients of these raise. Returns whether those of any such nodes now do."""
+    functions = [getattr(type(node), "_forward_cls", None) for node in nodes]
+    compiled = [hasattr(function, "_aot_id") for function in functions]
+    for node, function, is_compiled in zip(nodes, functions, compiled, strict=True):
+        if is_compiled:
+            _wrap_backward(function)
+        else:
+            node.register_hook(lambda gradients, _: _connected(gradients))
+    return bool(nodes) and all(compiled)
+
+
+def _wrap_backward(function: Any) -> None:
+    if function in _wrapped:
+        return
+    _wrapped.add(function)
+    backward = function.backward
+
+    def raising(ctx: Any, *gradients: Any) -> Any:
+        results = backward(ctx, *gradients)
+        return _connected(results) or results
+
+    function.backward = staticmethod(raising)
+
+
+# classes of AOTAutograd whose backward is wrapped
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _nodes(values: Sequence[Any]) -> set[Node]:
     return {v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def _connect(gradients: Gradients, _: Gradients) -> Gradients | None:
+def _connected(gradients: Gradients) -> Gradients | None:
+    """The same gradients, which raise when they are differentiated; None: nobody can."""
     if not torch.is_grad_enabled():
         return None
     anchor = torch.empty(0, requires_grad=True)
