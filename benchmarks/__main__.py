@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import os
 import pkgutil
 import sys
 import time
@@ -94,6 +95,14 @@ def _run(modules: dict[str, ModuleType], options: argparse.Namespace) -> int:
     return 0
 
 
+def _threads_of_committed(name: str, record: Mapping[str, str]) -> str:
+    """What to set where results of this machine with fewer or more threads are committed, or ""."""
+    for threads in range(1, (os.cpu_count() or 1) + 1):
+        if committed(name, {**record, "threads": str(threads)}) is not None:
+            return f"; with OMP_NUM_THREADS={threads} there are some"
+    return ""
+
+
 def _check(reruns: Mapping[str, Callable[[torch.device], Report]], device: torch.device) -> int:
     """0: no ratio fell; 1: one did; 2: there is nothing to compare with."""
     record = environment(device)
@@ -102,7 +111,8 @@ def _check(reruns: Mapping[str, Callable[[torch.device], Report]], device: torch
         before = committed(f"{name}_{device.type}", record)
         if before is None:
             like = ", ".join(f"{key}: {record.get(key)}" for key in ALIKE)
-            print(f"{name}: no committed results of a machine like this one ({like})")
+            hint = _threads_of_committed(f"{name}_{device.type}", record)
+            print(f"{name}: no committed results of a machine like this one ({like}){hint}")
             continue
         checked = check(functools.partial(rerun, device), ratios_of(before))
         rows = [

@@ -107,6 +107,17 @@ def test_a_machine_without_committed_results_is_no_success(
     assert "fast: no committed results of a machine like this one (name:" in capsys.readouterr().out
 
 
+def test_committed_results_of_other_threads_are_named(
+    fast: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands.os, "cpu_count", lambda: 64)
+    threads = "7" if torch.get_num_threads() != 7 else "8"
+    record = {"environment": environment(CPU) | {"threads": threads}, **report(2.0).data}
+    (fast / "fast_cpu.json").write_text(json.dumps(record))
+    assert main(["check", "fast"]) == 2
+    assert f"; with OMP_NUM_THREADS={threads} there are some" in capsys.readouterr().out
+
+
 def test_a_slow_benchmark_is_refused(fast: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "slow"])
