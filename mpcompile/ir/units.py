@@ -207,7 +207,7 @@ def complaints(gm: fx.GraphModule) -> Iterator[str]:
                 power = wanted[grad_fn]
                 yield f"the gradient of {where} leaves with scale^{unit}, not scale^{power}"
             continue
-        step = _STEPS.get(_function(grad_fn), 0)
+        step = _STEPS.get(function_of(grad_fn), 0)
         if grad_fn in history.exact and unit != 0:
             yield f"{where} is not linear in its gradient, and receives it with scale^{unit}"
         elif unit + step not in (0, 1):
@@ -221,8 +221,11 @@ def complaints(gm: fx.GraphModule) -> Iterator[str]:
 _STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
 
 
-def _function(grad_fn: GradFn) -> Any:
-    """The autograd.Function whose backward a node of autograd's graph runs, or None."""
+def function_of(grad_fn: GradFn) -> Any:
+    """The autograd.Function whose backward a node of autograd's graph runs, or None.
+
+    The attribute was read in torch 2.13 and exists in 2.11.
+    """
     return getattr(type(grad_fn), "_forward_cls", None)
 
 

@@ -6,9 +6,9 @@ stored in its place, does not (read in torch 2.11 and 2.12, where a gradient pen
 nothing, silently). So under `create_graph=True` we make the results of the backward no constants.
 
 AOTAutograd makes an autograd.Function for each graph that it compiles. The backward of this class
-is wrapped, once: a hook on the node of each call would take longer than a small graph's products.
-Other nodes get the hook. `_forward_cls`, which leads from a node to the class, and `_aot_id`, which
-marks AOTAutograd's, were read in torch 2.13 and exist in 2.11.
+is wrapped, once: a hook on the node of each call costs a small network a few percent of its step,
+since torch hands it all gradients. Other nodes get the hook. `_aot_id`, by which AOTAutograd's
+classes are known, was read in torch 2.13 and exists in 2.11.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
+from ..ir.units import function_of
 
 __all__ = ["notice", "noticed"]
 
@@ -67,7 +68,7 @@ def notice(results: Sequence[Any]) -> None:
 
 def _notice(nodes: set[Node]) -> bool:
     """Let the gradients of these raise. Returns whether those of any such nodes now do."""
-    functions = [getattr(type(node), "_forward_cls", None) for node in nodes]
+    functions = [function_of(node) for node in nodes]
     compiled = [hasattr(function, "_aot_id") for function in functions]
     for node, function, is_compiled in zip(nodes, functions, compiled, strict=True):
         if is_compiled:
@@ -78,6 +79,7 @@ def _notice(nodes: set[Node]) -> bool:
 
 
 def _wrap_backward(function: Any) -> None:
+    """Let the gradients raise that this autograd.Function returns, in each of its backwards."""
     if function in _wrapped:
         return
     _wrapped.add(function)
