@@ -27,6 +27,7 @@ from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
 from .calls.under_ddp import noticing_ddp
 from .calls.watched_call import Watched
+from .calls.witness import constants_of
 from .capture.breaks import why_it_ends
 from .capture.capture import capture
 from .capture.provenance import Names, nobody
@@ -162,7 +163,8 @@ def _compile(
     working = _working_copies(captured, inputs, example_inputs, target.low, scale)
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how, sparing = _to_emit(gm, captured, plan, settings)
-    # Must come before `_emit`, which may change the graph.
+    # Both must come before `_emit`, which may change the graph.
+    constant = constants_of(captured) if scale is not None else ()
     searches = scale is not None and scale.fitting and not _replays(how, device)
     searches = searches and fit_scale.can_run_again(captured)
     compiled = _emit(graph, given, how, joint=joint_passes(config), sparing=sparing)
@@ -178,7 +180,7 @@ def _compile(
     if scale is not None and kept is not None:
         watched = Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(
-        compiled, inputs, reader, scale, example_inputs, device, watched, searches=searches
+        compiled, inputs, reader, scale, example_inputs, device, watched, searches, constant
     )
     return noticing_ddp(call, example_inputs, reduced_in, scale, hooked=low_wire), plan
 

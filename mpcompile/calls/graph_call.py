@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..state.copies import Reader
 from ..state.loss_scale import LossScale
 from .verdict import judge
 from .watched_call import Watched
+from .witness import check_constants
 
 __all__ = ["is_leaf", "with_extra_inputs"]
 
@@ -33,8 +34,8 @@ def with_extra_inputs(
     examples: Sequence[Any],
     device: torch.device,
     watched: Watched | None,
-    *,
     searches: bool,
+    constant: Collection[int],
 ) -> Function:
     """Wrap the compiled graph in the function that Dynamo calls.
 
@@ -47,10 +48,13 @@ def with_extra_inputs(
         device: the device on which the graph reads the scale.
         watched: runs it node by node after steps were skipped; None where it is not scaled.
         searches: whether its first backward can search for the start of the scale.
+        constant: the results that no gradient enters, where the graph is scaled.
     """
     if scale is not None:
         assert watched is not None
-        return _scaled(compiled, inputs, reader, scale, examples, device, watched, searches)
+        return _scaled(
+            compiled, inputs, reader, scale, examples, device, watched, searches, constant
+        )
     if reader is not None:
         return _reading(compiled, inputs, reader)
     return compiled
@@ -75,6 +79,7 @@ def _scaled(
     device: torch.device,
     watched: Watched,
     searches: bool,
+    constant: Collection[int],
 ) -> Function:
     """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
@@ -89,9 +94,10 @@ def _scaled(
     known, current = watch(examples)
     trouble = scale.trouble
     trouble.judge = functools.partial(judge, scale)
+    is_first = True
 
     def call(*args: Any) -> Any:
-        nonlocal known, current
+        nonlocal known, current, is_first
         # Dynamo may run this graph with another module's parameters of the same shapes.
         same = all(ref() is args[i] for ref, i in zip(known, leaves, strict=True))
         if not same or not all(is_current() for is_current in current):
@@ -103,7 +109,11 @@ def _scaled(
             given = inputs.assembled(args, copies, given[-2:])
         if trouble.pending and trouble.is_watched():
             return watched.run(compiled, given, args, trouble)
-        return compiled(*given)
+        results = compiled(*given)
+        if is_first:
+            is_first = False
+            check_constants(results, constant)
+        return results
 
     return call
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CannotRewrite
 from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
+from ..ir.units import is_tracked
 from .history import current_tracer
 from .place import Place
 
@@ -32,6 +33,10 @@ def opaque_call(
 
     In an autocast region such a dtype may be low; then a cast to FP32 follows.
 
+    Inside a functorch transform Dynamo's note of `requires_grad` is that of the level of the
+    transform, and says nothing of the levels below. There a result counts as tracked by autograd as
+    soon as an operand is: a value too many is scaled for nothing, one too few would be wrong.
+
     Args:
         what: "call" or "functorch", as `ir.is_opaque` and `ir.in_functorch` read it.
 
@@ -46,8 +51,13 @@ def opaque_call(
         if isinstance(module, fx.GraphModule):
             _register(tracer.root, module)
     example = node.meta.get("example_value")  # none: the call returns nothing
+    noted = what != "functorch"
+    tracked = torch.is_grad_enabled() and is_tracked((args, kwargs))
     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-        result = pytree.tree_map(_fresh, example)
+        result = pytree.tree_map(
+            lambda v: _fresh(v, v.requires_grad if noted else tracked) if _is_tensor(v) else v,
+            example,
+        )
     proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
     entered = autocast and _switch(ENTER_AUTOCAST, (*autocast, True, None))
     proxy = tracer.create_proxy(node.op, node.target, proxy_args, proxy_kwargs)
@@ -69,12 +79,14 @@ def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _fresh(value: Any) -> Any:
-    """A fake of the current mode like one of Dynamo's, tracked by autograd if Dynamo's is."""
-    if not isinstance(value, torch.Tensor):
-        return value
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _fresh(value: torch.Tensor, tracked: bool) -> torch.Tensor:
+    """A fake of the current mode like one of Dynamo's, tracked by autograd or not."""
     new = like(value)
-    if not value.requires_grad:
+    if not (tracked and (value.is_floating_point() or value.is_complex())):
         return new
     with torch.enable_grad():
         result = new.requires_grad_().clone()  # no leaf: the program may write to it

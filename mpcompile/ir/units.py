@@ -20,8 +20,9 @@ graph is not emitted.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -84,18 +85,18 @@ class History(fx.Interpreter):
         ):
             self.run(*(None for _ in gm.graph.find_nodes(op="placeholder")))
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.final = {node: _tracked(self.env[node]) for node in placeholders}
+        self.final = {node: is_tracked(self.env[node]) for node in placeholders}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; note what autograd tracks before and after it."""
         self.node = n
         for operand in n.all_input_nodes:
-            self.reads[n, operand] = _tracked(self.env[operand])
+            self.reads[n, operand] = is_tracked(self.env[operand])
         operands = [self.env[operand] for operand in n.all_input_nodes]
         self._note(operands)  # a view of a written tensor gets its history on access
         result = super().run_node(n)
         if n.op != "output":
-            self.made[n] = _tracked(result)
+            self.made[n] = is_tracked(result)
             new = self._note([result, *operands])  # a written operand has new nodes too
             if ir.backward_is_unknown(n):
                 self.exact.update(new)
@@ -104,6 +105,19 @@ class History(fx.Interpreter):
     def is_as_it_came(self, node: fx.Node) -> bool:
         """Whether the node is an input that needs a gradient, and autograd saw no write to it."""
         return node in self.inputs and self.env[node].grad_fn is self.inputs[node]
+
+    def roots(self) -> list[GradFn]:
+        """Where gradients enter: at the results, and at inputs that the graph wrote to, whose final
+        values the caller sees, too.
+        """
+        written = [n for n, tracked in self.final.items() if tracked and not self.is_as_it_came(n)]
+        results = self.env[self.module.graph.output_node()]  # type: ignore[union-attr]
+        return list(grad_fns([results, *(self.env[n] for n in written)]))
+
+    def reached(self) -> set[fx.Node]:
+        """The inputs that a gradient may reach."""
+        arrived = set(_in_order(self.roots(), stop=set(self.inputs.values())))
+        return {node for node, grad_fn in self.inputs.items() if grad_fn in arrived}
 
     def shares_memory(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether the values of two nodes, or parts of them, lie in the same memory."""
@@ -163,36 +177,45 @@ class History(fx.Interpreter):
 
     def _stand_in(self, args: Any, kwargs: Any) -> Any:
         """Results as captured; the gradient of each result reaches every operand."""
-        operands = [v for v in pytree.tree_leaves((args, kwargs)) if _tracked(v)]
+        operands = [v for v in pytree.tree_leaves((args, kwargs)) if is_tracked(v)]
         for operand in ir.written(self.node):
             target = self.env[operand]
             if isinstance(target, torch.Tensor) and operands and target.is_floating_point():
                 (new,) = _Stand.apply([(_like(target), True)], *operands)  # type: ignore[no-untyped-call]
                 target.copy_(new)
-        single = ir.tensor(self.node) is not None
-        parts = [user for user in self.node.users if ir.is_getitem(user)]
-        tracked = {part.args[1]: ir.requires_grad(part) for part in parts}
+        flags = self._differentiable()
         leaves, structure = pytree.tree_flatten(self.node.meta.get("val"))
-        results = [
-            (_like(leaf), ir.requires_grad(self.node) if single else tracked.get(i, False))
-            for i, leaf in enumerate(leaves)
-        ]
+        results = [(_like(leaf), flags(i)) for i, leaf in enumerate(leaves)]
         tensors = [(value, flag) for value, flag in results if isinstance(value, torch.Tensor)]
         if operands and tensors:
             made = iter(_Stand.apply(tensors, *operands))  # type: ignore[no-untyped-call]
             results = [(next(made) if isinstance(v, torch.Tensor) else v, f) for v, f in results]
         return pytree.tree_unflatten([value for value, _ in results], structure)
 
+    def _differentiable(self) -> Callable[[int], bool]:
+        """Which results of the node have a gradient as soon as an operand has one.
+
+        Inside a functorch transform, all: what the capture noted there is Dynamo's word, which
+        counts the levels of the transform alone.
+        """
+        if ir.in_functorch(self.node):
+            return lambda i: True
+        if ir.tensor(self.node) is not None:
+            return lambda i: ir.requires_grad(self.node)
+        parts = [user for user in self.node.users if ir.is_getitem(user)]
+        noted = {part.args[1]: ir.requires_grad(part) for part in parts}
+        return lambda i: noted.get(i, False)
+
 
 def complaints(gm: fx.GraphModule) -> Iterator[str]:
     """The errors in the units of the gradients of a graph whose loss scale is in place."""
     if not GraphInputs.of(gm.graph).scaled:
         return
+    _check_names()
     history = History(gm)
     arriving: dict[GradFn, set[int]] = defaultdict(set)
-    for value in pytree.tree_leaves([history.env[gm.graph.output_node()], *_written(history)]):
-        if _tracked(value):
-            arriving[value.grad_fn].add(0)
+    for root in history.roots():
+        arriving[root].add(0)
     wanted = {history.inputs[n]: int(ir.copy_of(n) is not None) for n in history.inputs}
     names = {grad_fn: node.name for node, grad_fn in history.inputs.items()}
     for grad_fn in _in_order(list(arriving), stop=wanted.keys()):
@@ -216,6 +239,10 @@ def complaints(gm: fx.GraphModule) -> Iterator[str]:
         for parent, _ in grad_fn.next_functions:
             if parent is not None:
                 arriving[parent].add(unit + step)
+    unscale = torch.ops.mpcompile.unscale_grad.default
+    for node, grad_fn in history.inputs.items():
+        if grad_fn not in arriving and any(user.target is unscale for user in node.users):
+            yield f"the gradient of {node.name} is unscaled, but no scaled one is known to reach it"
 
 
 _STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
@@ -224,15 +251,22 @@ _STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
 def function_of(grad_fn: GradFn) -> Any:
     """The autograd.Function whose backward a node of autograd's graph runs, or None.
 
-    The attribute was read in torch 2.13 and exists in 2.11.
+    The names were read in torch 2.13 and exist in 2.11.
     """
-    return getattr(type(grad_fn), "_forward_cls", None)
+    if not isinstance(grad_fn, torch.autograd.function.BackwardCFunction):
+        return None
+    return type(grad_fn)._forward_cls  # type: ignore[attr-defined]
 
 
-def _written(history: History) -> list[Any]:
-    """The final values of inputs that the graph wrote to: the caller sees those, too."""
-    nodes = [node for node, tracked in history.final.items() if tracked]
-    return [history.env[node] for node in nodes if not history.is_as_it_came(node)]
+@functools.cache
+def _check_names() -> None:
+    """Raise where `function_of` no longer knows a function: every unit would be counted as 0."""
+    scale = torch.ones(())
+    known = function_of(library.ScaleGrad.apply(torch.ones((), requires_grad=True), scale).grad_fn)  # type: ignore[no-untyped-call]
+    if known is not library.ScaleGrad:
+        raise RuntimeError(
+            f"torch {torch.__version__} doesn't tell which autograd.Function a node belongs to"
+        )
 
 
 def _in_order(roots: list[GradFn], stop: Any) -> Iterator[GradFn]:
@@ -266,11 +300,9 @@ def _name(node: fx.Node | None, grad_fn: GradFn) -> str:
     return node.name if node is not None else str(grad_fn.name())
 
 
-def _tracked(value: Any) -> bool:
-    """Whether autograd tracks a value, or something in it."""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    return isinstance(value, (tuple, list)) and any(map(_tracked, value))
+def is_tracked(value: Any) -> bool:
+    """Whether autograd tracks a value, or something in it, at any depth."""
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves(value))
 
 
 def grad_fns(values: Any) -> set[GradFn]:

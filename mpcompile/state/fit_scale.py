@@ -11,6 +11,8 @@ later one.
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
 
+Once for each graph, the gradients are compared with those at a lower scale (`two_scales.py`).
+
 All this happens only while `scale.fitting`; afterwards the compiled function is called directly.
 The search waits for the device and runs one or a few extra steps, during a compilation of seconds.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from ..ir.scale import INIT_SCALE
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
 from .second_backward import notice
+from .two_scales import FACTOR, check_two_scales
 
 HEADROOM = 8.0
 
@@ -50,10 +54,12 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
             multiplied by the scale, so all backward passes of a step must use one scale.
     """
 
+    graph = _Graph(compiled, scale, inputs)
+
     def call(*args: Any) -> Any:
         if not scale.fitting or not torch.is_grad_enabled():
             return compiled(*args)
-        trial = _Trial(compiled, scale, inputs, args)
+        trial = _Trial(graph, args)
         bases = _Fitted.apply(trial, *args)  # type: ignore[no-untyped-call]
         notice(bases)
         return trial.shown(bases)
@@ -75,14 +81,22 @@ def can_run_again(gm: fx.GraphModule) -> bool:
     return len(set(memory)) == len(memory) and not tracked and not shown
 
 
+@dataclass
+class _Graph:
+    """What `fitting` wraps, and whether its gradients were compared at two scales."""
+
+    compiled: Function
+    scale: LossScale
+    inputs: GraphInputs
+    compared: bool = False
+
+
 class _Trial:
     """One call of the compiled function, which can be repeated at another scale."""
 
-    def __init__(
-        self, compiled: Function, scale: LossScale, inputs: GraphInputs, args: Sequence[Any]
-    ) -> None:
-        self.compiled, self.scale, self.inputs = compiled, scale, inputs
-        values, self.used, _ = inputs.scaling_apart(args)
+    def __init__(self, graph: _Graph, args: Sequence[Any]) -> None:
+        self.graph, self.scale, self.inputs = graph, graph.scale, graph.inputs
+        values, self.used, _ = self.inputs.scaling_apart(args)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         self.devices = {x.device for x in tensors}
         self.random = RandomState(self.devices)
@@ -92,7 +106,7 @@ class _Trial:
             for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
-        self.top = min(INIT_SCALE, scale.max_scale) * HEADROOM
+        self.top = min(INIT_SCALE, self.scale.max_scale) * HEADROOM
         self.at = self.top
         self.results: Any = None
 
@@ -108,7 +122,7 @@ class _Trial:
             ]
             scale = torch.full_like(self.used, self.at)
             self.found = torch.zeros_like(found, requires_grad=True)
-            self.results = self.compiled(*self.own, scale, self.found)
+            self.results = self.graph.compiled(*self.own, scale, self.found)
         tensors = [x for x in self.results if isinstance(x, torch.Tensor)]
         self.bases = list({id(base): base for base in map(_base, tensors)}.values())
         return self.bases
@@ -175,6 +189,8 @@ class _Trial:
             self.again(saved, self.at * 0.5)
             gradients = self.backward(grads)
         if fits and not fixed:
+            if not self.graph.compared:
+                self._compare(saved, grads, gradients)
             self._keep(gradients)
         elif not (fits or fixed):
             scale.search_failed(self.used, hopeless=hopeless)
@@ -183,6 +199,20 @@ class _Trial:
                 return self.backward(grads)
             self._multiply(gradients, float(self.used))
         return gradients
+
+    def _compare(
+        self,
+        saved: Saved,
+        grads: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Compare the gradients with those at a lower scale. Raises MPCompileError."""
+        at = self.at
+        if at / FACTOR < self.scale.min_scale:
+            return
+        self.again(saved, at / FACTOR)
+        check_two_scales(gradients[:-1], self.backward(grads)[:-1], self.inputs.copies)
+        self.at, self.graph.compared = at, True
 
     def _keep(self, gradients: list[torch.Tensor | None]) -> None:
         scale = self.scale

@@ -17,6 +17,7 @@ from torch import fx
 from .. import backend
 from ..calls.graph_call import is_leaf
 from ..calls.verdict import judge
+from ..calls.witness import check_constants, constants_of
 from ..emit.joint import NO_PASSES, JointPasses, joint_passes
 from ..errors import CannotRewrite
 from ..inspect.graph_plan import GraphPlan
@@ -86,6 +87,8 @@ class Forward:
         counter = held[self.leaf_at] if self.scale is not None else None
         scaling = () if used is None else (used, counter)
         results = self.graph(*self.layout.assembled(given, leaves, scaling))
+        if self.scale is not None:
+            check_constants(results, constants_of(self.graph))
         return Ran(self, leaves, used, counter, results)
 
 

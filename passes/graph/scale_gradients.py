@@ -18,6 +18,7 @@ undone and redone, so that its backward gets unscaled gradients.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -37,14 +38,18 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
         return False
     if not any(ir.requires_grad(n) for n in inputs):
         return False
-    # The gradient of a working copy stays scaled: the optimizer's step unscales it.
-    trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     history = History(gm)
+    reached = history.reached()
+    if not reached:
+        return False
+    # The gradient of a working copy stays scaled: the optimizer's step unscales it. Nothing is
+    # unscaled that no gradient is known to reach: an unknown one would come out divided.
+    trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     # On the device of the parameters, wherever tensors lie while the graph is planned.
     beside = next(filter(ir.is_parameter, inputs), None)
     beside = beside or next(filter(ir.requires_grad, inputs))
     scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
-    scaler = _Scaler(graph, scale, found, history)
+    scaler = _Scaler(graph, scale, found, history, reached)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
     # The memory that the graph writes to, seen by autograd or not. Nothing below adds to it.
@@ -52,7 +57,7 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     for node in reversed(trained):  # each unscale_grad is inserted before the previous one
         if ir.storage(node) in written or not history.is_as_it_came(node):
             scaler.own(node)
-        else:
+        elif node in reached:
             scaler.unscale(node)
     for node in inputs:
         if history.final[node] and not ir.requires_grad(node):  # such as a filled cache
@@ -72,8 +77,16 @@ def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
 
 
 class _Scaler:
-    def __init__(self, graph: fx.Graph, scale: fx.Node, found: fx.Node, history: History) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        scale: fx.Node,
+        found: fx.Node,
+        history: History,
+        reached: Collection[fx.Node],
+    ) -> None:
         self.graph, self.scale, self.found, self.history = graph, scale, found, history
+        self.reached = reached  # the inputs that a gradient may reach
         self.owned: dict[fx.Node, fx.Node] = {}  # a written copy -> the input it replaces
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
@@ -143,7 +156,7 @@ class _Scaler:
                     f"input {node.name} needs a gradient and is written without one"
                 )
         # A tensor without a gradient has nothing to unscale until something is written to it.
-        source = self.unscale(node) if ir.requires_grad(node) else node
+        source = self.unscale(node) if node in self.reached else node
         users = list(source.users)
         aten = torch.ops.aten
         decision = ir.added(ir.Role.SCALE, "the caller's tensor is written last")
@@ -199,6 +212,8 @@ class _Scaler:
         reached = [r for r, root in roots.items() if root in shown or r in shown]
         again = {r: self._again(r, shown) for r in reached}
         output.args = (tuple(again.get(r, r) for r in results),)
+        constant = [i for i, result in enumerate(results) if result not in again]
+        self.graph.owning_module.meta["mp_constant_results"] = constant  # type: ignore[union-attr]
 
     def _root(self, node: fx.Node) -> fx.Node:
         """The value that a result is a view of: an input, or a value made in this graph."""
