@@ -176,9 +176,7 @@ def _compile(
     reader = reader_of(inputs, owned, target.low, scale)
     if reader is not None and settings.true_gradients:
         reader.low_gradients = scale is None
-    watched = None
-    if scale is not None and kept is not None:
-        watched = Watched(kept, plan, traced_code(), repair=settings.repair)
+    watched = kept and Watched(kept, plan, traced_code(), repair=settings.repair)
     call = with_extra_inputs(
         compiled, inputs, reader, scale, example_inputs, device, watched, searches, constant
     )

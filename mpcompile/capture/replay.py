@@ -30,7 +30,14 @@ from torch.utils import _pytree as pytree
 from ..errors import CannotRewrite
 from ..ir import Region
 from ..ir.dtypes import HALF
-from ..ir.targets import AUTOCAST, CHECKPOINT, ENTER_AUTOCAST, EXIT_AUTOCAST, INVOKE_SUBGRAPH
+from ..ir.targets import (
+    AUTOCAST,
+    CHECKPOINT,
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    INVOKE_SUBGRAPH,
+    nesting,
+)
 from ..ir.units import grad_fns
 from ..rules import PACKETS
 from .history import current_tracer, has_custom_backward, known_as_before
@@ -93,14 +100,12 @@ class Replay(fx.Interpreter):
 
     def _in_functorch(self, n: fx.Node) -> bool:
         """Whether the node belongs to a functorch transform, its entry and exit included."""
-        name = getattr(n.target, "__name__", "")
-        if name.endswith("_increment_nesting"):
-            self.functorch_depth += 1
-        elif name.endswith("_decrement_nesting"):
-            self.functorch_depth -= 1
-            return True
-        return self.functorch_depth > 0 or getattr(n.target, "__module__", "").startswith(
-            "torch._functorch"
+        inside = self.functorch_depth > 0
+        self.functorch_depth += nesting(n)
+        return (
+            inside
+            or self.functorch_depth > 0
+            or getattr(n.target, "__module__", "").startswith("torch._functorch")
         )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
@@ -15,3 +16,9 @@ EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
+def nesting(node: fx.Node) -> int:
+    """1 for a node that enters a level of a functorch transform, -1 for one that leaves it."""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")

@@ -53,7 +53,6 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
         inputs: which of the graph's inputs is what. The gradients of O2's working copies leave
             multiplied by the scale, so all backward passes of a step must use one scale.
     """
-
     graph = _Graph(compiled, scale, inputs)
 
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients of one backward at two loss scales: a scale that isn't taken out again shows as a factor.
+"""Gradients of one backward at two loss scales: one that is not taken out shows as a factor.
 
 A gradient that leaves a graph does not depend on the scale at which it was made. This is asked of
 numbers, once for each graph, while the start of the scale is searched (`fit_scale.py`): it shares

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import fx
 
 from ..errors import CannotRewrite
-from ..ir.targets import SET_GRAD_ENABLED
+from ..ir.targets import SET_GRAD_ENABLED, nesting
 
 Kind = Literal["forward", "backward", "step", "plain"]
 BACKWARD = torch.autograd.grad
@@ -94,21 +95,22 @@ def last_steps(parts: Sequence[Part], written: Collection[fx.Node]) -> set[Part]
 def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[Part]:
     """A run of nodes that depend on no gradient: a forward, and plain nodes around it.
 
-    The forward begins and ends in the same grad mode.
+    The forward begins and ends in the same grad mode, and outside of any functorch transform.
     """
     needed = [i for i, node in enumerate(run) if node in before]
     if not needed:
         return _plain(run, grad)
     modes = [_mode_after(run[:i], grad) for i in range(len(run) + 1)]
+    levels = [0, *accumulate(map(nesting, run))]
     windows = (
         (start, end)
         for start in range(needed[0], -1, -1)
         for end in range(needed[-1] + 1, len(run) + 1)
-        if modes[start] is modes[end]
+        if modes[start] is modes[end] and levels[start] == levels[end] == 0
     )
     window = next(windows, None)
     if window is None:
-        raise CannotRewrite("no_grad begins before a backward and ends behind it")
+        raise CannotRewrite("no_grad, or a transform, begins before a backward and ends behind it")
     start, end = window
     return [
         *_plain(run[:start], grad),
