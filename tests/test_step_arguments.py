@@ -38,7 +38,7 @@ class HandsOn(torch.optim.SGD):
 
 
 class MakesAClosure(torch.optim.SGD):
-    """Its step takes what the loss is made of, and hands a closure to the step that it overrides."""
+    """Its step takes what the loss is made of, and makes a closure for SGD's."""
 
     def step(self, data: torch.Tensor, loss_of: Callable[..., Any]) -> Any:  # type: ignore[override]
         self.given = loss_of
