@@ -15,6 +15,7 @@
       repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         the search: the first backward is run again at lower scales
     two_scales.py        the gradients of a graph, compared at two scales
+    retained_graph.py    lets a compiled backward run several times over one forward
     second_backward.py   refuses gradients of a compiled graph's gradients
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks
