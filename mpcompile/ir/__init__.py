@@ -47,6 +47,7 @@ from .marks import (
     set_regions,
     set_stored_low,
 )
+from .digits import read_by_digit
 from .memory import memory, shares_memory, storage, written
 from .reads import reads_only_low
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
@@ -159,6 +160,7 @@ __all__ = [
     "position_of",
     "positions",
     "precision",
+    "read_by_digit",
     "reads_only_low",
     "refresh",
     "regions",
