@@ -49,6 +49,7 @@ from .marks import (
 )
 from .digits import read_by_digit
 from .memory import memory, shares_memory, storage, written
+from .pins import pin_producers
 from .reads import reads_only_low
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .step_graph import (
@@ -158,6 +159,7 @@ __all__ = [
     "operands",
     "padding",
     "position_of",
+    "pin_producers",
     "positions",
     "precision",
     "read_by_digit",

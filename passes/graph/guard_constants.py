@@ -12,7 +12,8 @@ A value is *wide* if it may not survive the cast. Values become wide at such con
 and whole numbers, at integers turned into floats, at results that leave the range by nature (`exp`,
 `sum`), and at O2 at data that enters the graph without a gradient (a mask, a table; its range is
 unknown). A FOLLOW node with a wide operand is pinned FULL, and its result is wide, too, unless it
-is bounded. Operators that compute in FP32 anyway end the chain.
+is bounded. Operators that compute in FP32 anyway end the chain. What a bound close to 1 is applied to is pinned, too: rounded
+to 1 before, it would lie beyond the bound, and get no gradient.
 A LOW node takes a wide operand as autocast would, unless this is *exact*: integers, positions past
 the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
 node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
@@ -75,12 +76,14 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
+def _on_edge(number: float, dtype: torch.dtype) -> bool:
+    """Whether it becomes 1 or -1: a bound such as 1 - 1e-4 keeps a logarithm finite."""
+    return abs(_rounded(number, dtype)) == 1 != abs(number)
+
+
 def _fits(number: float, dtype: torch.dtype) -> bool:
-    """Whether a number keeps its meaning in `dtype`: in its range, and no 1 or -1 that it was not
-    before (the bound 1 - 1e-4 keeps a logarithm finite).
-    """
-    on_the_edge = abs(_rounded(number, dtype)) == 1 != abs(number)
-    return _in_range(number, dtype) and not on_the_edge
+    """Whether a number keeps its meaning in `dtype`."""
+    return _in_range(number, dtype) and not _on_edge(number, dtype)
 
 
 def _whole_numbers_up_to(dtype: torch.dtype) -> int:
@@ -124,7 +127,9 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:
     limit = _whole_numbers_up_to(low)
     made_of_numbers = not ir.float_args(node)
-    if made_of_numbers and any(not isinstance(a, (int, float)) or abs(a) > limit for a in node.args):
+    if made_of_numbers and any(
+        not isinstance(a, (int, float)) or abs(a) > limit for a in node.args
+    ):
         return Wide("positions past the low dtype's last whole number", position=True, exact=True)
     return Wide("positions", position=True)
 
@@ -150,9 +155,13 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -
         return operands[0] if operands and (hands_on or ir.is_getitem(node)) else None
     if decision.by is ir.By.POLICY:
         return None
-    if (number := _bad_scalar(node, decision.low)) is not None:
-        why = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
-        _pin(node, why)
+    numbers = _scalars(node)
+    bound = _lost_bound(numbers, decision.low)
+    number = bound or _lost_number(numbers, decision.low, beside_one=rule.adds)
+    if number is not None:
+        _pin(node, f"{ir.SHORT[decision.low]} can't hold the constant {number:g}")
+        if bound is not None:
+            ir.pin_producers(node, f"{node.name} bounds it by {number:g}", products=False)
         return Wide(f"constant {number:g}")
     if decision.precision is Precision.LOW:
         operands = [w for w in operands if w.exact or (w.position and read_by_digit)]
@@ -180,15 +189,17 @@ def _pin(node: fx.Node, reason: str) -> None:
     ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
 
 
-def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
-    """The first number among the node's scalar operands that `low` can't hold."""
-    numbers = _scalars(node)
-    lost = torch.finfo(low).eps / 2 if ir.rule(node).adds else 0.0  # 1 + lost is rounded to 1
-    for number in numbers:
-        if not _fits(number, low) or 0 < abs(number) <= lost:
-            return number
-    rounded = {_rounded(number, low) for number in numbers}
-    return numbers[-1] if len(rounded) < len(set(numbers)) else None
+def _lost_bound(numbers: list[float], low: torch.dtype) -> float | None:
+    """A number that becomes 1 or -1 in `low`, or the same as another one."""
+    bound = next((number for number in numbers if _on_edge(number, low)), None)
+    meet = len({_rounded(number, low) for number in numbers}) < len(set(numbers))
+    return numbers[-1] if bound is None and meet else bound
+
+
+def _lost_number(numbers: list[float], low: torch.dtype, *, beside_one: bool) -> float | None:
+    """A number that `low` can't hold, or that is nothing in it beside 1."""
+    least = torch.finfo(low).eps / 2 if beside_one else 0.0
+    return next((n for n in numbers if not _in_range(n, low) or 0 < abs(n) <= least), None)
 
 
 def _scalars(node: fx.Node) -> list[float]:
