@@ -3,6 +3,7 @@
 Passes read and write `node.meta` only through this room.
 """
 
+from .digits import read_by_digit
 from .dtypes import SHORT, is_floating
 from .edit import (
     add_input,
@@ -47,7 +48,6 @@ from .marks import (
     set_regions,
     set_stored_low,
 )
-from .digits import read_by_digit
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
 from .reads import reads_only_low
@@ -158,8 +158,8 @@ __all__ = [
     "op_name",
     "operands",
     "padding",
-    "position_of",
     "pin_producers",
+    "position_of",
     "positions",
     "precision",
     "read_by_digit",
