@@ -1,5 +1,5 @@
-"""Hazards around `tensor.data`: reads and writes that autograd doesn't see, as averages of codebooks
-and of weights make them.
+"""Hazards around `tensor.data`: reads and writes that autograd doesn't see, as the averages of a
+codebook make them.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def test_what_is_in_fp32_already_is_no_advice(
     _, (warning,) = trained(model, steep(y), x, steps=8)
     assert "linear_1 = aten::linear: a reason" in warning
     assert "'linear_1'" not in warning
-    assert ("no operator can be kept" if repair else "keep in FP32 what feeds it") in warning
+    assert ("no operator can be kept" if repair else "finds which of what feeds it") in warning
     assert "mpcompile.diagnose(model, inputs, loss_fn=...)" in warning
     assert repairs_of(model) == ()
 

@@ -131,11 +131,9 @@ def _named(fault: Fault) -> str:
 
 def _advice(fault: Fault) -> str:
     if not fault.pins:
-        own = fault.kind is Kind.OWN
-        feeds = (
-            "It runs in FP32 already: keep in FP32 what feeds it, which `mpcompile bisect` finds"
-        )
-        return "No policy helps against that" if own else feeds
+        if fault.kind is Kind.OWN:
+            return "No policy helps against that"
+        return "It runs in FP32 already: `mpcompile bisect` finds which of what feeds it to keep so"
     pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
     return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
 

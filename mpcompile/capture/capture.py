@@ -77,7 +77,6 @@ def capture(
             tracing_mode="real",  # the inputs are fake already, with their symbols
             _allow_non_fake_inputs=True,
         )(*fakes)
-    _refuse_unseen(traced)
     copy_provenance(gm, traced)
     complete_module_paths(traced, example_inputs, names)
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
@@ -89,18 +88,18 @@ def capture(
         if not node.users and not _is_impure(node):
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
-        node.meta["mp_captured"] = node.meta.get("val")
+        node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
     traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
 
 
-def _refuse_unseen(traced: fx.GraphModule) -> None:
-    """Raise `CannotRewrite` if a value of the program became a constant of the graph: an operation
-    that the tracer doesn't see has made it.
+def _seen(traced: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The node. Raises `CannotRewrite` if a value of the program became a constant of the graph: an
+    operation that the tracer doesn't see has made it.
     """
-    for node in traced.graph.find_nodes(op="get_attr"):
-        if isinstance(attribute(traced, node), FakeTensor):
-            raise CannotRewrite("a tensor in it is made unseen by the tracer (such as `x.data`)")
+    if node.op == "get_attr" and isinstance(attribute(traced, node), FakeTensor):
+        raise CannotRewrite("a tensor in it is made unseen by the tracer (such as `x.data`)")
+    return node
 
 
 @contextlib.contextmanager

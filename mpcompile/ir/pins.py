@@ -10,8 +10,8 @@ from .values import float_args
 
 
 def pin_producers(reader: fx.Node, reason: str, *, products: bool) -> None:
-    """Make FULL what the node reads, up through FOLLOW nodes to the first LOW one on each path; with
-    `products` that one, too. The user's policy is not overruled.
+    """Make FULL what the node reads, up through FOLLOW nodes to the first LOW one on each path;
+    with `products` that one, too. The user's policy is not overruled.
     """
     wanted = (Precision.FOLLOW, Precision.LOW) if products else (Precision.FOLLOW,)
     pending = [node for _, node in float_args(reader)]

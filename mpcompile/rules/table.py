@@ -2,9 +2,10 @@
 
 A row is a precision, a reason, the facts (see `Rule`), and the operators they hold for. Operators
 are named without overload (`softmax` is `aten::softmax`); all overloads share the row, but for
-those that have one of their own (`aten::max.dim` also finds places). The vocabulary is pre-dispatch ATen, so composites (`linear`, `layer_norm`,
-`scaled_dot_product_attention`) are single operators. In-place and out= variants have no row: the
-functionalize pass turns the safe ones into their functional form first, the rest keep their dtypes.
+those with a row of their own (`aten::max.dim` also finds places). The vocabulary is pre-dispatch
+ATen, so composites (`linear`, `layer_norm`, `scaled_dot_product_attention`) are single operators.
+In-place and out= variants have no row: the functionalize pass turns the safe ones into their
+functional form first, the rest keep their dtypes.
 
 Sources of the precisions: torch.amp's CUDA op lists; NVIDIA's mixed-precision guide and the paper
 it rests on (Micikevicius et al., ICLR 2018: reductions and the statistics of norms in FP32); Apex's

@@ -12,8 +12,9 @@ A value is *wide* if it may not survive the cast. Values become wide at such con
 and whole numbers, at integers turned into floats, at results that leave the range by nature (`exp`,
 `sum`), and at O2 at data that enters the graph without a gradient (a mask, a table; its range is
 unknown). A FOLLOW node with a wide operand is pinned FULL, and its result is wide, too, unless it
-is bounded. Operators that compute in FP32 anyway end the chain. What a bound close to 1 is applied to is pinned, too: rounded
-to 1 before, it would lie beyond the bound, and get no gradient.
+is bounded. Operators that compute in FP32 anyway end the chain.
+What a bound close to 1 is applied to is pinned, too: rounded to 1 before, it would lie beyond the
+bound, and get no gradient.
 A LOW node takes a wide operand as autocast would, unless this is *exact*: integers, positions past
 the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
 node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
@@ -126,10 +127,8 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
 
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:
     limit = _whole_numbers_up_to(low)
-    made_of_numbers = not ir.float_args(node)
-    if made_of_numbers and any(
-        not isinstance(a, (int, float)) or abs(a) > limit for a in node.args
-    ):
+    bounds = () if ir.float_args(node) else node.args
+    if any(not isinstance(a, (int, float)) or abs(a) > limit for a in bounds):
         return Wide("positions past the low dtype's last whole number", position=True, exact=True)
     return Wide("positions", position=True)
 
