@@ -93,6 +93,21 @@ def straight_through(m: Net, x: torch.Tensor) -> torch.Tensor:
     return ((place + (place.round() - place).detach() - m.places) * m.table[:N]).sum()
 
 
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: torch.Tensor) -> torch.Tensor:
+        return place.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def rounded_by_a_function(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = m.places + m.layer(x)[:, 0]
+    return ((place - Rounded.apply(place).detach()) * m.table[:N]).sum()
+
+
 def between_knots(m: Net, x: torch.Tensor) -> torch.Tensor:
     place, knots = m.places + m.layer(x)[:, 0], torch.linspace(-4, N + 4, N)
     i = torch.searchsorted(knots, place.detach()).clamp(1, N - 1)
@@ -181,9 +196,9 @@ def boxes(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 PLACES = (
     looked_up, from_a_parameter, from_a_low_value, counted, of_a_mesh, of_integers, fractions,
-    straight_through, between_knots, binned, compared, equal_to_the_largest, phases,
-    phases_of_a_parameter, phases_of_a_product, powers_of_two, rotated, tents, sampled, warped,
-    slopes, boxes,
+    straight_through, rounded_by_a_function, between_knots, binned, compared, equal_to_the_largest,
+    phases, phases_of_a_parameter, phases_of_a_product, powers_of_two, rotated, tents, sampled,
+    warped, slopes, boxes,
 )  # fmt: skip
 
 

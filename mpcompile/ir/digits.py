@@ -15,6 +15,7 @@ from torch import fx
 
 from .. import rules
 from ..rules.policy import Precision
+from .hidden_products import hidden_calls
 from .values import captured, float_args, is_getitem, rule
 
 
@@ -36,6 +37,9 @@ def _handed_on(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _digits_of(node: fx.Node) -> Iterable[fx.Node]:
+    known = map(rules.rule_named, hidden_calls(node))
+    if any(row.digits and not row.converts for row in known):
+        return [operand for _, operand in float_args(node)]
     if rule(node).converts and not _keeps_more(node):
         return ()
     wanted = rules.digit_args(node.target)

@@ -13,6 +13,7 @@ from .lookup import (
     multiplies,
     register_rule,
     rule_for,
+    rule_named,
     written_args,
 )
 from .rule import UNKNOWN, Keeps, Kind, Recurrent, Rule
@@ -32,5 +33,6 @@ __all__ = [
     "multiplies",
     "register_rule",
     "rule_for",
+    "rule_named",
     "written_args",
 ]

@@ -39,7 +39,12 @@ def multiplies(name: str) -> bool:
     """Whether this name is that of a matrix product, convolution or attention: an operator's name,
     or that of a function or method that a program calls (`"matmul"`).
     """
-    return name in _MADE_OF_PRODUCTS or _row(op_key(name)).multiplies
+    return name in _MADE_OF_PRODUCTS or rule_named(name).multiplies
+
+
+def rule_named(name: str) -> Rule:
+    """The row of the operator of this name, or of a function or method that a program calls."""
+    return _row(op_key(name))
 
 
 def castable(op: object, position: int) -> bool:

@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir, rules
+from mpcompile.ir.hidden_products import hidden_calls
 from mpcompile.rules.policy import Config, Level, Precision
 
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
@@ -147,6 +148,8 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -
     decision, rule = ir.mark(node), ir.rule(node)
     operands = _operands(node, wide)
     if decision.precision is Precision.KEEP:
+        if any(rules.rule_named(name).makes_positions for name in hidden_calls(node)):
+            return Wide("whole numbers", position=True)
         copied = rule.copies_constant or rule is rules.UNKNOWN
         return operands[0] if operands and copied else None
     if decision.precision is Precision.FULL:
