@@ -39,8 +39,7 @@ def judge(scale: LossScale) -> Verdict:
     at_lower_scale = fault.kind in (Kind.BACKWARD, Kind.OWN)
     if at_lower_scale and scale.trouble.may_still_fall(scale.rule):
         return Verdict.WAIT
-    if fault.kind is Kind.BACKWARD:
-        fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
+    fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
     if not graph.repair:
         _warn(scale, fault, _advice(fault))
         return Verdict.TOLD
@@ -132,7 +131,9 @@ def _named(fault: Fault) -> str:
 
 def _advice(fault: Fault) -> str:
     if not fault.pins:
-        return "No policy helps against that"
+        if fault.kind is Kind.OWN:
+            return "No policy helps against that"
+        return "It runs in FP32 already: `mpcompile bisect` finds which of what feeds it to keep so"
     pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
     return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
 

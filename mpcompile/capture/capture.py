@@ -18,11 +18,12 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CannotRewrite
-from ..ir import storage
+from ..ir import attribute, storage
 from ..ir.fakes import fake_twin
 from ..state import foreign
 from .place import Place, record_modes
@@ -87,9 +88,18 @@ def capture(
         if not node.users and not _is_impure(node):
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
-        node.meta["mp_captured"] = node.meta.get("val")
+        node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
     traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
+
+
+def _seen(traced: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The node. Raises `CannotRewrite` if a value of the program became a constant of the graph: an
+    operation that the tracer doesn't see has made it.
+    """
+    if node.op == "get_attr" and isinstance(attribute(traced, node), FakeTensor):
+        raise CannotRewrite("a tensor in it is made unseen by the tracer (such as `x.data`)")
+    return node
 
 
 @contextlib.contextmanager

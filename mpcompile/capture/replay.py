@@ -44,6 +44,8 @@ from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque_calls import opaque_call
 from .place import Place
 
+# What Dynamo calls for `x.data`.
+_GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -112,6 +114,9 @@ class Replay(fx.Interpreter):
         assert self.current is not None
         if target is CHECKPOINT:
             return self._inline_checkpoint(args, kwargs)
+        if target is _GET_DATA:
+            # `x.data`: the tracer sees no operator in it, and takes the result for a constant.
+            return args[0].detach()
         if target is INVOKE_SUBGRAPH:
             body, _identifier, *operands = args
             return Replay(body, self.place).run(*operands)

@@ -7,11 +7,13 @@ from .lookup import (
     PACKETS,
     RNN_OPS,
     castable,
+    digit_args,
     known_ops,
     masked_args,
     multiplies,
     register_rule,
     rule_for,
+    rule_named,
     written_args,
 )
 from .rule import UNKNOWN, Keeps, Kind, Recurrent, Rule
@@ -25,10 +27,12 @@ __all__ = [
     "Recurrent",
     "Rule",
     "castable",
+    "digit_args",
     "known_ops",
     "masked_args",
     "multiplies",
     "register_rule",
     "rule_for",
+    "rule_named",
     "written_args",
 ]
