@@ -39,7 +39,7 @@ class By(enum.Enum):
     """Who decided a node's precision; this says who may still change it.
 
     TABLE     the operator's row in the table; guards and the planner may decide otherwise.
-    KERNEL    the device has no kernel in the low dtype, or torch has one that returns wrong numbers.
+    KERNEL    the device has no kernel in the low dtype, or torch has a wrong one.
     ALIAS     the value shares memory with another.
     GUARD     the low dtype can't hold the values.
     POLICY    the user, whom only a wrong kernel overrules.
