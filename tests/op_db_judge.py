@@ -19,7 +19,8 @@ With u = 2**-11 the unit roundoff of FP16 and t = 2**-25 half of its smallest su
 where x is all FP32 operands and, for gradients, the incoming gradients too. Those are of order one,
 so u**2 is what two roundings make of them. Products that cancel, and derivatives near a pole, so
 get the room that their conditioning asks for and no more. An entry whose noise happens to be small
-gets the tensor's upper quartile.
+gets the tensor's upper quartile. A gradient that is zero as a whole where FP64's isn't is wrong
+whatever the entries allow.
 
 In a graph without LOW nodes eager FP32's own error is the noise, FULL_FACTOR the factor, and
 u = 2**-24.
@@ -153,7 +154,10 @@ def _compare(i: int, mine: Result, reference: Reference, low: bool) -> Verdict:
         for k, (a, b) in enumerate(zip(getattr(mine, part), getattr(theirs, part), strict=True)):
             try:
                 if _differ(a, b):
-                    found.append(_judge(a, b, _others(reference, i, part, k, low), reference, low))
+                    others = _others(reference, i, part, k, low)
+                    if part == "gradients":
+                        _check_alive(a, *others)
+                    found.append(_judge(a, b, others, reference, low))
             except Mismatch as error:
                 raise Mismatch(f"{part}[{k}]: {error}") from None
     return max(found, key=lambda v: (list(Status).index(v.status), v.ratio))
@@ -221,6 +225,14 @@ def _judge(
         f"{ratios[k]:.3g} times the {status.name} tolerance: an error of {error[k]:.3g} in "
         f"{size[k]:.3g}, where noise is {noise[k]:.3g}, {typical:.3g} elsewhere"
     )
+
+
+def _check_alive(gradient: torch.Tensor, exact: torch.Tensor, moved: list[torch.Tensor]) -> None:
+    """It isn't zero as a whole where FP64's isn't, even where single entries are allowed to be."""
+    noise = max([0.0, *(float((m - exact).nan_to_num().norm()) for m in moved)])
+    norm = float(exact.nan_to_num().norm())
+    if not bool(gradient.any()) and norm > max(2 * noise, TINY16 * exact.numel() ** 0.5):
+        raise Mismatch(f"exactly zero; its norm is {norm:.3g} (noise {noise:.3g})")
 
 
 def _upper_quartile(values: torch.Tensor) -> float:

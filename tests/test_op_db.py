@@ -11,7 +11,8 @@ How it is run stands in op_db_support.py, the tolerances in op_db_judge.py.
 from __future__ import annotations
 
 import pytest
-from op_db_judge import Status
+import torch
+from op_db_judge import Mismatch, Status, _check_alive
 from op_db_support import OPS, Case, check
 from versions import before
 
@@ -126,3 +127,13 @@ def test_sampled(case: Case) -> None:
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_whole(case: Case) -> None:
     judge(case)
+
+
+def test_a_dead_gradient_is_wrong() -> None:
+    """Unless what rounding does to the data explains it, or it is below FP16's numbers."""
+    exact, zero = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    with pytest.raises(Mismatch, match="exactly zero"):
+        _check_alive(zero, exact, [exact * 1.3])
+    _check_alive(zero, exact, [exact * 1.3, exact * 1.6])
+    _check_alive(torch.tensor([0.0, 1e-30]), exact, [])
+    _check_alive(zero, exact * 2**-28, [])

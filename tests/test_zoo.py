@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.zoo import DRAWS, pieces, timm_import
 from benchmarks.zoo.arms import AUTOCAST, COMPILED, HALF, LEVELS
 from benchmarks.zoo.catalogue import LIBRARIES
 from benchmarks.zoo.faults import faults, further_off, ratio_to
-from benchmarks.zoo.measure import measure
+from benchmarks.zoo.measure import FLOOR, _dead, measure
 from benchmarks.zoo.report import make_report
 
 # torch warns, while Dynamo traces other libraries, of what those do.
@@ -86,11 +87,20 @@ def test_further_off_means_in_each_draw() -> None:
         ({"O1": arm(1.0, 1.0, graphs=2)}, "O1 makes 2 graphs, torch.compile 1"),
         ({"O2": arm(1.0, 1.0, left=["a reason"])}, "O2 leaves a graph in FP32: a reason"),
         ({"O2": arm(1.0, 1.0, warned=["a word"])}, "O2 warns: a word"),
+        ({"O2": arm(1.0, 1.0, dead=["head.weight"])}, "O2: the gradient of head.weight is zero"),
         ({"O1": {"failed": "KeyError: 1"}}, "O1 fails: KeyError: 1"),
     ],
 )  # fmt: skip
 def test_each_fault_is_named(arms: dict[str, Any], fault: str) -> None:
     assert faults(a_row(**arms)) == [fault]
+
+
+def test_a_dead_parameter_is_named() -> None:
+    """Not where exact arithmetic may make its gradient zero."""
+    exact = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4) * FLOOR / 4}
+    found = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+    assert _dead(found, exact) == {"b"}
+    assert _dead({**found, "b": torch.tensor([0.0, 0, 0, 1e-9])}, exact) == set()
 
 
 def test_where_torch_compile_fails_nothing_is_ours() -> None:

@@ -55,6 +55,7 @@ def _faults(row: Mapping[str, Any], level: str) -> list[str]:
         return [f"{level} fails: {ours['failed']}"]
     found = [f"{level} leaves a graph in FP32: {reason}" for reason in ours["left"]]
     found += [f"{level} warns: {message}" for message in ours["warned"]]
+    found += [f"{level}: the gradient of {name} is zero" for name in ours.get("dead", ())]
     graphs, plain = ours["graphs"], arms[COMPILED]["graphs"]
     if graphs > plain:
         found.append(f"{level} makes {graphs} graphs, torch.compile {plain}")

@@ -32,7 +32,8 @@ def measure(name: str, draws: int) -> dict[str, Any]:
     """Measure `library/model`.
 
     Returns:
-        `arms`: for each, `error` and `worst` (of each draw), `graphs`, `skipped`, `left`, `warned`;
+        `arms`: for each, `error` and `worst` (of each draw), `dead` (parameters whose gradient is
+        exactly zero where FP64's is not), `graphs`, `skipped`, `left`, `warned`;
         or `failed`, why it didn't run.
     """
     library, _, model_name = name.partition("/")
@@ -71,6 +72,7 @@ def _compared(found: Stepped, exact: list[Gradients]) -> dict[str, Any]:
         "error": [error for error, _, _ in errors],
         "worst": [worst for _, worst, _ in errors],
         "worst_parameter": [name for _, _, name in errors],
+        "dead": sorted(set().union(*map(_dead, found.gradients, exact))),
         "graphs": found.graphs,
         "skipped": found.skipped,
         "left": found.left,
@@ -94,6 +96,12 @@ def _errors(found: Gradients, exact: Gradients) -> tuple[float, float, str]:
     }
     name = max(worst, key=lambda name: worst[name])
     return _norm(off) / whole, worst[name], name
+
+
+def _dead(found: Gradients, exact: Gradients) -> set[str]:
+    """The parameters whose gradients are exactly zero although FP64's are well above rounding."""
+    least = FLOOR * _norm(exact)
+    return {n for n in exact if not bool(found[n].any()) and float(exact[n].norm()) > least}
 
 
 def _norm(tensors: Gradients) -> float:
