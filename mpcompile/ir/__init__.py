@@ -16,6 +16,7 @@ from .edit import (
     restore,
     set_operand,
 )
+from .layout import dense_in_order, has_own_memory, lies_as_captured, same_places
 from .marks import (
     ADDED,
     By,
@@ -46,6 +47,7 @@ from .marks import (
     set_padding,
     set_regions,
     set_stored_low,
+    stands_for,
 )
 from .memory import memory, shares_memory, storage, written
 from .reads import reads_only_low
@@ -121,12 +123,14 @@ __all__ = [
     "copies_for_overlap",
     "copy_of",
     "costs",
+    "dense_in_order",
     "dtype",
     "fake_mode",
     "first_call",
     "float_args",
     "frames",
     "grad_enabled",
+    "has_own_memory",
     "hint",
     "in_functorch",
     "inline",
@@ -149,6 +153,7 @@ __all__ = [
     "known_equal",
     "known_multiple",
     "layout",
+    "lies_as_captured",
     "line",
     "mark",
     "memory",
@@ -168,6 +173,7 @@ __all__ = [
     "restore",
     "role",
     "rule",
+    "same_places",
     "same_shape",
     "scalar_slot",
     "scale_slot",
@@ -188,6 +194,7 @@ __all__ = [
     "slot_of",
     "slots",
     "source",
+    "stands_for",
     "step_notes",
     "storage",
     "tensor",

@@ -260,6 +260,8 @@ _row(KEEP, "the program asks for this dtype", "to", converts=True, elementwise=T
      fuses=False)
 _row(KEEP, "the program asks for this dtype", "_to_copy type_as", converts=True, fuses=False)
 _row(KEEP, "a copy of a constant", "lift_fresh_copy detach_", copies_constant=True, fuses=False)
+_row(KEEP, "names places in memory, which casts would move", "as_strided", by_strides=True,
+     fuses=False)
 _row(KEEP, "its noise is written in place", "rrelu_with_noise", writes="noise", fuses=False)
 
 # fmt: on
