@@ -24,6 +24,7 @@ from .capture.provenance import names_in
 from .capture.rebound import gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
+from .emit.tracing_settings import VALUE_SIZES
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.graph_plan import GraphPlan
 from .ranks import ddp
@@ -154,7 +155,7 @@ def _compiled_function(
         options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
         options.update({"emit": emit} if emit else {})
         compiled = torch.compile(one, **{**compile_kwargs, "options": options})
-        return running(compiled, gradients_of_rebound, allow_rnn=True)
+        return running(compiled, gradients_of_rebound, allow_rnn=True, **VALUE_SIZES)
 
     if not goes_backward(function):
         return in_pieces(function)

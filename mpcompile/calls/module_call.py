@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..emit.tracing_settings import traced_with
+from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
@@ -151,7 +151,7 @@ class ModuleCall:
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
         module = self._module
-        settings = {}
+        settings = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
