@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.say_outside import say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
@@ -129,6 +130,7 @@ def _compiled(
             reads_copies=settings.level is Level.O2,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
+            looked=functools.partial(say_outside, settings, record.plans),
         )
         for module in (first, *others):
             # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the

@@ -25,6 +25,7 @@ from . import (
 )
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
+from .calls.outside import counted
 from .calls.under_ddp import noticing_ddp
 from .calls.watched_call import Watched
 from .capture.breaks import why_it_ends
@@ -85,7 +86,7 @@ def mpcompile_backend(
     log_graph(plan, time.perf_counter() - start)
     if listener is not None:
         listener(replace(plan, ends_with=why_it_ends(gm)))
-    return compiled
+    return counted(compiled, plan.tensor_cores.flops)
 
 
 def _compile_or_fall_back(
