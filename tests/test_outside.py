@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcompile import MPCompileError, MPCompileWarning, compiled_plans, mpcompile
+from mpcompile import MPCompileError, MPCompileWarning, compiled_plans, explain, mpcompile
+from mpcompile.inspect.plan import OutsideLine, Plan
 
 X = torch.randn(4, 16)
 
@@ -176,3 +178,39 @@ def test_a_backward_within_the_forward_does_not_count() -> None:
             return out
 
     assert said(Penalty()) == []
+
+
+class Printing(nn.Module):
+    """A break in a loop that doesn't depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 16, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def several(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(x)
+        torch._dynamo.graph_break()
+        return self.several(x) + y
+
+
+def test_explain_counts_it() -> None:
+    plan = explain(Printing(), X, dtype="float16")
+    flops = 2 * 4 * 16 * 16  # of each of the three layers
+    assert plan.outside == (OutsideLine("layers.0", flops), OutsideLine("layers.1", flops))
+    assert plan.share_in_graphs == pytest.approx(1 / 3)
+    line = "outside of the graphs, in FP32: layers.0, layers.1 (66.7% of the product FLOPs)"
+    assert line in str(plan)
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert (again.outside, again.share_in_graphs) == (plan.outside, plan.share_in_graphs)
+
+
+def test_explain_of_what_is_compiled() -> None:
+    plan = explain(Straight(), X, dtype="float16")
+    assert (plan.outside, plan.share_in_graphs) == ((), 1.0)

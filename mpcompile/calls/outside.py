@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
+from ..ir import hint
 
 __all__ = ["Outside", "aside", "counted"]
 
@@ -110,7 +111,7 @@ class Outside(TorchDispatchMode):
         in_backward = torch._C._current_autograd_node() is not None
         if flops is not None and not self._aside and not in_backward and _dtype(result) in _WIDE:
             path = self._module_at(sys._getframe(1))
-            self.modules[path] += int(flops(*args, **kwargs, out_val=result))
+            self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
 
     def _module_at(self, frame: FrameType | None) -> str:

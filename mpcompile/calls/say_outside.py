@@ -9,15 +9,14 @@ from torch import nn
 
 from ..errors import MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
+from ..inspect.plan import ENOUGH
+from ..inspect.plan_text import shortened
 from ..planner.target import target_of
 from ..rules.policy import Level
 from ..settings import Settings
 from .outside import Outside
 
-__all__ = ["say_outside", "shortened"]
-
-ENOUGH = 0.99  # share of the FLOPs in graphs from which on there is nothing to say
-_MOST = 4  # modules that a message names
+__all__ = ["say_outside"]
 
 
 def say_outside(
@@ -45,9 +44,3 @@ def say_outside(
         raise MPCompileError(text)
     warnings.warn(text, MPCompileWarning, stacklevel=5)
     return True
-
-
-def shortened(names: Sequence[str]) -> str:
-    """`"a, b, c, d and 3 more"`."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more

@@ -29,12 +29,13 @@ from ..api import matched_nothing, pinned_in, recorded, studied
 from ..backend import place_of
 from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
+from ..calls.outside import Outside, aside
 from ..capture.provenance import names_in
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..inspect.plan import ModuleLine, Plan
+from ..inspect.plan import ModuleLine, OutsideLine, Plan
 from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
@@ -127,7 +128,10 @@ def plan_call(
     repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
+    outside = Outside(twin)
+    with (
+        torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins, outside.looking(),
+    ):  # fmt: skip
         _run(twin, planner, *given)
     if not planner.graphs:
         raise MPCompileError(
@@ -149,6 +153,8 @@ def plan_call(
         versions={"mpcompile": __version__, "torch": torch.__version__},
         gpu=sheet,
         repairs=tuple(repairs.events),
+        outside=tuple(OutsideLine(*line) for line in outside.modules.most_common()),
+        share_in_graphs=outside.share,
     )
 
 
@@ -191,7 +197,7 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
     planner_now = weakref.ref(planner)
     name, run = type(twin).__name__, compiled_apart(twin, backend, "plan")
     rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
-    run = traced_with(run, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
+    run = traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
     if widens_inputs(twin):
         args, kwargs = widened(args, kwargs)
     try:
