@@ -13,7 +13,7 @@ from reports import node
 
 from mpcompile import cli
 from mpcompile.inspect.graph_plan import GraphPlan
-from mpcompile.inspect.plan import Plan
+from mpcompile.inspect.plan import OutsideLine, Plan
 from mpcompile.inspect.tensor_cores import TensorCoreOp, TensorCoreReport
 
 __all__ = ["nets"]
@@ -174,6 +174,18 @@ def test_conditions_that_do_not_hold(planned: dict[str, Any], capsys: Captured) 
     planned["plan"] = plan_with(graph(0.95))
     assert cli.main(["explain", "some_nets:good", *SHARE, FALLBACK, BREAK]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_products_outside_of_the_graphs(planned: dict[str, Any], capsys: Captured) -> None:
+    lines = tuple(OutsideLine(path, 300) for path in ("layers.0", "layers.1"))
+    plan = dataclasses.replace(plan_with(graph(1.0)), outside=lines, share_in_graphs=0.625)
+    planned["plan"] = plan
+    assert cli.main(["explain", "some_nets:good", *SHARE, FALLBACK, BREAK]) == 1
+    said = squeezed(capsys.readouterr().err)
+    assert f"{SHARE[0]}: the Tensor Core share of the FLOPs is 0.625, which is 0.325 less" in said
+    assert f"{FALLBACK}: outside of the graphs, in FP32: layers.0, layers.1 (37.5% of the" in said
+    planned["plan"] = dataclasses.replace(plan, share_in_graphs=0.9901)
+    assert cli.main(["explain", "some_nets:good", *SHARE, FALLBACK, BREAK]) == 0
 
 
 def test_each_condition_is_named(planned: dict[str, Any], capsys: Captured) -> None:

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
-from ..inspect.plan import Plan
+from ..inspect.plan import ENOUGH, Plan
+from ..inspect.plan_text import outside
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
 from .common import (
@@ -85,7 +86,9 @@ def _add_explain(commands: Commands) -> None:
         help="fail if a smaller share of the FLOPs is eligible for Tensor Cores, 0 to 1",
     )
     explain.add_argument(
-        "--fail-on-fp32-fallback", action="store_true", help="fail if a graph stays in FP32"
+        "--fail-on-fp32-fallback",
+        action="store_true",
+        help="fail if a graph stays in FP32, or products run outside of the graphs",
     )
     explain.add_argument(
         "--fail-on-graph-break", action="store_true", help="fail if the program breaks into graphs"
@@ -150,7 +153,8 @@ def _json(data: Any) -> str:
 
 def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """The conditions of `--fail-...` that hold, each as a sentence."""
-    least, share = options.fail_under_tensor_core_share, plan.tensor_cores.share
+    least = options.fail_under_tensor_core_share
+    share = plan.tensor_cores.share * plan.share_in_graphs
     if least is not None and plan.left:
         yield (
             "--fail-under-tensor-core-share: the share of a graph that stays in FP32 is not "
@@ -168,5 +172,7 @@ def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
     if options.fail_on_fp32_fallback and plan.left:
         count = f"{len(plan.left)} of {len(plan.graphs)} graphs stay in FP32"
         yield f"--fail-on-fp32-fallback: {count}: {'; '.join(plan.left)}"
+    if options.fail_on_fp32_fallback and plan.share_in_graphs < ENOUGH:
+        yield f"--fail-on-fp32-fallback: {outside(plan)}"
     if options.fail_on_graph_break and plan.breaks:
         yield f"--fail-on-graph-break: {len(plan.breaks)} graph breaks: {'; '.join(plan.breaks)}"

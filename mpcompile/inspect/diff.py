@@ -155,6 +155,7 @@ def _counted(plan: Plan) -> dict[str, str]:
         "graphs": str(len(plan.graphs)),
         "graphs left in FP32": str(len(plan.left)),
         "graph breaks": str(len(plan.breaks)),
+        "product FLOPs in graphs": f"{plan.share_in_graphs:.1%}",
         **{f"operators {name}": str(of.count(name)) for name in ("LOW", "FULL", "KEEP")},
         "casts": str(plan.casts),
         "Tensor Core share as captured": f"{shares.share_before:.1%}",

@@ -40,6 +40,20 @@ class ModuleLine:
 
 
 @dataclass(frozen=True)
+class OutsideLine:
+    """Products of one module that run outside of the graphs, in FP32: its dotted path, and the
+    FLOPs of one forward.
+    """
+
+    path: str
+    flops: int
+
+
+ENOUGH = 0.99
+"""The share of the product FLOPs in graphs from which on what runs outside doesn't matter."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What mpcompile does with a model.
 
@@ -51,6 +65,8 @@ class Plan:
         versions: "mpcompile" and "torch" -> version.
         gpu: the data sheet of the GPU that it was planned for; None: this machine's own device.
         repairs: what `repair=True` has pinned to FP32 while the model trained, one sentence each.
+        outside: what runs outside of the graphs, in FP32; the largest first.
+        share_in_graphs: the share of the product FLOPs, 0 to 1, that runs in graphs.
     """
 
     model: str
@@ -62,6 +78,8 @@ class Plan:
     versions: dict[str, str] = field(default_factory=dict)
     gpu: GPU | None = None
     repairs: tuple[str, ...] = ()
+    outside: tuple[OutsideLine, ...] = ()
+    share_in_graphs: float = 1.0
 
     @property
     def nodes(self) -> tuple[PlanNode, ...]:
@@ -149,6 +167,8 @@ class Plan:
             "left_in_fp32": list(self.left),
             "graph_breaks": list(self.breaks),
             "repairs": list(self.repairs),
+            "outside": [dataclasses.asdict(line) for line in self.outside],
+            "share_in_graphs": self.share_in_graphs,
             "unknown": list(self.unknown),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..devices.cuda import AbsentGPU
@@ -90,11 +90,26 @@ def totals(plan: Plan) -> Iterator[str]:
         yield f"a graph stays in FP32: {reason}"
     for reason in plan.breaks:
         yield f"graph break: {reason}"
+    if plan.outside:
+        yield outside(plan)
     for event in plan.repairs:
         yield f"repaired: {event}"
     yield _saved(plan)
     if unknown := plan.unknown:
         yield "\n".join(["Not known without the GPU:", *(f"  {line}" for line in unknown)])
+
+
+def outside(plan: Plan) -> str:
+    """What runs outside of the graphs, in one line."""
+    names = shortened([line.path or plan.model for line in plan.outside])
+    share = 1 - plan.share_in_graphs
+    return f"outside of the graphs, in FP32: {names} ({share:.1%} of the product FLOPs)"
+
+
+def shortened(names: Sequence[str], most: int = 4) -> str:
+    """`"a, b, c, d and 3 more"`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _saved(plan: Plan) -> str:

@@ -22,18 +22,20 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
 from ..api import matched_nothing, pinned_in, recorded, studied
 from ..backend import place_of
 from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
+from ..calls.outside import Outside, aside
 from ..capture.provenance import names_in
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..emit.tracing_settings import traced_with
+from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..inspect.plan import ModuleLine, Plan
+from ..inspect.plan import ModuleLine, OutsideLine, Plan
 from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
@@ -43,6 +45,11 @@ from .planner import Planner
 from .stand_ins import StandIns
 
 __all__ = ["explain", "plan_call", "plan_for"]
+
+# A program without values can't tell what such a call returns, or of which size.
+_ON_VALUES = (
+    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+)  # fmt: skip
 
 
 @documented
@@ -121,7 +128,10 @@ def plan_call(
     repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
+    outside = Outside(twin)
+    with (
+        torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins, outside.looking(),
+    ):  # fmt: skip
         _run(twin, planner, *given)
     if not planner.graphs:
         raise MPCompileError(
@@ -143,6 +153,8 @@ def plan_call(
         versions={"mpcompile": __version__, "torch": torch.__version__},
         gpu=sheet,
         repairs=tuple(repairs.events),
+        outside=tuple(OutsideLine(*line) for line in outside.modules.most_common()),
+        share_in_graphs=outside.share,
     )
 
 
@@ -184,8 +196,8 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
     # Dynamo keeps each backend that it was given for as long as the process runs.
     planner_now = weakref.ref(planner)
     name, run = type(twin).__name__, compiled_apart(twin, backend, "plan")
-    if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
-        run = traced_with(run, allow_rnn=True)
+    rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
+    run = traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
     if widens_inputs(twin):
         args, kwargs = widened(args, kwargs)
     try:
@@ -196,9 +208,10 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
         inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
         if isinstance(inner, MPCompileError):
             raise inner from inner.__cause__
-        if isinstance(inner, (DataDependentOutputException, DynamicOutputShapeException)):
+        if isinstance(inner, _ON_VALUES):
+            what = f" ({inner.func})" if hasattr(inner, "func") else ""
             raise MPCompileError(
-                f"{name} goes on with the values of a tensor ({inner.func}){place(inner)}, and a "
-                "plan is made without values: plan for the modules that it is made of"
+                f"{name} goes on with the values of a tensor{what}{place(inner)}, and a plan is "
+                "made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from .. import ir
 from ..backend import config_for, device_of, place_of, reason_of, rewrite, scale_for, why_left
+from ..calls.outside import counted
 from ..capture.breaks import why_it_ends
 from ..emit.emitter import emit
 from ..emit.joint import NO_PASSES, JointPasses, joint_passes
@@ -73,14 +74,15 @@ class Planner:
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
         joint = joint_passes(config) if self.absent is None else NO_PASSES
         run = self._emit(graph, given, replace(plan, ends_with=ends_with), joint)
-        return lambda *args: run(*inputs.assembled(args, working, scaling))
+        flops = plan.tensor_cores.flops
+        return counted(lambda *args: run(*inputs.assembled(args, working, scaling)), flops)
 
     def _leave(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], reason: str
     ) -> Callable[..., Any]:
         device = place_of(example_inputs) if self.absent is None else self.absent.device
         left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
-        return self._emit(gm, example_inputs, left, untouched=True)
+        return counted(self._emit(gm, example_inputs, left, untouched=True), 0)
 
     def _config(self, example_inputs: Sequence[Any]) -> Config:
         target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ... import ir
+from ..plan_text import outside
 from .data import dtype_word, precision_of_dtype
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def notes_of(plan: Plan) -> list[Note]:
     notes = [
         Note("Graphs left in FP32", plan.left, warns=True),
         Note("Graph breaks", plan.breaks, warns=True),
+        Note("Outside of the graphs", (outside(plan),) if plan.outside else (), warns=True),
         Note("Repairs", plan.repairs, warns=True),
         Note("Sizes worth changing", plan.tensor_cores.advice),
         Note("Not known without the GPU", tuple(unknown)),
