@@ -163,7 +163,7 @@ def _compile(
     given = inputs.assembled(example_inputs, working, scale.inputs(device) if scale else ())
     graph, how, sparing = _to_emit(gm, captured, plan, settings)
     # Must come before `_emit`, which may change the graph.
-    searches = scale is not None and scale.fitting and not _replays(how, device)
+    searches = scale is not None and scale.searches and not _replays(how, device)
     searches = searches and fit_scale.can_run_again(captured)
     compiled = _emit(graph, given, how, joint=joint_passes(config), sparing=sparing)
     if scale is not None and searches:

@@ -77,7 +77,7 @@ class Call:
         self._begins()
         for read in self._reads:
             read.copy.refresh(read.master)
-        if fitting := [scale for scale, _ in self._scales if scale.fitting]:
+        if fitting := [scale for scale, _ in self._scales if scale.search.searching]:
             find_start(self._program, fitting, given)
         for made in self._made:
             if isinstance(made, Update):
