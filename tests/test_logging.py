@@ -147,7 +147,7 @@ def test_the_scale_that_the_first_backward_finds(facts: Facts) -> None:
 def test_a_search_in_vain(facts: Facts) -> None:
     model = mpcompile(net(), dtype=FP16, emit="eager")
     model(torch.full((8, 16), torch.inf)).sum().backward()
-    not_finite, not_found = facts("scale")
+    not_found, not_finite = facts("scale")
     assert not_finite["event"] == "not_finite"
     assert "look at the data" in not_finite["what"]
     assert not_found == {"event": "not_found", "hopeless": True}
@@ -291,7 +291,7 @@ def test_the_documented_json() -> None:
         f"mpcompile.{t}" for t in ("compile", "optim", "scale")
     }
     by_event = {line["event"]: line for line in lines}
-    assert "steps skipped" in by_event["first_skips"]["message"]
+    assert by_event["first_skips"]["steps"] == 1
     moved = by_event["moved"]
     assert without(moved, "logger", "time") == {"event": "moved", "before": 1024.0, "after": 512.0}
     (example,) = re.findall(r'^{"logger": .*}$', section, re.M)

@@ -43,7 +43,7 @@ class Seen:
         Args:
             names: of the inputs that the caller passed, which come first.
         """
-        bad = [(n, x) for n, x in zip(names, inputs, strict=False) if _is_bad(x)]
+        bad = [(n, x) for n, x in zip(names, inputs, strict=False) if is_bad(x)]
         return cls(
             tuple(name for name, _ in bad),
             all(x.is_leaf and x.requires_grad for _, x in bad),
@@ -83,7 +83,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _is_bad(value: Any) -> bool:
+def is_bad(value: Any) -> bool:
     """Whether an input is not finite. Minus infinity is: it masks out."""
     if not _is_float(value):
         return False

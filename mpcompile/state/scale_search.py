@@ -113,7 +113,8 @@ class Search:
     def again(self) -> None:
         """A step was skipped: let the next backward run again if it overflows, too."""
         if self.possible and not self.fitting and self._failures < _MOST_FAILURES and _alone():
-            self.settling, self._growing, self._calm = True, False, 0
+            self.settling, self._calm = True, 0
+            self._growing &= self.innocent is not None
 
     def fail(self, used: torch.Tensor, *, hopeless: bool) -> None:
         """A backward overflowed at every scale. One such batch may be an accident; after a few,
