@@ -192,7 +192,7 @@ def _lbfgs(model: nn.Module, steps: int) -> tuple[list[int], list[float]]:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         at = model(torch.ones(4, 1))
-        loss = (-0.1 * at + 1e-3 * at.square() + 10 * F.relu(at - 3).square()).mean()
+        loss = (-0.5 * at + 1e-2 * at.square() + 10 * F.relu(at - 3).square()).mean()
         loss.backward()
         calls[-1] += 1
         losses.append(float(loss.detach()))
@@ -210,12 +210,12 @@ def test_lbfgs_takes_the_steps_of_fp32(level: str) -> None:
     it is, at the worst point.
     """
     wanted, losses = _lbfgs(nn.Linear(1, 1, bias=False), 3)
-    assert max(losses) > 1e4 > 100 * losses[-1], "no spike"
+    assert losses[2] > 1000, "no spike"
     model = mpcompile(nn.Linear(1, 1, bias=False), level=level, **FP16)
     calls, ours = _lbfgs(model, 3)
     assert calls == wanted
-    assert max(ours) == pytest.approx(max(losses), rel=0.01)
-    assert ours[-1] == pytest.approx(losses[-1], rel=0.01)
+    assert ours[:4] == pytest.approx(losses[:4], rel=0.02)
+    assert min(ours) == pytest.approx(min(losses), rel=0.02)
     assert loss_scale_of(model).skipped_steps == 0
 
 
