@@ -34,8 +34,12 @@ def not_finite_in(sides: Sides) -> Iterator[str]:
 
 def _bad(values: dict[str, Any]) -> list[str]:
     """The names of what isn't finite, as a program writes them: `x`, `kwargs['mask']`."""
-    found, _ = pytree.tree_flatten_with_path(values)
-    return [f"{path[0].key}{pytree.keystr(path[1:])}" for path, value in found if is_bad(value)]
+    return [
+        name + pytree.keystr(path)
+        for name, value in values.items()
+        for path, part in pytree.tree_flatten_with_path(value)[0]
+        if is_bad(part)
+    ]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -246,7 +246,7 @@ class LossScale:
         self.search.end()
         if value != self.value:
             self.live.forget_tensors()
-            self.live.start_at(value)
+            self.live.start_at(value, found=True)
             self.live.moves += 1
 
     def agree_on_start(self, ranks: Ranks) -> None:
