@@ -234,3 +234,24 @@ def test_an_optimizer_that_calls_its_closure_once_waits_for_nothing(runs: list[f
     training.optimizer.step(lambda: closure(2.0**10))  # type: ignore[arg-type, return-value]
     assert training.scale.skipped_steps == 1
     assert runs == []
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_a_step_compiled_as_a_whole_skips_no_two_in_a_row(generated: bool) -> None:
+    model, scale = mlp(), LossScale.dynamic()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-9)
+    optimizer = MPOptimizer(sgd, emit="eager") if generated else sgd
+
+    def step(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum() * factor
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = mpcompile(step, level="O2" if generated else "O1", loss_scale=scale, **FP16)
+    skipped = []
+    for factor in (1.0, 2.0**10, 2.0**10, 2.0**16, 2.0**16, 1.0):
+        compiled(torch.ones(4, 8), torch.tensor(factor))
+        skipped.append(scale.skipped_steps)
+    assert skipped == [0, 1, 1, 2, 2, 2]

@@ -1,5 +1,5 @@
-"""Find a fitting start for the loss scale: the first backward is run again at lower scales, until
-no gradient overflows.
+"""Find a fitting loss scale: a backward that overflows is run again at lower scales, until no
+gradient does.
 
 GradScaler starts at 2**16 and skips steps until the scale has come down to where the model's
 gradients fit FP16. Here the first backward runs at 2**19; if it overflows, forward and backward are
@@ -10,9 +10,10 @@ later one.
 
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
+    a later one       2**14: inf; 2**13: finite                 -> the gradient; the scale is 2**13
 
-All this happens only while `scale.fitting`; afterwards the compiled function is called directly.
-The search waits for the device and runs one or a few extra steps, during a compilation of seconds.
+All this happens only while `scale.search.searching` (`scale_search.py` says when that is);
+otherwise the compiled function is called directly. A search waits for the device.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ class LossScale:
         `hysteresis` overflows; never outside [min_scale, max_scale].
 
         Without `init_scale` the first backward finds the start: the largest power of two up to
-        2**16 that leaves room for gradients eight times as large. So no first steps are skipped.
+        2**16 that leaves room for gradients eight times as large, which is given up step by step if
+        they don't come. Until then a backward that overflows runs again at half the scale, and so
+        does the one after a skipped step. With `init_scale` none does.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.

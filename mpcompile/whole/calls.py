@@ -66,6 +66,8 @@ class Call:
         self._reads = [read for forward in forwards for read in forward.reads]
         scales = dict.fromkeys(f.scale for f in forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
+        for scale in scales:
+            scale.search.possible |= scale.searches
 
     def __call__(self, *given: Any) -> list[Any]:
         """Do the step, and return what Dynamo's graph returns.
