@@ -170,7 +170,7 @@ def _compile(
     graph, how, sparing = _to_emit(gm, captured, plan, settings)
     # Both must come before `_emit`, which may change the graph.
     constant = constants_of(captured) if scale is not None else ()
-    searches = scale is not None and scale.fitting and not _replays(how, device)
+    searches = scale is not None and scale.searches and not _replays(how, device)
     searches = searches and fit_scale.can_run_again(captured)
     compiled = _emit(graph, given, how, joint=joint_passes(config), sparing=sparing)
     if scale is not None and searches:

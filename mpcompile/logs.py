@@ -2,7 +2,7 @@
 
 Each record has a text for people, and the same facts as plain data in its attribute `mpcompile`:
 
-    record.getMessage()    "the loss scale moves from 65536 to 32768"
+    record.getMessage()    "mpcompile: the loss scale moves from 65536 to 32768"
     record.mpcompile       {"event": "moved", "before": 65536.0, "after": 32768.0}
 
 No handler and no level is set here: these belong to the application.
@@ -32,7 +32,9 @@ def event(topic: str, level: int, name: str, text: str, /, **data: Any) -> None:
         **data: plain values, such as JSON can hold.
     """
     facts = {"event": name, **data}
-    _loggers[topic].log(level, text, facts, extra={"mpcompile": facts}, stacklevel=2)
+    _loggers[topic].log(
+        level, f"mpcompile: {text}", facts, extra={"mpcompile": facts}, stacklevel=2
+    )
 
 
 def is_heard(topic: str, level: int) -> bool:

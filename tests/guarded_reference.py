@@ -137,6 +137,7 @@ class Scale:
         looks: when each optimizer looked last.
         forwards, moved_at, overflow_at: training forwards, and for which one the scale has moved,
             and has moved down.
+        fitting: whether a backward may search for what fits, and so move the scale.
         optimized: whether an optimizer counts its good steps.
         open: whether its graphs hand gradients on to something in front of them.
         early: it moved down for gradients that are still being accumulated.

@@ -67,10 +67,9 @@ class World(Parts):
             # It did not see the pass, or saw no reason.
             scale.numbers, scale.early = before_numbers, early
             scale.numbers.good = mine.state.good_steps
-        if scale.fitting and not mine.fitting:
-            scale.fitting = False
-            if LATE_SEARCH in KNOWN:
-                self.outputs = []
+        if scale.fitting and not mine.fitting and LATE_SEARCH in KNOWN:
+            self.outputs = []
+        scale.fitting = mine.search.searching
         assert mine.used is not None
 
         def note(tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -100,7 +99,8 @@ class World(Parts):
                 value = self.live_scale(s).value
                 assert math.frexp(value)[0] == 0.5
                 assert self.setup.min_scale <= value <= self.setup.max_scale
-                self.scales[s].numbers.value = value
+                if value != self.scales[s].numbers.value:
+                    self.scales[s].numbers.value, self.scales[s].numbers.good = value, 0
             for name in {name for t, name, _ in self.tape if t == s and name is not None}:
                 self.zeroed.discard(name)
                 if bad:

@@ -117,6 +117,7 @@ def test_moves_and_skipped_steps(facts: Facts, level: str, generated: bool) -> N
     assert facts("scale") == [
         {"event": "skipped", "scale": 2.0**10, "steps": 1},
         {"event": "moved", "before": 2.0**10, "after": 2.0**9},
+        {"event": "first_skips", "steps": 1},
         {"event": "moved", "before": 2.0**9, "after": 2.0**10},  # after two good steps
     ]
 
@@ -146,7 +147,10 @@ def test_the_scale_that_the_first_backward_finds(facts: Facts) -> None:
 def test_a_search_in_vain(facts: Facts) -> None:
     model = mpcompile(net(), dtype=FP16, emit="eager")
     model(torch.full((8, 16), torch.inf)).sum().backward()
-    assert facts("scale") == [{"event": "not_found", "hopeless": True}]
+    not_found, not_finite = facts("scale")
+    assert not_finite["event"] == "not_finite"
+    assert "look at the data" in not_finite["what"]
+    assert not_found == {"event": "not_found", "hopeless": True}
 
 
 def test_a_loaded_scale_is_no_move(facts: Facts) -> None:
@@ -282,11 +286,13 @@ def test_torch_logs_takes_our_name() -> None:
 def test_the_documented_json() -> None:
     section = DOCUMENT.read_text().partition("## Logs and traces")[2]
     (formatter,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-    lines = [json.loads(line) for line in ran(formatter, (1e12,)).splitlines()]
-    by_logger = {line["logger"]: line for line in lines}
-    assert set(by_logger) == {f"mpcompile{t}" for t in ("", ".compile", ".optim", ".scale")}
-    assert "was skipped" in by_logger["mpcompile"]["message"]
-    moved = by_logger["mpcompile.scale"]
+    lines = [json.loads(line) for line in ran(formatter, (1e12, 1.0)).splitlines()]
+    assert {line["logger"] for line in lines} == {
+        f"mpcompile.{t}" for t in ("compile", "optim", "scale")
+    }
+    by_event = {line["event"]: line for line in lines}
+    assert by_event["first_skips"]["steps"] == 1
+    moved = by_event["moved"]
     assert without(moved, "logger", "time") == {"event": "moved", "before": 1024.0, "after": 512.0}
     (example,) = re.findall(r'^{"logger": .*}$', section, re.M)
     assert json.loads(example).keys() == moved.keys()

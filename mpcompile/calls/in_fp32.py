@@ -17,6 +17,7 @@ from torch import fx
 from ..devices.generators import RandomState, unchanged
 from ..observe.record import Record
 from ..observe.watch import Watch, passed
+from ..state.not_finite import Seen
 
 __all__ = ["InFP32"]
 
@@ -45,10 +46,17 @@ class InFP32:
             for x, need in zip(given, tracked, strict=True)
         ]
         self._received: dict[int, torch.Tensor] = {}  # by the number of the result
+        self._results: list[torch.Tensor] = []
+
+    def seen(self) -> Seen:
+        """What was not finite of the call."""
+        names = [n.name for n in self._captured.graph.find_nodes(op="placeholder")]
+        return Seen.of(names, self._inputs, self._results, self._received.values())
 
     def watch(self, results: Sequence[Any]) -> None:
         """Note the gradients that will enter these results of the call."""
         tensors = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
+        self._results = [x.detach() for _, x in tensors]
         first = {id(x): (i, x) for i, x in reversed(tensors)}  # one may be returned twice
         for i, result in first.values():
             if result.requires_grad and result.grad_fn is not None:

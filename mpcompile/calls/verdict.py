@@ -16,6 +16,7 @@ from ..ir.places import Place
 from ..observe.fault import Fault, Kind
 from ..state import guard
 from ..state.loss_scale import LossScale
+from ..state.not_finite import outside
 from ..state.repairs import MOST
 from ..state.trouble import Verdict
 from .watched_call import Look, Watched
@@ -29,10 +30,13 @@ _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows fr
 def judge(scale: LossScale) -> Verdict:
     """Name the first node that overflowed in the watched step, and repair it if the user wants."""
     looks: Iterable[Look] = scale.trouble.looks
+    if (what := outside([look.again.seen() for look in looks])) is not None:
+        scale.said.not_finite(what)
+        return Verdict.WAIT
     faults = [(fault, look.graph) for look in looks if (fault := look.fault()) is not None]
     if not faults:
         if scale.trouble.at_floor:
-            scale.warn_of_floor()
+            scale.said.at_floor(scale.min_scale)
         return Verdict.WAIT
     fault, graph = min(faults, key=lambda found: _ORDER.index(found[0].kind))
     # Behind a value that is meant to be infinite, a scale that is too high may be all there is.

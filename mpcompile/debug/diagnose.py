@@ -31,6 +31,7 @@ from ..observe.watch import relative_error
 from ..rules.policy import Level
 from ..settings import OPTIONS, Settings, check_module
 from ..state import parameters
+from .came_in import not_finite_in
 from .checks import check_loss_fn, check_trained
 from .low_side import low_dtype_of, run_low
 from .moves import default_optimizer, updates, usable
@@ -210,12 +211,19 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
             f"{', '.join(dict.fromkeys(common))}: several graphs have a node of this name, and "
             "Policy(nodes=...) pins it in each; Policy(modules=...) pins the one module"
         )
+    bad = any(Numbers.of(g).bad for g in low.gradients.values() if g is not None)
+    if (bad or not math.isfinite(low.loss)) and (came_in := list(not_finite_in(sides))):
+        yield from came_in
+        return
     if any(fault.kind not in HARMLESS_ALONE for fault in faults):
         return
     if not math.isfinite(low.loss):
         also = ", in FP32 either" if not math.isfinite(full.loss) else ""
-        yield f"the loss is not finite{also}, though the model's results are: look at loss_fn"
-    elif any(Numbers.of(g).bad for g in low.gradients.values() if g is not None):
+        yield (
+            f"the loss is not finite{also}, though the model's results are: look at the targets, "
+            "and at loss_fn"
+        )
+    elif bad:
         in_full = any(Numbers.of(g).bad for g in full.gradients.values() if g is not None)
         also = ", in FP32 either" if in_full else ""
         yield (

@@ -34,11 +34,13 @@ class GraphInputs:
         copies: number of an input that reads a working copy -> number of the caller's input (the
             parameter) that it is a copy of.
         scaled: whether the last two inputs are the loss scale and the overflow leaf.
+        names: of the caller's inputs, as plans have them: `"x"`, `"fc_weight"`.
     """
 
     given: int
     copies: Mapping[int, int] = field(default_factory=dict)
     scaled: bool = False
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, graph: fx.Graph) -> GraphInputs:
@@ -47,7 +49,8 @@ class GraphInputs:
         scaled = any(node.target == SCALE for node in inputs)
         copies = {k: of for k, node in enumerate(inputs) if (of := copy_of(node)) is not None}
         behind = sum(k != of for k, of in copies.items())
-        return cls(len(inputs) - behind - 2 * scaled, copies, scaled)
+        given = len(inputs) - behind - 2 * scaled
+        return cls(given, copies, scaled, tuple(node.name for node in inputs[:given]))
 
     def assembled(
         self, given: Sequence[Any], copies: Sequence[Any] = (), scaling: Sequence[Any] = ()

@@ -20,6 +20,8 @@ import torch
 
 # The start of the dynamic scale, as GradScaler's; also the largest start that a search may find.
 INIT_SCALE = 2.0**16
+# Gradients of later steps may be so many times as large as those that the start was found with.
+HEADROOM = 8.0
 
 _Flag: TypeAlias = Any  # a bool, or a 0-d bool tensor
 _Number: TypeAlias = Any  # a float or an int, or a 0-d tensor

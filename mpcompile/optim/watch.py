@@ -11,13 +11,12 @@ from ..state.loss_scale import LossScale
 
 
 class Watch:
-    """Reports that a step was skipped, warns once if a loss scale is stuck at its floor, and logs
-    its moves. On a GPU the message comes a step late, without waiting. Tells the scales of each
-    step.
+    """Tells loss scales of each step, warns once if one is stuck at its floor, and logs how they
+    move. On a GPU the message comes a step late, without waiting.
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, tuple[_Look, ...]] = {}
+        self._looks: dict[int, _Look] = {}
         self._scales: tuple[LossScale, ...] = ()
 
     def follow(self, scales: Iterable[LossScale]) -> None:
@@ -25,19 +24,15 @@ class Watch:
         self._scales = tuple(scales)
         for scale in self._scales:
             if scale.kind == "dynamic" and id(scale) not in self._looks:
-                self._looks[id(scale)] = (
-                    _Look(scale, "floor", scale.warn_at_floor),
-                    _Look(scale, "skipped_steps", scale.say_skipped),
-                )
+                self._looks[id(scale)] = _Look(scale, "floor", scale.warn_at_floor)
 
     def look(self) -> None:
         for scale in self._scales:
-            scale.trouble.stepped()
+            scale.stepped()
         self._scales = ()
-        for looks in self._looks.values():
-            for look in looks:
-                look.look()
-            looks[0].scale.live.log_moves()
+        for look in self._looks.values():
+            look.look()
+            look.scale.live.log_moves()
 
 
 class _Look:

@@ -10,10 +10,13 @@
       live_scale.py        its current values, and when they move
       scale_options.py     the constants of its rule
       overflows.py         the count of backward passes that overflowed
-      scale_search.py      whether its start is still searched for
+      scale_search.py      whether backward passes search for what fits
+      said.py              what it has said to users
       trouble.py           how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32
-    fit_scale.py         the search: the first backward is run again at lower scales
+    fit_scale.py         the search: a backward is run again at lower scales
+    found_scale.py       where a search begins, and what becomes of what it finds
+    not_finite.py        what was not finite before any gradient was
     two_scales.py        the gradients of a graph, compared at two scales
     retained_graph.py    lets a compiled backward run several times over one forward
     second_backward.py   refuses gradients of a compiled graph's gradients

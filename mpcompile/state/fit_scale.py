@@ -1,5 +1,5 @@
-"""Find a fitting start for the loss scale: the first backward is run again at lower scales, until
-no gradient overflows.
+"""Find a fitting loss scale: a backward that overflows is run again at lower scales, until no
+gradient does.
 
 GradScaler starts at 2**16 and skips steps until the scale has come down to where the model's
 gradients fit FP16. Here the first backward runs at 2**19; if it overflows, forward and backward are
@@ -10,16 +10,18 @@ later one.
 
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
+    a later one       2**14: inf; 2**13: finite                 -> the gradient; the scale is 2**13
 
 Once for each graph, the gradients are compared with those at a lower scale (`two_scales.py`).
 
-All this happens only while `scale.fitting`; afterwards the compiled function is called directly.
-The search waits for the device and runs one or a few extra steps, during a compilation of seconds.
+All this happens only while `scale.search.searching` (`scale_search.py` says when that is);
+otherwise the compiled function is called directly. A search waits for the device.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +34,15 @@ from .. import ir
 from ..devices.generators import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
-from ..ir.scale import INIT_SCALE
+from .found_scale import first_tried, give_up, keep
 from .loss_scale import LossScale
+from .not_finite import Seen
 from .overflows import any_nonfinite
 from .retained_graph import is_kept
 from .second_backward import notice
 from .two_scales import FACTOR, check_two_scales
 
-HEADROOM = 8.0
-
+_numbers = itertools.count()
 Function = Callable[..., Any]
 Saved = Callable[[], Sequence[Any]]  # the call's inputs; raises if they were written to since
 
@@ -57,7 +59,7 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
     graph = _Graph(compiled, scale, inputs)
 
     def call(*args: Any) -> Any:
-        if not scale.fitting or not torch.is_grad_enabled():
+        if not scale.search.searching or not torch.is_grad_enabled():
             return compiled(*args)
         trial = _Trial(graph, args)
         bases = _Fitted.apply(trial, *args)  # type: ignore[no-untyped-call]
@@ -106,9 +108,9 @@ class _Trial:
             for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
-        self.top = min(INIT_SCALE, self.scale.max_scale) * HEADROOM
-        self.at = self.top
+        self.at = self.top = first_tried(self.scale)
         self.results: Any = None
+        self.number = next(_numbers)
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Call the function on leaves of its own. Returns the bases of its results: each result is
@@ -133,11 +135,13 @@ class _Trial:
         return [_like(x, known[id(_base(x))]) if isinstance(x, torch.Tensor) else x
                 for x in self.results]  # fmt: skip
 
+    def _given(self, saved: Saved) -> list[Any]:
+        """The inputs, as they were before the call."""
+        return [self.before.get(i, x) for i, x in enumerate(saved())]
+
     def again(self, saved: Saved, at: float) -> None:
         """Repeat the call at another scale."""
-        given = [
-            duplicate(self.before[i]) if i in self.before else x for i, x in enumerate(saved())
-        ]
+        given = [duplicate(x) if i in self.before else x for i, x in enumerate(self._given(saved))]
         self.at = at
         with unchanged(self.devices):
             self.random.restore()
@@ -168,35 +172,35 @@ class _Trial:
 
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients at the first scale, going down, at which they fit."""
-        scale = self.scale
+        scale, search = self.scale, self.scale.search
         # Gradients of this step may be stored at this scale: by another graph or a failed search.
-        copied = bool(self.inputs.copies)
-        stored = copied and (scale.search.found or scale.search.was_in_vain(self.used))
-        fixed = stored or not scale.fitting
-        if fixed:
-            self.top = float(self.used)
-        if self.results is None or fixed:
-            self.again(saved, self.top)
-        # No scale helps if the results or incoming gradients themselves are not finite.
-        hopeless = bool(any_nonfinite([g for g in grads if g is not None])) or bool(
-            any_nonfinite([x.detach() for x in self.results if _is_float(x)])
-        )
+        stored = bool(self.inputs.copies) and (search.found or search.was_searched(self.used))
+        fixed = stored or not search.searching
+        if self.results is None or (fixed and self.at != float(self.used)):
+            self.again(saved, float(self.used) if fixed else self.top)
+        results = [x.detach() for x in self.results if isinstance(x, torch.Tensor)]
         gradients = self.backward(grads)
-        while not (fits := self.fits(gradients)) and not fixed and not hopeless:
-            if self.at * 0.5 < scale.min_scale:
-                break
-            self.again(saved, self.at * 0.5)
-            gradients = self.backward(grads)
-        if fits and not fixed:
-            if not self.graph.compared:
-                self._compare(saved, grads, gradients)
-            self._keep(gradients)
-        elif not (fits or fixed):
-            scale.search_failed(self.used, hopeless=hopeless)
-            if hopeless:  # so that finite gradients are finite, as without a search
-                self.again(saved, float(self.used))
-                return self.backward(grads)
-            self._multiply(gradients, float(self.used))
+        if fixed:
+            return gradients
+        if not self.fits(gradients):
+            call = Seen.of(self.inputs.names, self._given(saved), results, grads)
+            if call.hopeless:
+                scale.said.hopeless(self.number, call)
+                return self._hopeless(saved, grads, gradients)
+            while self.at * 0.5 >= scale.min_scale:
+                self.again(saved, self.at * 0.5)
+                gradients = self.backward(grads)
+                if self.fits(gradients):
+                    break
+            else:
+                give_up(scale, self.used, hopeless=False)
+                self._multiply(gradients, float(self.used))
+                return gradients
+        if not self.graph.compared:
+            self._compare(saved, grads, gradients)
+        value = keep(scale, self.at, self.used, tried=self.top)
+        self.used.fill_(value)
+        self._multiply(gradients, value)
         return gradients
 
     def _compare(
@@ -213,17 +217,22 @@ class _Trial:
         check_two_scales(gradients[:-1], self.backward(grads)[:-1], self.inputs.copies)
         self.at, self.graph.compared = at, True
 
-    def _keep(self, gradients: list[torch.Tensor | None]) -> None:
-        scale = self.scale
-        value = min(INIT_SCALE, max(self.at / HEADROOM, scale.min_scale))
-        if scale.search.found:
-            value = min(value, scale.value)
-        scale.fit(value)
-        self.used.fill_(value)
-        self._multiply(gradients, value)
+    def _hopeless(
+        self, saved: Saved, grads: Sequence[torch.Tensor | None],
+        gradients: list[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """The gradients as without a search, so that what is finite of them is."""
+        used = float(self.used)
+        give_up(self.scale, self.used, hopeless=True)
+        if self.at == used:
+            return gradients
+        self.again(saved, used)
+        return self.backward(grads)
 
     def _multiply(self, gradients: list[torch.Tensor | None], scale: float) -> None:
         """Multiply O2's gradients by `scale`, in place of the scale that was tried."""
+        if scale == self.at:
+            return
         for i in self.inputs.copies:
             gradient = gradients[i]
             if gradient is not None:
@@ -276,7 +285,3 @@ def _like(result: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 def _is_tracked(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

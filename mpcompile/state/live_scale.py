@@ -10,8 +10,12 @@ import dataclasses
 
 import torch
 
+from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
+from .async_read import Later
 from .scale_log import ScaleLog
+
+_EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
 
 class LiveScale:
@@ -32,6 +36,9 @@ class LiveScale:
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
         self._log = ScaleLog(state)
+        self._skipped = state.skipped_steps  # as far as the host knows of generated steps
+        self._arriving: Later | None = None
+        self._asked = 0
 
     @property
     def state(self) -> ScaleState:
@@ -59,14 +66,18 @@ class LiveScale:
         self._log.start_at(state.scale, state.skipped_steps)
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
-    def start_at(self, scale: float) -> None:
-        """Take over the start that the search has found. `moves` stays the same: the search also
-        changes the tensor that the forward being searched has used.
+    def start_at(self, scale: float, *, found: bool) -> None:
+        """Take over the scale that a search has found: the start, or (not `found`) another one.
+        The search also writes to the tensor that the forward being searched has used.
         """
-        self._log.start_at(scale)
-        self._numbers = dataclasses.replace(self._numbers, scale=scale)
+        if found:
+            self._log.start_at(scale)
+        else:
+            self._log.move_to(scale)
+        self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=0)
         if self._resident:
             self._resident["scale"].fill_(scale)
+            self._resident["good_steps"].zero_()
 
     def _take(self, after: ScaleState, before: ScaleState) -> None:
         self.moves += after.scale != before.scale
@@ -112,6 +123,23 @@ class LiveScale:
     def resident(self, name: str) -> torch.Tensor | None:
         """One of the tensors of `reside`, or None before they exist."""
         return self._resident.get(name)
+
+    def has_skipped(self) -> bool | None:
+        """Whether generated steps were skipped since the last answer, or None while that is not
+        known: a GPU is asked in every eighth step, and has not answered yet.
+        """
+        if self._arriving is None:
+            count = self._resident["skipped_steps"]
+            self._asked += 1
+            if self._asked % _EVERY and capabilities(count.device).asynchronous:
+                return None
+            self._arriving = Later(count)
+        skipped = self._arriving.read()
+        if skipped is None:
+            return None
+        self._arriving = None
+        before, self._skipped = self._skipped, int(skipped)
+        return self._skipped > before
 
     def log_moves(self) -> None:
         """Log how generated steps have moved the values, as far as that has arrived."""

@@ -10,7 +10,7 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
     once per training forward     the scale moves, by the rule
 
 A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
-overflows (`overflows.py`) and the search for the start (`scale_search.py`, `fit_scale.py`). The
+overflows (`overflows.py`) and the search for what fits (`scale_search.py`, `fit_scale.py`). The
 multiplication itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides
 whether an optimizer may take its step.
 """
@@ -18,27 +18,23 @@ whether an optimizer may take its step.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .. import logs
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
 from ..ranks import ddp
 from ..ranks.agree import Ranks
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
+from .said import Said
 from .scale_options import Setting, check
 from .scale_search import Search, backward_running
 from .trouble import Trouble
-
-log = logging.getLogger("mpcompile")
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
@@ -58,6 +54,7 @@ class LossScale:
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
         fitting: whether the first backward is still to find the scale.
+        searches: whether its start was left to a search; then one finds it after an overflow, too.
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
         used_apart: whether that is a number which the search for the start leaves as it is.
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
@@ -87,8 +84,8 @@ class LossScale:
         check(rule, init_scale, start)
         self.rule = rule
         self.open = False
+        self.searches = fitting
         self.fp16_only = False
-        self._warned = self._logged = False
         self._start(ScaleState(float(start), overflows_left=rule.hysteresis), fitting=fitting)
 
     def _start(self, state: ScaleState, *, fitting: bool) -> None:
@@ -98,6 +95,7 @@ class LossScale:
         self.overflows = Overflows()
         self.trouble = Trouble(self.live)
         self.repairs = Repairs()
+        self.said = Said()
         self.restored = self.loaded = False
         self.agreed = not fitting
         self.used: torch.Tensor | None = None
@@ -119,7 +117,9 @@ class LossScale:
         `hysteresis` overflows; never outside [min_scale, max_scale].
 
         Without `init_scale` the first backward finds the start: the largest power of two up to
-        2**16 that leaves room for gradients eight times as large. So no first steps are skipped.
+        2**16 that leaves room for gradients eight times as large, which is given up step by step if
+        they don't come. Until then a backward that overflows runs again at half the scale, and so
+        does the one after a skipped step. With `init_scale` none does.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.
@@ -162,7 +162,7 @@ class LossScale:
     @state.setter
     def state(self, state: ScaleState) -> None:
         self.live.set(state)
-        self.search.fitting = False
+        self.search.fitting = self.search.settling = False
 
     @property
     def value(self) -> float:
@@ -192,14 +192,17 @@ class LossScale:
     # -- pickles and checkpoints ------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (*_SETTINGS, "open", "fp16_only", "fitting", "_warned", "_logged")
+        kept = (*_SETTINGS, "open", "fp16_only", "fitting", "searches")
+        said = {"_warned": self.said.floor, "_logged": self.said.skips}  # by their first names
         state = ScaleState(**self.state.saved())
-        return {**{name: getattr(self, name) for name in kept}, "_state": state}
+        return {**{name: getattr(self, name) for name in kept}, **said, "_state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = dict(state)
         self.rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
+        self.searches = False  # of an earlier version
         self._start(kept.pop("_state"), fitting=kept.pop("fitting"))
+        self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
         self.__dict__.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,7 +248,7 @@ class LossScale:
         self.search.end()
         if value != self.value:
             self.live.forget_tensors()
-            self.live.start_at(value)
+            self.live.start_at(value, found=True)
             self.live.moves += 1
 
     def agree_on_start(self, ranks: Ranks) -> None:
@@ -266,27 +269,10 @@ class LossScale:
         backward can search (`searched`) share one tensor for it, which the search writes to. Any
         other keeps the number that it began with: its backward may have run before the search.
         """
-        self.used = self.live.tensor(device, shared=self.fitting and searched)
-        self.used_apart = self.fitting and not searched
+        searching = self.search.searching
+        self.used = self.live.tensor(device, shared=searching and searched)
+        self.used_apart = searching and not searched
         return self.used, self.overflows.leaf(device)
-
-    def fit(self, value: float) -> None:
-        """Set the scale that the first backward has found."""
-        self.live.forget_tensors()
-        self.live.start_at(value)
-        self.search.find()
-        text = "the first backward found the loss scale %(scale)g"
-        logs.event("scale", logging.INFO, "found", text, scale=value)
-
-    def search_failed(self, used: torch.Tensor, *, hopeless: bool) -> None:
-        """A backward overflowed at every scale, so its gradients are multiplied by what its forward
-        used. The next forward uses another tensor, which a search may write to. See `Search.fail`.
-        """
-        self.search.fail(used, hopeless=hopeless)
-        self.live.forget_tensors()
-        self.live.moves += 1
-        text = "the search for a loss scale failed: gradients overflow at every scale"
-        logs.event("scale", logging.INFO, "not_found", text, hopeless=hopeless)
 
     def saw_forward(self) -> None:
         """A training forward is about to run. If a backward overflowed and no step checked it, the
@@ -307,6 +293,8 @@ class LossScale:
             # A good backward counts as a step only if no optimizer counts steps.
             if (overflow and (self.open or not held)) or not (self._optimized or held):
                 self.live.move_without_step(self.rule, overflow, step_will_come=held)
+                if overflow:
+                    self.search.again()
 
     # -- what optimizer steps use -----------------------------------------------------------------
 
@@ -342,12 +330,24 @@ class LossScale:
         """
         self._step_looks()
         if overflow:
-            self.say_skipped()
             self.trouble.skipping()
+        self._saw_step(overflow)
         at_floor = self.live.settle(self.rule, overflow)
         self.trouble.settled(overflow=overflow)
         if at_floor:
             self.warn_at_floor()
+
+    def _saw_step(self, skipped: bool) -> None:
+        """An optimizer's step was skipped, or taken."""
+        if skipped:
+            self.search.again()
+        self.said.step(skipped)
+
+    def stepped(self) -> None:
+        """A generated step has run; whether it was skipped is learnt when that has arrived."""
+        if (skipped := self.live.has_skipped()) is not None:
+            self._saw_step(skipped)
+        self.trouble.stepped()
 
     def begin_step(self) -> bool:
         """Prepare for a generated step; returns whether it is the first since the last forward."""
@@ -364,34 +364,12 @@ class LossScale:
         """Count a step skipped for an overflow in this scale's graphs, by an optimizer that holds
         none of their parameters. That optimizer doesn't move the scale.
         """
-        self.say_skipped()
+        self.said.step(skipped=True)
         self.live.count_skipped()
-
-    def say_skipped(self) -> None:
-        """Log one line at the first skipped step."""
-        if not self._logged:
-            self._logged = True
-            log.warning(
-                "an optimizer step was skipped, because gradients overflowed: that is how a loss "
-                "scale is found and kept. loss_scale_of(model).skipped_steps counts them"
-            )
 
     def warn_at_floor(self) -> None:
         """Warn once that the scale can't get lower and gradients still overflow, unless a look says
         what it is that overflows.
         """
         if not self.trouble.look_at_floor():
-            self.warn_of_floor()
-
-    def warn_of_floor(self) -> None:
-        """Warn once that the scale can't get lower, where nothing more is known."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the loss scale is at its floor ({self.min_scale:g}) and gradients still "
-                "overflow: the model itself makes inf or nan. Look at the loss and the forward "
-                "activations; try dtype=torch.bfloat16, or Policy(modules={...: 'fp32'}) for the "
-                "part that overflows.",
-                MPCompileWarning,
-                stacklevel=2,
-            )
+            self.said.at_floor(self.min_scale)

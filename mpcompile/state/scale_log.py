@@ -25,6 +25,10 @@ class ScaleLog:
         self._scale = scale
         self._skipped = self._skipped if skipped is None else skipped
 
+    def move_to(self, scale: float) -> None:
+        """Log that a search has moved the scale."""
+        self.learn(scale, self._skipped)
+
     def learn(self, scale: float, skipped: int) -> None:
         """Log what is new in these values."""
         before, steps = self._scale, skipped - self._skipped

@@ -1,34 +1,60 @@
-"""State of the search for a loss scale's start; `fit_scale.py` does the searching."""
+"""State of the search for a loss scale: of its start, and of what fits after an overflow;
+`fit_scale.py` does the searching.
+
+    fitting     the start is not known: the first backward finds it
+    settling    it is: a backward that overflows runs again at half the scale, until it fits. This
+                lasts until CALM of them in a row have fitted. It begins with the start, and anew
+                with each skipped step: so no two in a row are skipped for a scale that is too high.
+    growing     no backward has overflowed since the start was found, which leaves room: the scale
+                is doubled after every CALM backward passes, instead of after 2000 steps
+
+The closure of an optimizer that calls it several times in a step, as LBFGS does, always runs as if
+the scale were settling: what it returns is used at once, so there is no step to be skipped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+CALM = 8
 _MOST_FAILURES = 3
 
 
 class Search:
-    """The search for the start of one loss scale, in the first backward.
+    """The search for one loss scale.
 
     Attributes:
-        fitting: whether the start is still to be found.
-        possible: whether some graph can be run again, so that its first backward can search.
+        fitting, settling: see above.
+        possible: whether some graph can be run again, so that its backward can search.
+        innocent: the scale before a backward that is finite at no scale, which lowers it as any
+            overflow does; until the next one that fits, which goes on from there.
     """
 
     def __init__(self, *, fitting: bool) -> None:
         self.fitting = fitting
+        self.settling = self._growing = False
         self.possible = False
+        self.innocent: float | None = None
+        self._calm = 0  # backward passes in a row that fitted
         self._failures = 0
-        self._found_in: int | None = None  # number of the backward that found the start
-        self._in_vain = WeakIdKeyDictionary()  # the scale tensors of failed searches' forwards
+        self._found_in: int | None = None  # number of the backward that found the scale
+        self._searched = WeakIdKeyDictionary()  # the scale tensors of their forwards
+
+    @property
+    def searching(self) -> bool:
+        """Whether a backward runs again if it overflows."""
+        return self.fitting or self.settling or (self.possible and _in_closure())
 
     @property
     def found(self) -> bool:
-        """Whether a backward of this iteration has found the start. The next step or forward ends
-        the search; until then other graphs of this backward may still lower it.
+        """Whether a backward of this iteration has found the scale. The next step or forward ends
+        the iteration; until then other graphs of this backward may still lower it.
         """
         return self._found_in is not None
 
@@ -37,40 +63,102 @@ class Search:
         """Whether a later backward may still find the start."""
         return self.fitting and self.possible and not self.found
 
-    def find(self) -> None:
-        """Note that the backward that is running has found the start."""
+    def find(self, used: torch.Tensor | None, *, overflowed: bool) -> None:
+        """Note that the backward that is running has found the scale.
+
+        Args:
+            used: the scale tensor that its forward multiplied by; None: of a whole step.
+            overflowed: it overflowed at the scale that was tried first.
+        """
         self._found_in = backward_running()
+        if used is not None:
+            self._searched[used] = True
+        if overflowed:
+            self._calm, self._growing = 0, False
+
+    def may_double(self, room: bool) -> bool:
+        """Whether the next backward is to try twice the scale.
+
+        Args:
+            room: whether that is a scale which a search may find.
+        """
+        calm = self._calm >= CALM
+        self._growing &= room
+        doubles = calm and room and (self._growing or _in_closure())
+        if doubles:
+            self._calm = 0
+        return doubles
 
     def end_if_found(self, *, but_in: int | None = None) -> None:
-        """End the search if the start is found, unless the backward number `but_in` found it."""
+        """End the iteration if the scale is found, unless the backward number `but_in` found it."""
         if self._found_in is not None and self._found_in != but_in:
             self.end()
 
     def end_if_over(self) -> None:
-        """At an optimizer's step: end the search if the start is found, or no graph can search."""
+        """At an optimizer's step: the same, also if no graph can search."""
         if not self.goes_on:
             self.end()
 
-    def end(self) -> None:
-        """The start is known."""
-        self.fitting, self._found_in = False, None
+    def end(self, *, settle: bool = True) -> None:
+        """The start is known, or a backward was one more that fits."""
+        if self.fitting:
+            self.fitting = False
+            self.settling = self._growing = settle and self.possible and _alone()
+            self._calm = 0
+        elif self.found:
+            self._calm += 1
+            self.settling &= settle and (self._growing or self._calm < CALM)
+        self._found_in = None
+
+    def again(self) -> None:
+        """A step was skipped: let the next backward run again if it overflows, too."""
+        if self.possible and not self.fitting and self._failures < _MOST_FAILURES and _alone():
+            self.settling, self._calm = True, 0
+            self._growing &= self.innocent is not None
 
     def fail(self, used: torch.Tensor, *, hopeless: bool) -> None:
         """A backward overflowed at every scale. One such batch may be an accident; after a few,
-        the search ends, and training starts as GradScaler does.
+        the search ends, and training goes on as with GradScaler.
 
         Args:
             used: the scale tensor that its forward multiplied by.
             hopeless: some values themselves are not finite, which is no failure of the search.
         """
-        self._in_vain[used] = True
+        self._searched[used] = True
         self._failures += not hopeless
-        if self._failures == _MOST_FAILURES:
-            self.fitting = False
+        if self._failures >= _MOST_FAILURES:
+            self.fitting = self.settling = False
 
-    def was_in_vain(self, used: torch.Tensor) -> bool:
-        """Whether a search has failed for a forward that used this tensor."""
-        return used in self._in_vain
+    def was_searched(self, used: torch.Tensor) -> bool:
+        """Whether a backward has searched, or failed to, whose forward used this tensor."""
+        return used in self._searched
+
+
+def _alone() -> bool:
+    """Whether no other process trains with this one: each would search by itself."""
+    return not (dist.is_available() and dist.is_initialized())
+
+
+_closure = threading.local()
+
+
+def _in_closure() -> bool:
+    return getattr(_closure, "called_again", False)
+
+
+@contextlib.contextmanager
+def closure_runs(*, called_again: bool) -> Iterator[None]:
+    """The closure of an optimizer's step runs in this thread.
+
+    Args:
+        called_again: whether this optimizer calls it several times in a step.
+    """
+    before = _in_closure()
+    _closure.called_again = called_again
+    try:
+        yield
+    finally:
+        _closure.called_again = before
 
 
 def backward_running() -> int:

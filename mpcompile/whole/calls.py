@@ -66,6 +66,8 @@ class Call:
         self._reads = [read for forward in forwards for read in forward.reads]
         scales = dict.fromkeys(f.scale for f in forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
+        for scale in scales:
+            scale.search.possible |= scale.searches
 
     def __call__(self, *given: Any) -> list[Any]:
         """Do the step, and return what Dynamo's graph returns.
@@ -77,7 +79,7 @@ class Call:
         self._begins()
         for read in self._reads:
             read.copy.refresh(read.master)
-        if fitting := [scale for scale, _ in self._scales if scale.fitting]:
+        if fitting := [scale for scale, _ in self._scales if scale.search.searching]:
             find_start(self._program, fitting, given)
         for made in self._made:
             if isinstance(made, Update):

@@ -34,7 +34,6 @@ from .phases import by_phase, phases_of
 from .program import Program
 from .update import Update
 
-
 # What stands for an operator in a graph that Inductor compiles. A tangent of zeros (forward mode)
 # has no memory that could be reused, and Inductor's code reuses it: it raises.
 _IN_A_GRAPH = {**IN_A_GRAPH, ir.aten._efficientzerotensor.default: ir.aten.zeros.default}

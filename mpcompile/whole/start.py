@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..devices.generators import unchanged
-from ..ir.scale import INIT_SCALE
-from ..state.fit_scale import HEADROOM
+from ..state.found_scale import first_tried, give_up, keep
 from ..state.loss_scale import LossScale
 from .program import Program
 
@@ -24,10 +23,11 @@ def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[An
 
     Args:
         program: the training step.
-        scales: those whose start is still to be found.
+        scales: those whose start is still to be found, or which have skipped a step.
         given: Dynamo's inputs.
     """
-    tried = {scale: min(INIT_SCALE, scale.max_scale) * HEADROOM for scale in scales}
+    first = {scale: first_tried(scale) for scale in scales}
+    tried = dict(first)
     devices = {x.device for x in given if isinstance(x, torch.Tensor)}
     while True:
         with unchanged(devices), torch._C._DisableAutocast():
@@ -40,7 +40,7 @@ def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[An
         tried.update({scale: tried[scale] * 0.5 for scale in too_large})
     for scale, at in tried.items():
         if hopeless or scale in too_large:
-            scale.search_failed(torch.tensor(scale.value), hopeless=hopeless)
+            give_up(scale, torch.tensor(scale.value), hopeless=hopeless)
         else:
-            scale.fit(min(INIT_SCALE, max(at / HEADROOM, scale.min_scale)))
-            scale.search.end()
+            keep(scale, at, None, tried=first[scale])
+            scale.search.end(settle=False)

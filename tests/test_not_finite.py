@@ -1,0 +1,149 @@
+"""NaN that comes with the data or from the loss: the first thing that is said."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overflowing import FP16, mlp
+from torch import nn
+
+from mpcompile import MPOptimizer, diagnose, loss_scale_of, mpcompile
+
+NAN = float("nan")
+DATA, TARGETS = "look at the data", "look at the targets"
+
+
+def said_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [r for r in caplog.records if r.name == "mpcompile.scale" and r.levelno > logging.INFO]
+
+
+def batch(kind: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Inputs, targets, and a factor of the loss."""
+    x, y = torch.randn(4, 8), torch.randn(4, 4)
+    if kind == "inputs":
+        x[0, 0] = NAN
+    if kind == "targets":
+        y[0, 0] = NAN
+    return x, y, torch.inf if kind == "loss" else 1.0
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("scale", ["dynamic", "grad_scaler", 128.0])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("inputs", DATA), ("targets", TARGETS), ("loss", TARGETS)]
+)
+def test_a_training_says_where_to_look(
+    kind: str, said: str, scale: str | float, generated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and not that a loss scale is found so; where a scale is searched for, in the first
+    step, else once steps are skipped in a row.
+    """
+    model = mpcompile(mlp(), loss_scale=scale, **FP16)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if generated:
+        optimizer = MPOptimizer(optimizer, emit="eager")
+    for step in range(17 if generated else 6):
+        x, y, factor = batch(kind)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * factor).backward()
+        optimizer.step()
+        if step == 0:
+            assert len(said_in(caplog)) == (scale == "dynamic")
+    (record,) = said_in(caplog)
+    assert record.name == "mpcompile.scale"
+    assert record.getMessage().startswith("mpcompile: ")
+    assert said in record.getMessage()
+
+
+def test_a_few_bad_batches_cost_steps_and_no_scale(caplog: pytest.LogCaptureFixture) -> None:
+    """The scale goes on from where it was, and no line says that it is found so."""
+    model = mpcompile(mlp(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = []
+    for kind in ("fine", "targets", "targets", "targets", "fine"):
+        x, y, _ = batch(kind)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        values.append(loss_scale_of(model).value)
+    assert loss_scale_of(model).skipped_steps == 3
+    assert values[-1] == values[0] > values[-2]
+    (record,) = said_in(caplog)
+    assert TARGETS in record.getMessage()
+
+
+def test_a_mask_of_minus_infinity_is_no_bad_data(caplog: pytest.LogCaptureFixture) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = (self.layer(x) + mask).softmax(-1)
+            return y
+
+    model = mpcompile(Masked(), **FP16)
+    mask = torch.zeros(4).index_fill(0, torch.tensor([1]), -torch.inf)
+    (model(torch.randn(4, 8), mask).square().sum() * NAN).backward()
+    (record,) = said_in(caplog)
+    assert TARGETS in record.getMessage()
+
+
+def test_the_graph_that_got_the_nan_first_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(image)
+            torch._dynamo.graph_break()
+            y: torch.Tensor = self.last(hidden)
+            return y
+
+    model = mpcompile(Two(), **FP16)
+    model(torch.full((4, 8), NAN)).sum().backward()
+    (record,) = said_in(caplog)
+    assert "hidden" not in record.getMessage()
+    assert DATA in record.getMessage()
+
+
+def test_a_model_that_overflows_is_not_called_bad_data(caplog: pytest.LogCaptureFixture) -> None:
+    model = mpcompile(mlp(), **FP16)
+    with torch.no_grad():
+        model[2].weight.fill_(1e5)  # type: ignore[index, union-attr, operator]
+    model(torch.ones(4, 8)).sum().backward()
+    (record,) = said_in(caplog)
+    assert "the model's results are not, at finite inputs" in record.getMessage()
+
+
+def _loss_of(targets: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda out: F.mse_loss(out, targets)
+
+
+def test_diagnose_looks_at_inputs_parameters_and_targets_first() -> None:
+    x, bad, y, bad_y = (
+        torch.ones(4, 8),
+        torch.full((4, 8), NAN),
+        torch.ones(4, 4),
+        torch.full((4, 4), NAN),
+    )
+    assert diagnose(mlp(), x, loss_fn=_loss_of(y)).notes == ()
+    (note,) = diagnose(mlp(), bad, loss_fn=_loss_of(y)).notes
+    assert note == "the inputs hold NaN or infinity (input): look at the data"
+    by_name = functools.partial(F.mse_loss, target=bad_y)
+    for loss, name in ((_loss_of(bad_y), "targets"), (by_name, "target")):
+        (note,) = diagnose(mlp(), x, loss_fn=loss).notes
+        assert note == f"loss_fn reads NaN or infinity ({name}): {TARGETS}"
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[0] = NAN  # type: ignore[index, operator]
+    (note,) = diagnose(model, x, loss_fn=_loss_of(y)).notes
+    assert note == "parameters or buffers hold NaN or infinity: 0.bias"
+    (note,) = diagnose(mlp(), x, loss_fn=lambda out: out.mean() * NAN).notes
+    assert "look at the targets, and at loss_fn" in note
