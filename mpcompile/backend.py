@@ -172,7 +172,8 @@ def _compile(
     constant = constants_of(captured) if scale is not None else ()
     searches = scale is not None and scale.searches and not _replays(how, device)
     searches = searches and fit_scale.can_run_again(captured)
-    compiled = _emit(graph, given, how, joint=joint_passes(config), sparing=sparing)
+    joint = joint_passes(config, transformed=any(map(ir.in_functorch, captured.graph.nodes)))
+    compiled = _emit(graph, given, how, joint=joint, sparing=sparing)
     if scale is not None and searches:
         scale.search.possible = True
         compiled = fit_scale.fitting(compiled, scale, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from mpcompile import mpcompile
 from mpcompile.capture.capture import capture
 from mpcompile.devices.cpu import CPU
+from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
 from mpcompile.emit.emitter import emit
 from mpcompile.emit.joint import (
     LOWERED,
@@ -30,6 +32,7 @@ from mpcompile.emit.joint import (
     with_joint_passes,
 )
 from mpcompile.emit.write_order import PRE_FUSION
+from mpcompile.passes.joint.fill_zeros import fill_zeros
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
@@ -38,6 +41,7 @@ from mpcompile.rules.policy import Config, Level
 
 OURS = JointPasses(joint=(widen_weight_gradients,))
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
+ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
 
 
@@ -81,10 +85,14 @@ def test_on_a_cpu_at_every_level() -> None:
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        assert joint_passes(config("cpu", level), whole=True).lowered == (lay_channels_last,)
-        assert joint_passes(config("cuda", level), whole=True).lowered == ()
+        assert joint_passes(config("cpu", level), whole=True).lowered == (*ZEROS, lay_channels_last)
+        assert joint_passes(config("cuda", level), whole=True).lowered == ZEROS
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
-    assert joint_passes(config("cpu"), whole=True) == ON_CPU
+    assert joint_passes(config("cpu"), whole=True).lowered == ZEROS
+
+
+def test_graphs_with_transforms_have_one_more() -> None:
+    assert joint_passes(config(), transformed=True) == dataclasses.replace(OURS, lowered=ZEROS)
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

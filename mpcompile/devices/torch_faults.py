@@ -16,7 +16,13 @@ from torch import nn
 
 from .instructions import cpu_flags
 
-__all__ = ["FAULTS", "SCHEDULER_FORGETS_WRITES", "SHALLOW_VOLUMES", "TorchFault"]
+__all__ = [
+    "FAULTS",
+    "SCHEDULER_FORGETS_WRITES",
+    "SHALLOW_VOLUMES",
+    "ZEROS_ARE_REUSED",
+    "TorchFault",
+]
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,23 @@ def _shallow_gradient_is_wrong() -> bool:
     return False
 
 
+def _zeros_are_reused() -> bool:
+    """The derivative of a product along a tangent, compiled by torch alone: its backward raises."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out, tangent = torch.func.jvp(lambda z: z.matmul(w), (x,), (torch.ones_like(x),))
+        total: torch.Tensor = out + tangent
+        return total
+
+    with torch.enable_grad(), torch._C._DisableAutocast():
+        x, w = (torch.ones(16, 16, requires_grad=True) for _ in range(2))
+        try:
+            torch.compile(program)(x, w).sum().backward()
+        except RuntimeError as error:
+            return "ZeroTensor" in str(error)
+    return False
+
+
 def _has_bf16_vectors() -> bool:
     """Whether oneDNN takes its kernels for AVX512: where no tile instructions take their place."""
     flags = cpu_flags()
@@ -128,4 +151,17 @@ SHALLOW_VOLUMES = TorchFault(
     probe=_shallow_gradient_is_wrong,
 )
 
-FAULTS = (SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES)
+ZEROS_ARE_REUSED = TorchFault(
+    name="Inductor reuses the memory of zeros that have none",
+    wrong="The backward of forward mode (torch.func.jvp, jacfwd, hessian) raises under Inductor: "
+    "'ZeroTensors are immutable'.",
+    since="2.11",
+    until=None,
+    shows="2.11",
+    way_round="`passes/joint/fill_zeros.py` fills tensors with zeros in graphs with a transform of "
+    "functorch. It costs these tensors' memory.",
+    where=lambda: True,
+    probe=_zeros_are_reused,
+)
+
+FAULTS = (SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES, ZEROS_ARE_REUSED)

@@ -28,6 +28,8 @@ from torch._inductor.custom_graph_pass import (
 )
 
 from ..devices.registry import capabilities
+from ..devices.torch_faults import ZEROS_ARE_REUSED
+from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
@@ -66,17 +68,24 @@ class JointPasses:
 NO_PASSES = JointPasses()
 
 
-def joint_passes(config: Config, *, whole: bool = False) -> JointPasses:
-    """The passes for a graph compiled under `config`; `whole`: forward and backward stay one.
+def joint_passes(config: Config, *, whole: bool = False, transformed: bool = False) -> JointPasses:
+    """The passes for a graph compiled under `config`.
+
+    Args:
+        config: what its passes got.
+        whole: forward and backward stay one graph.
+        transformed: it holds transforms of functorch, as a whole step may.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
     device = capabilities(config.device)
     widens = config.level is Level.O1 and device.products_leave_in_fp32()
+    zeros = (fill_zeros,) if (whole or transformed) and ZEROS_ARE_REUSED.is_here() else ()
+    images = (lay_channels_last,) if whole and device.convolves_channels_last else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if device.slow_bools else (),
-        lowered=(lay_channels_last,) if whole and device.convolves_channels_last else (),
+        lowered=(*zeros, *images),
     )
 
 

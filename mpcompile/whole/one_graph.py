@@ -34,10 +34,6 @@ from .phases import by_phase, phases_of
 from .program import Program
 from .update import Update
 
-# What stands for an operator in a graph that Inductor compiles. A tangent of zeros (forward mode)
-# has no memory that could be reused, and Inductor's code reuses it: it raises.
-_IN_A_GRAPH = {**IN_A_GRAPH, ir.aten._efficientzerotensor.default: ir.aten.zeros.default}
-
 
 @dataclass(frozen=True)
 class Traced:
@@ -90,7 +86,7 @@ def trace(program: Program) -> Traced:
             *program.given, *program.fakes()
         )
     for node in graph.graph.nodes:
-        node.target = _IN_A_GRAPH.get(node.target, node.target)
+        node.target = IN_A_GRAPH.get(node.target, node.target)
     _check(program, graph.graph)
     phases = phases_of(graph.graph, begins)
     graph.graph.eliminate_dead_code()
