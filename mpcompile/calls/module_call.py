@@ -41,14 +41,17 @@ _numbers = itertools.count()
 
 def running(compiled: Callable[..., Any], *contexts: Any, **settings: bool) -> Callable[..., Any]:
     """Wrap a function that torch.compile returned: Dynamo traces it within these contexts and with
-    these settings (`traced_with`), and an MPCompileError is raised as it is, without Dynamo's
-    wrapper.
+    these settings (`traced_with`), without the caller's autocast, and an MPCompileError is raised
+    as it is, without Dynamo's wrapper.
     """
     inner = traced_with(compiled, *contexts, **settings) if contexts or settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
+            if foreign.is_under_autocast():
+                with foreign.without_autocast():
+                    return inner(*args, **kwargs)
             return inner(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
