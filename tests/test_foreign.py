@@ -232,7 +232,7 @@ def test_under_autocast_a_call_is_what_it_is_without(level: str) -> None:
         function = mpcompile(
             lambda x, net=net: net(x), dtype=torch.float16, level=level, emit="eager"
         )
-        module = mpcompile(copy.deepcopy(net), dtype=torch.float16, level=level, emit="eager")
+        module = mpcompile(copy.deepcopy(net), **options)
         for run, model in ((function, net), (module, module)):
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
                 results = run(x)
