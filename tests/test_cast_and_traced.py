@@ -36,8 +36,8 @@ def test_a_cast_behind_the_first_call_is_refused_as_before_it(
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace_method:DeprecationWarning")
 def test_torchscript_traces_the_plain_model() -> None:
-    """Before the first call and after it, by itself and inside of another module. (torch's own check
-    of a trace compares with the compiled model, and would warn of its rounding.)
+    """Before the first call and after it, by itself and inside of another module. (torch's own
+    check of a trace compares with the compiled model, and would warn of its rounding.)
     """
     plain = net()
     model = mpcompile(copy.deepcopy(plain), dtype=torch.float16, emit="eager", strict=True)

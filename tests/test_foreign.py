@@ -229,9 +229,8 @@ def test_under_autocast_a_call_is_what_it_is_without(level: str) -> None:
     for dtype in (None, torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         net = Net()
-        function = mpcompile(
-            lambda x, net=net: net(x), dtype=torch.float16, level=level, emit="eager"
-        )
+        options: dict[str, Any] = {"dtype": torch.float16, "level": level, "emit": "eager"}
+        function = mpcompile(lambda x, net=net: net(x), **options)
         module = mpcompile(copy.deepcopy(net), **options)
         for run, model in ((function, net), (module, module)):
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
