@@ -65,7 +65,7 @@ class Search:
         """
         self._in_vain[used] = True
         self._failures += not hopeless
-        if self._failures == _MOST_FAILURES:
+        if self._failures >= _MOST_FAILURES:
             self.fitting = False
 
     def was_in_vain(self, used: torch.Tensor) -> bool:
