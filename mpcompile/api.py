@@ -163,7 +163,7 @@ def _compiled_function(
         options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
         options.update({"emit": emit} if emit else {})
         compiled = torch.compile(one, **{**compile_kwargs, "options": options})
-        return running(compiled, gradients_of_rebound, allow_rnn=True, **VALUE_SIZES)
+        return running(compiled, one, gradients_of_rebound, allow_rnn=True, **VALUE_SIZES)
 
     if not goes_backward(function):
         return in_pieces(function)
@@ -182,13 +182,14 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_again(settings: Settings, module: nn.Module) -> None:
-    """Check the module at its first call: it may have been cast since it was compiled."""
+    """Check the module at its first call and when its dtype has changed: it may have been cast."""
     try:
         check_module(module, settings)
     except MPCompileError as error:
         raise MPCompileError(
             f"{error}. It was cast after mpcompile(): if the trainer does that, as Lightning's "
-            "Trainer(precision='16-true'), leave it to mpcompile"
+            "Trainer(precision='16-true'), leave it to mpcompile; to run a model in another dtype, "
+            "cast a copy, which is a plain module: copy.deepcopy(model).to(dtype)"
         ) from None
 
 

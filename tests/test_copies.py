@@ -170,3 +170,24 @@ def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
     optimizer.step()
     (kept,) = copies_of(weight).values()  # type: ignore[arg-type]
     assert torch.equal(kept.tensor, weight.detach().half())  # type: ignore[union-attr, operator]
+
+
+class Named(nn.Parameter):
+    """Somebody's own class of parameters."""
+
+
+def test_a_parameter_of_another_class_is_never_read_stale() -> None:
+    """It keeps its class, which doesn't note writes through `.data`: each forward casts it anew."""
+    net = Net()
+    net.fc1.weight = Named(net.fc1.weight.detach().clone())  # type: ignore[union-attr]
+    model, optimizer = trained(net, torch.float16)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        one_step(model, optimizer)
+        weight = model.fc1.weight
+        assert type(weight) is Named
+        assert torch.float16 in copies_of(weight)
+        weight.data.mul_(2)
+        torch.testing.assert_close(
+            model(x), without_copies(model, torch.float16, x), rtol=0, atol=0
+        )

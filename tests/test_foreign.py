@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -174,7 +175,8 @@ def test_autocast_across_a_graph_break(around: bool) -> None:
         warnings.simplefilter("ignore")
         compiled_ = mpcompile(run, dtype=torch.float16, emit="eager", strict=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            mine, other = compiled_(x, w), run(x, twin)
+            mine = compiled_(x, w)
+        other = run(x, twin)  # the caller's region is none of the program
     assert mine.dtype is other.dtype
     mine.float().square().sum().backward()
     other.float().square().sum().backward()
@@ -206,3 +208,35 @@ def test_a_half_buffer_under_autocast_is_written_to() -> None:
     model = mpcompile(Writes(), dtype=torch.float16, emit="eager", strict=True)
     model(torch.ones(8)).float().sum().backward()
     assert all(bool((seen == 1).all()) for seen in model.buffers())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_under_autocast_a_call_is_what_it_is_without(level: str) -> None:
+    """Results and gradients, of a module and of a function, to the last bit."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with torch.autocast("cpu", torch.bfloat16):  # one of its own counts
+                inner = self.first(x)
+            h = self.last(inner.float())
+            return h, h.view(-1), inner, h.softmax(-1)
+
+    x, runs = torch.randn(4, 8), []
+    for dtype in (None, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        net = Net()
+        options: dict[str, Any] = {"dtype": torch.float16, "level": level, "emit": "eager"}
+        function = mpcompile(lambda x, net=net: net(x), **options)
+        module = mpcompile(copy.deepcopy(net), **options)
+        for run, model in ((function, net), (module, module)):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                results = run(x)
+            sum(result.float().sum() for result in results).backward()
+            runs.append([*results, *(p.grad for p in model.parameters())])
+    for found in runs[1:]:
+        torch.testing.assert_close(found, runs[0], rtol=0, atol=0)
+    assert [result.dtype for result in runs[0][:2]] == [torch.float32] * 2

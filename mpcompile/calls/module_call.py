@@ -40,16 +40,23 @@ __all__ = ["ModuleCall", "running"]
 _numbers = itertools.count()
 
 
-def running(compiled: Callable[..., Any], *contexts: Any, **settings: bool) -> Callable[..., Any]:
-    """Wrap a function that torch.compile returned: Dynamo traces it within these contexts and with
-    these settings (`traced_with`), and an MPCompileError is raised as it is, without Dynamo's
-    wrapper.
+def running(
+    compiled: Callable[..., Any], plain: Callable[..., Any], *contexts: Any, **settings: bool
+) -> Callable[..., Any]:
+    """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
+    contexts and with these settings (`traced_with`), without the caller's autocast, and an
+    MPCompileError is raised as it is, without Dynamo's wrapper.
     """
     inner = traced_with(compiled, *contexts, **settings) if contexts or settings else compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain function
+            return plain(*args, **kwargs)
         try:
+            if foreign.is_under_autocast():
+                with foreign.without_autocast():
+                    return inner(*args, **kwargs)
             return inner(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
@@ -98,10 +105,11 @@ class ModuleCall:
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
         self._reads_copies, self._check, self._called = reads_copies, check, called
-        self._method, self._checked = method, False
+        self._method = method
         self._looked = looked
         self._new = {True, False} if looked is not None else set()  # grad modes not yet called in
-        self._widens = widens_inputs(module)
+        self._sample = next(module.parameters(), None)
+        self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
         self._changes = parameters.changes()
@@ -112,6 +120,10 @@ class ModuleCall:
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain module
+            return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
+        if self._sample is not None and self._sample.dtype is not self._dtype:
+            self._look_at_dtype()
         if not self._checked:
             self._check(self._module)
             self._checked = True
@@ -143,6 +155,11 @@ class ModuleCall:
         if self._looked(self._module, outside):
             self._new.clear()
         return result
+
+    def _look_at_dtype(self) -> None:
+        """Learn anew what follows from the module's dtype, which a cast of the module changes."""
+        self._dtype = self._sample.dtype if self._sample is not None else None
+        self._widens, self._checked = widens_inputs(self._module), False
 
     def _compile(self) -> Callable[..., Any]:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
@@ -179,9 +196,8 @@ class ModuleCall:
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        run = running(
-            torch.compile(_entry(function, module), **self._compile_kwargs), aside, **settings
-        )
+        entry = _entry(function, module)
+        run = running(torch.compile(entry, **self._compile_kwargs), entry, aside, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

@@ -137,7 +137,7 @@ class Sides:
         self.scale, self.seed, self.keep = 1.0, 0, False
         rnns = {"allow_rnn": True} if any(isinstance(m, nn.RNNBase) for m in twin.modules()) else {}
         compiled = compiled_apart(twin, _weakly(self), "diagnose")
-        self.forward = running(compiled, **VALUE_SIZES, **rnns)
+        self.forward = running(compiled, twin, **VALUE_SIZES, **rnns)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import CodeType
 
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import tls
 
 __all__ = ["reset_code", "traced_code"]
 
@@ -19,7 +19,5 @@ def traced_code() -> CodeType | None:
     `reset_code` of it drops all that was compiled of it, so that its next call is traced anew. The
     compiled code may be running while this happens.
     """
-    try:
-        return InstructionTranslator.current_tx().f_code
-    except AttributeError:
-        return None
+    translator = getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
+    return None if translator is None else translator.f_code

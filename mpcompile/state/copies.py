@@ -12,7 +12,8 @@ counter. Torch increments the counter at every write in place: load_state_dict, 
 another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it.
 So a master's class is `MasterWeight`, an nn.Parameter that notes each access to its `.data`. Its
 copy is then cast anew before the next forward, and before each one while the tensor from `.data`
-exists. (Writes through a view of that tensor that outlives it, or through NumPy, go unnoticed.)
+exists. A parameter of a class of somebody's own keeps that class, and each forward casts its copy
+anew. (Writes through a view of that tensor that outlives it, or through NumPy, go unnoticed.)
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class WorkingCopy:
         untouched = facts.get("_mp_written") is False and "_mp_handles" not in facts
         if untouched and self._seen == (master.data_ptr(), master._version):
             return  # as mostly: each forward asks this of each parameter
-        exposed = isinstance(master, MasterWeight) and master.may_be_written()
+        exposed = not isinstance(master, MasterWeight) or master.may_be_written()
         if exposed and self.awaited and self._holds(master):
             # `.data` was only read. Autograd saved the copy in a forward whose backward is to come,
             # and would take rewriting the same numbers for a change.

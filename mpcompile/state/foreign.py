@@ -6,13 +6,16 @@ scales, or dtypes chosen twice, without a word:
 * A GradScaler that steps an optimizer of scaled parameters: a warning at the first such step.
 * A `forward` that was replaced, on the module, by one under autocast: refused. The region would
   cover the whole program, and what a program says about its dtypes counts more than our plan.
-* Autocast around the call: said once. It is off inside the compiled graph, so nothing is wrong.
+* Autocast around the call: off inside of it, and said once. So the program that is compiled is the
+  one without it, and so are the dtypes of its results. A `torch.compile(backend="mpcompile")` is
+  traced before we are called; there it is off inside the graph, and results have its dtype.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -26,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import logs
+from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
 from . import optimizers, parameters
 
@@ -99,11 +103,28 @@ def _autocasts(function: Any) -> list[Any]:
     return [a for a in held if isinstance(a, torch.autocast) and a._enabled]
 
 
+def is_under_autocast() -> bool:
+    """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
+    graph of somebody else's.)
+    """
+    return not torch.compiler.is_compiling() and torch._C._is_any_autocast_enabled()
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast is off, as Dynamo sees it, too; where it was on, this is said."""
+    off = contextlib.ExitStack()
+    for device in registry.supported():
+        if torch.is_autocast_enabled(device):
+            say_autocast(torch.get_autocast_dtype(device))
+            off.enter_context(torch.autocast(device, enabled=False))
+    return off
+
+
 @functools.cache
 def say_autocast(dtype: torch.dtype | None) -> None:
-    """Say, once, that autocast is on around a graph that is being compiled."""
+    """Say, once, that autocast is on around a call of what is compiled."""
     text = (
         "autocast(%(dtype)s) is on where a compiled model is called. It has no effect inside of "
-        "what is compiled; leave it out, or keep it for what runs uncompiled"
+        "it; leave it out, or keep it for what else runs under it"
     )
     logs.event("compile", logging.WARNING, "autocast", text, dtype=str(dtype))

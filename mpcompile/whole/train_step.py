@@ -84,8 +84,8 @@ class TrainStep:
             },
         )
         self._whole = running(
-            whole, traceable_optimizers, gradients_of_rebound, trace_autograd_ops=True,
-            allow_rnn=True,
+            whole, self._own, traceable_optimizers, gradients_of_rebound,
+            trace_autograd_ops=True, allow_rnn=True,
         )  # fmt: skip
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then
