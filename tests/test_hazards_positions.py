@@ -194,11 +194,27 @@ def boxes(m: Net, x: torch.Tensor) -> torch.Tensor:
     return (1 - both / (w * h + 1024 - both)).mean()
 
 
+def summed_over_paths(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """The likelihood of a chain, as a conditional random field has it."""
+    seen, moves = 3 * m.layer(x), m.image[0, 0, :8, :8]
+    total = seen[0]
+    for row in seen[1:40]:
+        total = torch.logsumexp(total[:, None] + moves, 0) + row
+    return torch.logsumexp(total, 0) / 40 - seen.mean()
+
+
+def difference_of_sigmoids(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """The probability of a bin."""
+    from_mean = m.places[:8] / 20 + m.layer(x) - m.norm(x)
+    inside = torch.sigmoid(from_mean + 0.01) - torch.sigmoid(from_mean - 0.01)
+    return -(inside * 50).clamp(min=1e-3).log2().mean()
+
+
 PLACES = (
     looked_up, from_a_parameter, from_a_low_value, counted, of_a_mesh, of_integers, fractions,
     straight_through, rounded_by_a_function, between_knots, binned, compared, equal_to_the_largest,
     phases, phases_of_a_parameter, phases_of_a_product, powers_of_two, rotated, tents, sampled,
-    warped, slopes, boxes,
+    warped, slopes, boxes, summed_over_paths, difference_of_sigmoids,
 )  # fmt: skip
 
 

@@ -60,14 +60,14 @@ class Rule:
         reason: why, in one sentence; shown beside every node.
         kind: what the operator does with a value.
 
-        grows: the result may leave FP16's range although the inputs are inside it, so that what
-            follows directly stays in FP32 too.
+        grows: the result may leave FP16's range although the inputs are inside it, or is a total
+            of which the last digits count, so that what follows directly stays in FP32 too.
         bounded: the result lies within FP16's range whatever the inputs.
         sensitive: a rounding of the input may change the result altogether (a rank, a definite
             matrix that no longer is), so that what feeds it is computed in FP32 too.
         digits: arguments of which every digit counts: a rounding moves the result to another whole
-            number, bin, place or side, or turns an angle by a radian. At O2 arithmetic that feeds
-            them stays FP32 wherever it would at O1.
+            number, bin, place or side, or the value is small or near an edge where the operator is
+            steep. At O2 arithmetic that feeds them stays FP32 wherever it would at O1.
         tiny: the result reaches down to FP32's smallest numbers, of which FP16 makes zeros.
         hands_on_tiny: one tiny operand makes the result tiny; elsewhere all operands must be.
         averages: the result is as large as what is read, though computed in FP32.

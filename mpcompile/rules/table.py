@@ -96,10 +96,15 @@ _row(FULL, _WHY, """
      erfinv""", grows=True)
 
 _WHY = "its derivative grows without bound where inputs are small or near the edge"
-_row(FULL, _WHY, "log log1p log_sigmoid", elementwise=True)
-_row(FULL, _WHY, "sqrt", keeps=RESULT, elementwise=True)
-_row(FULL, _WHY, """
-     log10 log2 acos asin acosh asinh atanh xlogy special_xlog1py logaddexp logaddexp2""")
+_row(FULL, _WHY, "log log1p log_sigmoid", digits="self", elementwise=True)
+_row(FULL, _WHY, "sqrt", digits="self", keeps=RESULT, elementwise=True)
+_row(FULL, _WHY, "log10 log2 acos asin acosh asinh atanh", digits="self")
+_row(FULL, _WHY, "xlogy special_xlog1py", digits="self other")
+
+_WHY = "a log-likelihood, which programs add up: little differences of large numbers count"
+_row(FULL, _WHY, "logsumexp logaddexp logaddexp2", grows=True)
+# Its backward takes the gradient's logarithm.
+_row(FULL, _WHY, "logcumsumexp", grows=True, linear_backward=False)
 
 _row(FULL, "periodic in an angle that FP16 can't resolve (positions above 2048)", "sin cos",
      elementwise=True, digits="self")
@@ -122,10 +127,8 @@ _row(FULL, _WHY, "embedding_bag", grows=True, fuses=False)
 _WHY = "a mean: FP16 partial sums round and overflow"
 _row(FULL, _WHY, "mean", averages=True, keeps=NOTHING)
 _row(FULL, _WHY, "nanmean", averages=True)
-# Its backward takes the gradient's logarithm.
-_row(FULL, _WHY, "logcumsumexp", linear_backward=False)
 _row(FULL, _WHY, """
-     logsumexp avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
      adaptive_avg_pool3d""")
 
 _row(FULL, "a sum of squares: squares leave FP16's range", """
