@@ -108,8 +108,7 @@ def _recomputed_from_a_written_input() -> bool:
         before = torch.cos(x)
         narrow = before.half()
         x.relu_()
-        result = checkpoint(inner, narrow, before, weight, use_reentrant=False)
-        return result  # type: ignore[no-any-return]
+        return checkpoint(inner, narrow, before, weight, use_reentrant=False)  # type: ignore[no-any-return]
 
     def gradient(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         weight = torch.linspace(-0.5, 0.4, 64).sin().view(8, 8).requires_grad_()

@@ -214,7 +214,7 @@ def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
         partition_fn=AndThen(None, (keep_written_inputs,)), keep_inference_input_mutations=True,
     )  # fmt: skip
-    return compile_graph(gm, list(example_inputs))  # type: ignore[no-any-return]
+    return compile_graph(gm, list(example_inputs))
 
 
 def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
