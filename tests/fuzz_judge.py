@@ -204,6 +204,8 @@ def judge(program: Program, setting: Setting) -> Verdict:
 def attempt(program: Program, setting: Setting, seed: int = 0) -> Verdict:
     """One draw of the inputs, compiled from nothing; raises whatever goes wrong."""
     wanted = [(BATCH, reference(program, seed))]
+    if setting.second is None and program.backwards != "one":  # the scale is found by the first
+        wanted.append((BATCH, reference(program, seed + 10)))
     if setting.second is not None:
         # Sizes may be written down in the program: then there is no second call.
         with contextlib.suppress(Discarded):

@@ -36,6 +36,8 @@ def _phase(g: Grower) -> str:
     return g.of(
         f"torch.sin({count} * 3 + {a})",
         f"torch.cos({count} + {a} * 0.5) * {a}",
+        f"torch.sin({count} + 200 + {a})",
+        f"(({count} + 900 + {a} * 0.5) * 0.3).cos()",
         f"({count} + 0.5 + {a}.tanh() * 0.3).sqrt()",
     )
 
@@ -49,6 +51,7 @@ def _numbered(g: Grower) -> str:
         f"({count} * 257 % 8).long()",
         f"torch.bucketize({a}, torch.tensor([-0.5, 0.0, 0.5], {FLOAT}))",
         f"({a}.sigmoid() * 7.9).long()",
+        f"(({count} + 500.5 + {a}.tanh() * 0.3).floor() - 500).long().clamp(0, 7)",
     )
     return f"F.embedding({index}, w0)"
 

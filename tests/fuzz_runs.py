@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 UNIT = 2.0**-11  # FP16: half the distance between 1 and the next number
 SUBNORMAL = 2.0**-25  # and below its normal numbers
+CARRIES = ("add", "sub", "mul", "clamp", "floor", "_to_copy")  # a position stays one
 
 
 class Discarded(Exception):
@@ -35,7 +36,9 @@ class Noise(TorchDispatchMode):
     """Disturbs every new or written floating-point value by `amount` roundings, and watches sizes.
 
     Zeros stay: a mask or a padding is no less exact in FP16. So do values that come of no input,
-    such as positions and what is computed of them alone, and the bounds of a clamp hold.
+    such as positions and what is computed of them alone, and the bounds of a clamp hold. Positions
+    beyond 64, where FP16 is coarser than 1/16, are carried in FP32 also with an input added, as
+    autocast does.
     """
 
     def __init__(self, amount: float, seed: int = 0, scale: float = 1.0) -> None:
@@ -46,11 +49,13 @@ class Noise(TorchDispatchMode):
         self.largest = {False: 0.0, True: 0.0}
         # Memory that comes of no input. The storages are kept, so that no other gets their place.
         self.exact: dict[int, Any] = {}
+        self.positions: dict[int, Any] = {}  # likewise: those of an `arange`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         schema = func._schema
-        if self._is_exact(args, kwargs, results) or "empty" in schema.name:
+        exact = self._is_exact(args, kwargs, results)
+        if self._is_position(func, args, results) or exact or "empty" in schema.name:
             return results  # what memory held before is no value
         flat = results if isinstance(results, (tuple, list)) else (results,)
         for result, returned in zip(flat, schema.returns, strict=False):
@@ -73,6 +78,19 @@ class Noise(TorchDispatchMode):
             else:
                 self.exact.pop(storage._cdata, None)
         return exact
+
+    def _is_position(self, func: Any, args: Any, results: Any) -> bool:
+        """Whether the result is a large position: note so."""
+        name = func._schema.name.partition("::")[2]
+        given = [x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)]
+        carried = name in CARRIES and not self.positions.keys().isdisjoint(given)
+        if self.backward or not (name == "arange" or carried):
+            return False
+        if carried and (not results.numel() or float(results.abs().amax()) < 64):
+            return False
+        storage = results.untyped_storage()
+        self.positions[storage._cdata] = storage
+        return True
 
     def disturb(self, value: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.float64:

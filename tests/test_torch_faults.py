@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,12 @@ def test_releases() -> None:
     ]  # fmt: skip
     assert [fault.shows_in(v) for v in ("2.11.0", "2.12.1", "2.14.0")] == [False, True, False]
     assert dataclasses.replace(fault, until=None).is_here("3.0")
+
+
+def test_the_page_lists_them() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+    for fault in FAULTS:
+        assert f"| {fault.name}" in page
 
 
 # -- Inductor forgets the order of writes ---------------------------------------------------------

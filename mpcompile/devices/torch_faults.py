@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .instructions import cpu_flags
 
@@ -20,6 +22,7 @@ __all__ = [
     "FAULTS",
     "SCHEDULER_FORGETS_WRITES",
     "SHALLOW_VOLUMES",
+    "WRITTEN_INPUT_KEPT",
     "ZEROS_ARE_REUSED",
     "TorchFault",
 ]
@@ -117,6 +120,30 @@ def _zeros_are_reused() -> bool:
     return False
 
 
+def _recomputed_from_a_written_input() -> bool:
+    """A checkpoint of values that were computed of an input before it was written."""
+
+    def inner(p: torch.Tensor, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm((p @ weight.half()).float(), (8,)) * q
+
+    def program(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        before = torch.cos(x)
+        narrow = before.half()
+        x.relu_()
+        return checkpoint(inner, narrow, before, weight, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def gradient(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        weight = torch.linspace(-0.5, 0.4, 64).sin().view(8, 8).requires_grad_()
+        result = run(weight, torch.linspace(-2, 2, 64).view(2, 4, 8))
+        (result * torch.linspace(-1, 1.5, 64).view(2, 4, 8)).sum().backward()
+        return weight.grad  # type: ignore[return-value]
+
+    with torch.enable_grad(), torch._C._DisableAutocast():
+        exact = gradient(program)
+        mine = gradient(torch.compile(program, backend="aot_eager"))
+    return not bool((mine - exact).norm() < 0.1 * exact.norm())
+
+
 def _has_bf16_vectors() -> bool:
     """Whether oneDNN takes its kernels for AVX512: where no tile instructions take their place."""
     flags = cpu_flags()
@@ -164,4 +191,18 @@ ZEROS_ARE_REUSED = TorchFault(
     probe=_zeros_are_reused,
 )
 
-FAULTS = (SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES, ZEROS_ARE_REUSED)
+WRITTEN_INPUT_KEPT = TorchFault(
+    name="the backward recomputes from a written input",
+    wrong="Where the forward writes an input that needs no gradient, AOTAutograd's partitioner may "
+    "keep the input itself and recompute, in the backward, what was computed before the write. A "
+    "checkpoint that reads such values gives wrong gradients.",
+    since="2.11",
+    until=None,
+    shows="2.11",
+    way_round="`passes/joint/keep_written_inputs.py` keeps a copy of the input as it was: its "
+    "memory once more, only where the gradient would be wrong.",
+    where=lambda: True,
+    probe=_recomputed_from_a_written_input,
+)
+
+FAULTS = (SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES, ZEROS_ARE_REUSED, WRITTEN_INPUT_KEPT)

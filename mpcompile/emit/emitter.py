@@ -24,18 +24,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
+from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
-from .joint import NO_PASSES, JointPasses, with_joint_passes
+from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
 from .write_order import inductor_for
 
 
@@ -171,8 +173,9 @@ def _inductor(
     inner: Callable[..., Any] | None = None,
 ) -> Compiler:
     """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
-    if inner is not None:
-        joint = replace(joint, halves=())  # `inner` is shown what the partitioner made
+    # `inner` is shown what the partitioner made.
+    halves = () if inner is not None else (keep_written_inputs, *joint.halves)
+    joint = replace(joint, halves=halves)
     whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
         return whole  # type: ignore[no-any-return]
@@ -208,7 +211,11 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    return aot_eager(gm, list(example_inputs), fw_compiler=_op_by_op, bw_compiler=_op_by_op)
+    compile_graph = aot_autograd(
+        fw_compiler=_op_by_op, bw_compiler=_op_by_op,
+        partition_fn=AndThen(None, (keep_written_inputs,)), keep_inference_input_mutations=True,
+    )  # fmt: skip
+    return compile_graph(gm, list(example_inputs))
 
 
 def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

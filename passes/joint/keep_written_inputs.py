@@ -1,0 +1,56 @@
+"""Keep a copy of an input that the forward writes, where the backward reads the input as it was.
+
+    forward   cos = cos(x)                   forward   kept = clone(x)
+              _ = copy_(x, relu)                       _ = copy_(x, relu)
+              return (..., x)          ->              return (..., kept)
+
+    backward  cos = cos(x)                   (as it was: x is what it is handed)
+
+AOTAutograd writes an input that needs no gradient at the end of the forward. Its partitioner
+doesn't heed that where it recomputes: it keeps the input itself, and the backward recomputes from
+what was written (torch 2.11 to 2.13). A checkpoint that reads a value computed before the write
+then gives wrong gradients. The copy costs the memory of the input, only where one would be wrong.
+
+Contract. The two graphs come from AOTAutograd's partitioner; what the forward keeps stands behind
+its own results, in the order of the backward's inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+
+
+def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
+    """Rewrite the forward; the first `own_results` of its results are not for the backward.
+
+    Returns whether anything changed.
+    """
+    writes: dict[int, fx.Node] = {}
+    for write in forward.find_nodes(op="call_function", target=aten.copy_.default):
+        if (memory := _memory(write.args[0])) is not None:
+            writes.setdefault(memory, write)
+    output = forward.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    changed = False
+    for index, node in enumerate(results[own_results:], own_results):
+        memory = _memory(node)
+        if memory is None or memory not in writes:
+            continue
+        with forward.inserting_before(writes[memory]):
+            results[index] = forward.call_function(aten.clone.default, (node,))
+        ir.refresh(results[index])
+        changed = True
+    output.args = (tuple(results),)
+    return changed
+
+
+def _memory(node: object) -> int | None:
+    """Identity of the memory that a node's tensor lies in; equal for its views."""
+    value = ir.tensor(node) if isinstance(node, fx.Node) else None
+    if value is None or value.layout is not torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
