@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..devices.registry import is_supported
 from ..errors import MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
 from ..inspect.plan import ENOUGH
@@ -25,13 +26,13 @@ def say_outside(
     """Warn of products in FP32 that no graph holds, or raise under `strict=True`. Returns whether
     that was said.
 
-    Nothing is said where the device gains nothing by the low dtype, and where no part of the model
-    was compiled, of which there is another warning.
+    Nothing is said where the device gains nothing by the low dtype.
     """
-    if outside.share >= ENOUGH or not plans or settings.level is Level.O0:
+    if outside.device is None or outside.share >= ENOUGH or settings.level is Level.O0:
         return False
-    device = next((p.device for p in module.parameters()), None)
-    if device is None or not target_of(device, settings.dtype).promised:
+    if not plans and any(True for _ in module.parameters()):
+        return False  # there is another warning of that
+    if not is_supported(outside.device) or not target_of(outside.device, settings.dtype).promised:
         return False
     names = shortened([path or type(module).__name__ for path, _ in outside.modules.most_common()])
     text = (
