@@ -60,7 +60,7 @@ class Outside(TorchDispatchMode):
         return True
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = 0
         self.modules: Counter[str] = Counter()
         self.device: torch.device | None = None
@@ -94,14 +94,14 @@ class Outside(TorchDispatchMode):
         """Don't look: a graph runs, or something compiles."""
         on_top = _get_current_dispatch_mode() is self
         if on_top:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._aside += 1
         try:
             yield
         finally:
             self._aside -= 1
             if on_top:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
