@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.outside import Outside
 from .calls.say_outside import say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
@@ -132,7 +133,7 @@ def _compiled(
             reads_copies=settings.level is Level.O2,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
-            looked=functools.partial(say_outside, settings, record.plans),
+            looked=None if settings.level is Level.O0 else _looked(settings, record),
         )
         for module in (first, *others):
             # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
@@ -148,6 +149,13 @@ def _compiled(
     compiled = _compiled_function(model, compile_kwargs, record, anew)
     _records[compiled] = record
     return compiled
+
+
+def _looked(settings: Settings, record: _Record) -> Callable[[nn.Module, Outside], bool]:
+    """What hears of products that ran outside of the graphs."""
+    return functools.partial(
+        say_outside, record.plans, dtype=settings.dtype, strict=settings.strict
+    )
 
 
 def _compiled_function(

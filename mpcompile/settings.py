@@ -239,7 +239,8 @@ class Settings:
         "BF16."
     )
     strict: bool = _switch(
-        "raise where a graph can't be rewritten, instead of compiling it in FP32."
+        "raise where a graph can't be rewritten, instead of compiling it in FP32, and where "
+        "products run outside of all graphs."
     )
     mode: str | None = _option(None, lambda _, value: value, "Inductor's, as in `torch.compile`.")
     options: Mapping[str, Any] | None = _option(

@@ -214,3 +214,18 @@ def test_explain_counts_it() -> None:
 def test_explain_of_what_is_compiled() -> None:
     plan = explain(Straight(), X, dtype="float16")
     assert (plan.outside, plan.share_in_graphs) == ((), 1.0)
+
+
+class Scores(nn.Module):
+    """No parameters: nothing else would notice that no graph holds its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in range(2):
+            torch._dynamo.graph_break()
+            x = x @ x.T if row else x
+        return x * x.requires_grad_()[0]
+
+
+def test_a_module_without_parameters() -> None:
+    (message,) = said(Scores(), x=torch.randn(4, 4))
+    assert "0% of the product FLOPs of Scores ran in compiled graphs; Scores ran" in message

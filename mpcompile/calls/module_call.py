@@ -11,6 +11,8 @@ doesn't do.
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
+* Within what somebody else compiles, Dynamo would inline the module, and take no notice of us: the
+  graph ends at it.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 """
 
@@ -25,7 +27,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..emit.tracing_settings import VALUE_SIZES, traced_with
+from ..emit.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
@@ -118,10 +120,17 @@ class ModuleCall:
         self._sharded = self._sharded_now()
         self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile()
+        why = "mpcompile() has compiled this module by itself"
+        self._apart = torch.compiler.disable(self._call, reason=why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain module
             return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
+            return self._apart(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._sample is not None and self._sample.dtype is not self._dtype:
             self._look_at_dtype()
         if not self._checked:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
-from ..ir import hint
+from ..ir import hint, tensors_of
 
 __all__ = ["Outside", "aside", "counted"]
 
@@ -44,6 +44,7 @@ class Outside(TorchDispatchMode):
     Attributes:
         compiled: of those in graphs that ran.
         modules: of those in FP32 outside of them, by the path of the module that calls them.
+        device: where the last of these ran.
     """
 
     supports_higher_order_operators = True
@@ -59,9 +60,10 @@ class Outside(TorchDispatchMode):
         return True
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = 0
         self.modules: Counter[str] = Counter()
+        self.device: torch.device | None = None
         self._paths: Mapping[int, str] = {id(m): path for path, m in module.named_modules()}
         self._aside, self._skips = 0, skips()
 
@@ -92,14 +94,14 @@ class Outside(TorchDispatchMode):
         """Don't look: a graph runs, or something compiles."""
         on_top = _get_current_dispatch_mode() is self
         if on_top:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._aside += 1
         try:
             yield
         finally:
             self._aside -= 1
             if on_top:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,8 +110,11 @@ class Outside(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         flops = flop_registry.get(getattr(func, "_overloadpacket", None))
-        in_backward = torch._C._current_autograd_node() is not None
-        if flops is not None and not self._aside and not in_backward and _dtype(result) in _WIDE:
+        if flops is None or self._aside or torch._C._current_autograd_node() is not None:
+            return result  # a backward within the forward, where it has a node
+        first = next(tensors_of(result))
+        if first.dtype in _WIDE:
+            self.device = first.device
             path = self._module_at(sys._getframe(1))
             self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
@@ -122,11 +127,6 @@ class Outside(TorchDispatchMode):
                 return path
             frame = frame.f_back
         return ""
-
-
-def _dtype(result: Any) -> torch.dtype | None:
-    first = result[0] if isinstance(result, (tuple, list)) and result else result
-    return first.dtype if isinstance(first, torch.Tensor) else None
 
 
 def aside() -> contextlib.AbstractContextManager[None]:

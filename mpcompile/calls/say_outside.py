@@ -5,33 +5,43 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from ..devices.registry import is_supported
 from ..errors import MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
 from ..inspect.plan import ENOUGH
 from ..inspect.plan_text import shortened
 from ..planner.target import target_of
-from ..rules.policy import Level
-from ..settings import Settings
 from .outside import Outside
 
 __all__ = ["say_outside"]
 
 
 def say_outside(
-    settings: Settings, plans: Sequence[GraphPlan], module: nn.Module, outside: Outside
+    plans: Sequence[GraphPlan],
+    module: nn.Module,
+    outside: Outside,
+    *,
+    dtype: torch.dtype | None,
+    strict: bool,
 ) -> bool:
-    """Warn of products in FP32 that no graph holds, or raise under `strict=True`. Returns whether
-    that was said.
+    """Warn of products in FP32 that no graph holds, or raise if that is to be an error. Returns
+    whether it was said. It isn't where the device gains nothing by the low dtype.
 
-    Nothing is said where the device gains nothing by the low dtype, and where no part of the model
-    was compiled, of which there is another warning.
+    Args:
+        plans: of the graphs compiled so far.
+        module: the compiled module.
+        outside: what one of its calls ran outside of them.
+        dtype: what the user asked for; None: "auto".
+        strict: whether it is an error.
     """
-    if outside.share >= ENOUGH or not plans or settings.level is Level.O0:
+    if outside.device is None or outside.share >= ENOUGH:
         return False
-    device = next((p.device for p in module.parameters()), None)
-    if device is None or not target_of(device, settings.dtype).promised:
+    if not plans and any(True for _ in module.parameters()):
+        return False  # there is another warning of that
+    if not is_supported(outside.device) or not target_of(outside.device, dtype).promised:
         return False
     names = shortened([path or type(module).__name__ for path, _ in outside.modules.most_common()])
     text = (
@@ -40,7 +50,7 @@ def say_outside(
         f"that calls them to Python: {outside.why}. Move what breaks the graph out of there, or "
         "compile these modules each by itself, with mpcompile(module)"
     )
-    if settings.strict:
+    if strict:
         raise MPCompileError(text)
     warnings.warn(text, MPCompileWarning, stacklevel=5)
     return True

@@ -73,6 +73,12 @@ def traced_with(
     return call
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_traced_by_us() -> bool:
+    """For code that Dynamo traces: whether it traces a function of ours (`traced_with`)."""
+    return bool(_thread.wanted)
+
+
 # Disabled for Dynamo: a `backward()` within a compiled function compiles the backward while Dynamo
 # looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
