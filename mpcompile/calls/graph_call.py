@@ -103,11 +103,13 @@ def _scaled(
         if not same or not all(is_current() for is_current in current):
             known, current = watch(args)
         scale.saw_forward()
-        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches))
+        looks = trouble.pending and trouble.is_watched()
+        # A search would write to the scale that a watched graph has saved.
+        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches and not looks))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])
-        if trouble.pending and trouble.is_watched():
+        if looks:
             return watched.run(compiled, given, args, trouble)
         results = compiled(*given)
         if is_first:

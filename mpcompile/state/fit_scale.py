@@ -39,6 +39,7 @@ from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
 from .retained_graph import is_kept
+from .scale_search import in_closure
 from .second_backward import notice
 from .two_scales import FACTOR, check_two_scales
 
@@ -111,6 +112,7 @@ class _Trial:
         self.at = self.top = first_tried(self.scale)
         self.results: Any = None
         self.number = next(_numbers)
+        self.in_closure = in_closure()
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Call the function on leaves of its own. Returns the bases of its results: each result is
@@ -175,7 +177,7 @@ class _Trial:
         scale, search = self.scale, self.scale.search
         # Gradients of this step may be stored at this scale: by another graph or a failed search.
         stored = bool(self.inputs.copies) and (search.found or search.was_searched(self.used))
-        fixed = stored or not search.searching
+        fixed = stored or not (search.searching or self.in_closure)
         if self.results is None or (fixed and self.at != float(self.used)):
             self.again(saved, float(self.used) if fixed else self.top)
         results = [x.detach() for x in self.results if isinstance(x, torch.Tensor)]

@@ -129,7 +129,8 @@ class LiveScale:
         known: a GPU is asked in every eighth step, and has not answered yet.
         """
         if self._arriving is None:
-            count = self._resident["skipped_steps"]
+            if (count := self._resident.get("skipped_steps")) is None:
+                return None
             self._asked += 1
             if self._asked % _EVERY and capabilities(count.device).asynchronous:
                 return None

@@ -200,7 +200,7 @@ class LossScale:
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = dict(state)
         self.rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
-        self.searches = False  # of an earlier version
+        self.searches = kept["fitting"]  # of an earlier version
         self._start(kept.pop("_state"), fitting=kept.pop("fitting"))
         self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
         self.__dict__.update(kept)
@@ -229,6 +229,7 @@ class LossScale:
         self.state = live
         self.restored = self.loaded = True
         self.search.fitting = bool(state.get("fitting", False))
+        self.searches |= self.fitting
         self.agreed = False
         for reduction in self.overflows.reductions:
             reduction.settled = False

@@ -49,7 +49,7 @@ class Search:
     @property
     def searching(self) -> bool:
         """Whether a backward runs again if it overflows."""
-        return self.fitting or self.settling or (self.possible and _in_closure())
+        return self.fitting or self.settling or (self.possible and in_closure())
 
     @property
     def found(self) -> bool:
@@ -84,7 +84,7 @@ class Search:
         """
         calm = self._calm >= CALM
         self._growing &= room
-        doubles = calm and room and (self._growing or _in_closure())
+        doubles = calm and room and (self._growing or in_closure())
         if doubles:
             self._calm = 0
         return doubles
@@ -142,7 +142,8 @@ def _alone() -> bool:
 _closure = threading.local()
 
 
-def _in_closure() -> bool:
+def in_closure() -> bool:
+    """Whether such a closure runs in this thread. (A backward may run in others.)"""
     return getattr(_closure, "called_again", False)
 
 
@@ -153,7 +154,7 @@ def closure_runs(*, called_again: bool) -> Iterator[None]:
     Args:
         called_again: whether this optimizer calls it several times in a step.
     """
-    before = _in_closure()
+    before = in_closure()
     _closure.called_again = called_again
     try:
         yield
