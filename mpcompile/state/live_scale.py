@@ -70,14 +70,15 @@ class LiveScale:
         """Take over the scale that a search has found: the start, or (not `found`) another one.
         The search also writes to the tensor that the forward being searched has used.
         """
+        good = self.state.good_steps if found else 0  # after an overflow they are counted anew
         if found:
             self._log.start_at(scale)
         else:
             self._log.move_to(scale)
-        self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=0)
+        self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=good)
         if self._resident:
             self._resident["scale"].fill_(scale)
-            self._resident["good_steps"].zero_()
+            self._resident["good_steps"].fill_(good)
 
     def _take(self, after: ScaleState, before: ScaleState) -> None:
         self.moves += after.scale != before.scale
