@@ -12,6 +12,8 @@ doesn't do.
   the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
   of an O2 model.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
+* TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
+  plain module or function. (`_get_tracing_state` was read in torch 2.13 and exists in 2.11.)
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def running(
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain function
+        if (
+            torch._C._get_tracing_state() is not None
+        ):  # TorchScript traces operators: those of the plain function
             return plain(*args, **kwargs)
         try:
             if foreign.is_under_autocast():
@@ -101,7 +105,7 @@ class ModuleCall:
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
         self._reads_copies, self._check, self._called = reads_copies, check, called
-        self._method = method
+        self._method, self._checked = method, False
         self._first = next(module.parameters(), None)
         self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
@@ -114,7 +118,9 @@ class ModuleCall:
         self._compiled = self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain module
+        if (
+            torch._C._get_tracing_state() is not None
+        ):  # TorchScript traces operators: those of the plain module
             return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
         if self._first is not None and self._first.dtype is not self._dtype:
             self._look_at_dtype()
