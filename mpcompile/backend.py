@@ -182,7 +182,7 @@ def _compile(
     reader = reader_of(inputs, owned, target.low, scale)
     if reader is not None and settings.true_gradients:
         reader.low_gradients = scale is None
-    watched = kept and Watched(kept, plan, traced_code(), repair=settings.repair)
+    watched = Watched(kept, plan, traced_code(), repair=settings.repair) if kept else None
     call = with_extra_inputs(
         compiled, inputs, reader, scale, example_inputs, device, watched, searches, constant
     )

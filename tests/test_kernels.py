@@ -69,7 +69,17 @@ x, y, long = torch.ones(3, 4), torch.ones(4, 5), torch.zeros(3, dtype=torch.int6
     "node",
     [
         call(aten.mm.default, x, y),
-        call(aten.cat.default, [1.0], 0),  # whatever is wrong with it, nothing refuses the dtype
+        # Sizes that don't fit together any more when they are probed small.
+        call(
+            aten.conv2d.default,
+            torch.ones(2, 128, 4, 4),
+            torch.ones(128, 1, 3, 3),
+            None,
+            [1, 1],
+            [1, 1],
+            [1, 1],
+            128,
+        ),
         call(aten.softmax.int, x, -1),
         call(aten.batch_norm.default, x, y[:, 0], y[:, 0], y[:, 0], y[:, 0], True, 0.1, 1e-5, True),
         call(aten.embedding.default, y, long),
@@ -88,6 +98,11 @@ def test_has_a_kernel(node: fx.Node, low: torch.dtype) -> None:
 def test_has_none(target: torch._ops.OpOverload, low: torch.dtype) -> None:
     """LAPACK has no half precision."""
     assert not kernels.has_kernel(call(target, torch.eye(4)), low, CPU)
+
+
+@LOW_DTYPES
+def test_what_cannot_be_tried_stays_in_fp32(low: torch.dtype) -> None:
+    assert not kernels.has_kernel(call(aten.cat.default, [1.0], 0), low, CPU)
 
 
 def torch_op(name: str, implementation: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -115,7 +130,9 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("\"backward\" not implemented for 'Half'")
+        if grads[0].dtype is torch.float16:
+            raise RuntimeError("no")  # in whatever words
+        return grads[0]
 
 
 def test_a_complaint_about_tiny_shapes_is_no_refusal() -> None:

@@ -14,6 +14,8 @@ doesn't do.
 * Within what somebody else compiles, Dynamo would inline the module, and take no notice of us: the
   graph ends at it.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
+* TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
+  plain module or function. (`_get_tracing_state` was read in torch 2.13 and exists in 2.11.)
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def running(
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain function
+        if (
+            torch._C._get_tracing_state() is not None
+        ):  # TorchScript traces operators: those of the plain function
             return plain(*args, **kwargs)
         try:
             if foreign.is_under_autocast():
@@ -107,7 +111,7 @@ class ModuleCall:
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
         self._reads_copies, self._check, self._called = reads_copies, check, called
-        self._method = method
+        self._method, self._checked = method, False
         self._looked = looked
         self._new = {True, False} if looked is not None else set()  # grad modes not yet called in
         self._sample = next(module.parameters(), None)
@@ -124,7 +128,8 @@ class ModuleCall:
         self._apart = torch.compiler.disable(self._call, reason=why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():  # TorchScript traces operators: those of the plain module
+        # TorchScript traces operators: those of the plain module.
+        if torch._C._get_tracing_state() is not None:
             return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
             return self._apart(*args, **kwargs)

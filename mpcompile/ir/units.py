@@ -111,7 +111,7 @@ class History(fx.Interpreter):
         values the caller sees, too.
         """
         written = [n for n, tracked in self.final.items() if tracked and not self.is_as_it_came(n)]
-        results = self.env[self.module.graph.output_node()]  # type: ignore[union-attr]
+        results = self.env[self.graph.output_node()]
         return list(grad_fns([results, *(self.env[n] for n in written)]))
 
     def reached(self) -> set[fx.Node]:

@@ -3,8 +3,11 @@
 `meta` and fake tensors accept calls that the device refuses ("not implemented for 'Half'"), and the
 set of refusals changes with every torch release. So the operator is run once, forward and
 backward, on tiny random tensors of the low dtype: the node's own arguments, every size capped at 8.
-Only a refusal counts; an error about the shrunken shapes does not. A recurrent kernel raises no
-error: oneDNN reads past the end of weights that don't fit together. So it runs in a real layer.
+An error alone doesn't say what is refused, the dtype or the shrunken shapes. So the operator runs
+in FP32 as well: if that works, it was the dtype. If it doesn't, it is tried without gradients
+(batch norm writes to its statistics), and at larger sizes. What can't be tried at any stays in
+FP32. A recurrent kernel raises no error: oneDNN reads past the end of weights that don't fit
+together. So it runs in a real layer.
 
 Only torch's own operators are run. A custom operator is never run behind its author's back: the
 author who registers it as low promises the kernels.
@@ -12,6 +15,7 @@ author who registers it as low promises the kernels.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +30,9 @@ from ..devices.generators import unchanged
 from .lookup import castable, rule_for
 
 _CAP = 8
-_REFUSALS = (
-    "not implemented for", "not support", "unsupported dtype", "expected scalar type",
-    "could not create a primitive",  # oneDNN: a BF16 LSTM on a CPU with AVX2
-)  # fmt: skip
+# What is tried one after the other: sizes capped at this, or None: as they are; with gradients?
+_TRIES = ((_CAP, True), (_CAP, False), (64, True), (64, False), (None, True))
+_MOST_ELEMENTS = 2**24  # of a tensor as it is: of a larger one, a part of its first dim
 _answers: dict[Any, bool] = {}
 
 
@@ -61,24 +64,43 @@ def _signature(node: fx.Node) -> str:
 def _runs(
     node: fx.Node, target: torch._ops.OpOverload, low: torch.dtype, device: torch.device
 ) -> bool:
+    for cap, tracked in _TRIES:
+        if _is_accepted(node, target, low, device, cap, tracked):
+            return True
+        if _is_accepted(node, target, torch.float32, device, cap, tracked):
+            return False
+    return False
+
+
+def _is_accepted(
+    node: fx.Node,
+    target: torch._ops.OpOverload,
+    dtype: torch.dtype,
+    device: torch.device,
+    cap: int | None,
+    tracked: bool,
+) -> bool:
+    """Whether the operator runs on samples of this dtype; forward and backward if `tracked`."""
+
     def sample(argument: Any, position: int) -> Any:
-        dtype = low if castable(target, position) else torch.float32
-        return map_aggregate(argument, lambda x: _sample(x, dtype, device))
+        used = dtype if castable(target, position) else torch.float32
+        samples = map_aggregate(argument, lambda x: _sample(x, used, device, cap))
+        return map_aggregate(samples, lambda x: _as_leaf(x) if tracked else x)
 
     try:
         with _aside(device):
             if (recurrent := rule_for(target).recurrent) is not None:
-                made = recurrent.module(_CAP, _CAP).to(device, low)
-                results = [made(torch.rand(1, 1, _CAP, device=device, dtype=low))[0]]
+                made = recurrent.module(_CAP, _CAP).to(device, dtype)
+                results = [made(torch.rand(1, 1, _CAP, device=device, dtype=dtype))[0]]
             else:
                 args = [sample(a, i) for i, a in enumerate(node.args)]
                 kwargs = {name: sample(a, -1) for name, a in node.kwargs.items()}
                 results = pytree.tree_leaves(target(*args, **kwargs))
-            tracked = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-            if tracked:
-                torch.autograd.backward(tracked, [torch.ones_like(r) for r in tracked])
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        return not any(word in str(error) for word in _REFUSALS)
+            ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(r) for r in ends])
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
     return True
 
 
@@ -96,8 +118,8 @@ def _aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _sample(argument: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tiny tensor of an operand's rank, in `dtype` if the operand is FP32; sizes of 1 stay 1."""
+def _sample(argument: Any, dtype: torch.dtype, device: torch.device, cap: int | None) -> Any:
+    """A small tensor of an operand's rank, in `dtype` if the operand is FP32; sizes of 1 stay 1."""
     if isinstance(argument, fx.Node):
         argument = argument.meta["mp_captured"]
     if isinstance(argument, torch.SymInt):
@@ -105,7 +127,14 @@ def _sample(argument: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if not isinstance(argument, torch.Tensor):
         return argument
     sizes: list[int | torch.SymInt] = list(argument.shape)
-    shape = [min(s, _CAP) if isinstance(s, int) else 2 for s in sizes]
+    shape = [min(s, cap or s) if isinstance(s, int) else 2 for s in sizes]
+    if math.prod(shape) > _MOST_ELEMENTS:
+        shape[0] = max(1, _MOST_ELEMENTS // math.prod(shape[1:]))
     if argument.dtype is torch.float32:
-        return torch.rand(shape, device=device, dtype=dtype).requires_grad_()
+        return torch.rand(shape, device=device, dtype=dtype)
     return torch.zeros(shape, device=device, dtype=argument.dtype)
+
+
+def _as_leaf(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.requires_grad_() if is_float else value
