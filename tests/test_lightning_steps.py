@@ -40,7 +40,7 @@ class Nested(Net):
 
 @pytest.mark.filterwarnings("ignore:mpcompile. 0% of the product FLOPs of Nested ran in compiled")
 def test_a_step_that_calls_another_logs_all() -> None:
-    """Dynamo doesn't trace the step within the step: its products run outside of the graphs."""
+    """The step is not to be compiled, so its products run outside of the graphs."""
     _, plain = logged(Nested)
     precision = MPCompilePrecision(**{**FP16, "strict": False})
     module, ours = logged(Nested, plugins=[precision])
