@@ -38,9 +38,12 @@ class Nested(Net):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:mpcompile. 0% of the product FLOPs of Nested ran in compiled")
 def test_a_step_that_calls_another_logs_all() -> None:
+    """The step is not to be compiled, so its products run outside of the graphs."""
     _, plain = logged(Nested)
-    module, ours = logged(Nested, plugins=[MPCompilePrecision(**FP16)])
+    precision = MPCompilePrecision(**{**FP16, "strict": False})
+    module, ours = logged(Nested, plugins=[precision])
     assert set(plain) == {"before", "val_loss", "after"}
     assert ours == pytest.approx(plain, abs=0.01)
     assert "log" not in vars(module)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..devices.registry import is_supported
 from ..errors import MPCompileError, MPCompileWarning
@@ -41,6 +42,8 @@ def say_outside(
         return False
     if not plans and any(True for _ in module.parameters()):
         return False  # there is another warning of that
+    if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
+        return False  # Dynamo splits the graph of a DDP inside: what ran in it isn't counted
     if not is_supported(outside.device) or not target_of(outside.device, dtype).promised:
         return False
     names = shortened([path or type(module).__name__ for path, _ in outside.modules.most_common()])
