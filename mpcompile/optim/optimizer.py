@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..state import copies, guard, parameters
+from ..state import copies, foreign, guard, parameters
 from ..state.loss_scale import LossScale
-from .checks import check, check_group, check_ranks
+from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
 from .compiled_steps import CompiledSteps
 from .eager import eager_step, is_op_by_op
@@ -25,6 +27,7 @@ from .log_step import log_by_operator
 from .members import members_of
 from .results import Results
 from .saved_scales import SavedScales, saved
+from .saved_state import load_checked
 from .shadow import HOOKS, StateAppeared
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
@@ -66,6 +69,10 @@ class MPOptimizer(Optimizer):
     Raises:
         MPCompileError: the step can't be traced (LBFGS, SparseAdam, ...), or a bad argument.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_arguments(cls, args, options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -110,6 +117,8 @@ class MPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        if not torch.compiler.is_compiling():
+            foreign.refuse_unscaling(self._inner, sys._getframe(1))
         return self._inner.param_groups
 
     @param_groups.setter
@@ -320,12 +329,14 @@ class MPOptimizer(Optimizer):
         also be the state of a `torch.amp.GradScaler`. Loss scales of models that never ran are not
         known yet; they are set when the models run.
 
+        Nothing changes where an error is raised.
+
         Raises:
-            MPCompileError: the state holds more loss scales than this optimizer's models have.
+            MPCompileError: the state holds more loss scales than this optimizer's models have, or
+                is of parameters of other shapes.
+            ValueError: it has other param groups (torch's own error).
         """
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
-        self._inner.load_state_dict(plain)
-        move_scalar_state(self._part)
         saved = state_dict.get("loss_scale", [])
         entries = [saved] if isinstance(saved, Mapping) else list(saved)
         known = self._models_scales()
@@ -334,6 +345,8 @@ class MPOptimizer(Optimizer):
                 f"MPOptimizer.load_state_dict: {len(entries)} loss scales were saved, {len(known)} "
                 "are known here; run a forward of each model first, or load loss_scale_of(model)"
             )
+        load_checked(self._inner, plain)
+        move_scalar_state(self._part)
         for entry in entries:
             if entry.get("own"):  # its models had no scale, or hadn't run
                 self._own_scale.load_state_dict(entry)
