@@ -193,6 +193,18 @@ def test_layers_that_are_frozen_and_thawed() -> None:
     assert twins.optimizer.compilations <= LAYERS
 
 
+def test_a_parameter_that_is_taken_out_of_its_group() -> None:
+    """It is trained elsewhere from then on, and so it has gradients still."""
+    twins = Twins(MAKERS["AdamW"], [torch.randn(3) for _ in range(4)])
+    for missing in range(6):
+        twins.step(gradients(twins, [i != missing % 4 for i in range(4)]))
+    for optimizer in twins.both:
+        del optimizer.param_groups[0]["params"][2]
+    for missing in range(4):
+        twins.step(gradients(twins, [i != missing for i in range(4)]))
+    twins.agree()
+
+
 def _shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -301,8 +313,28 @@ class Late(Optimizer):
                     p.sub_(state["m"] * group["lr"])
 
 
+class Partly(AdamW):
+    """Makes some of its state in the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "mean" not in state:
+                        state["mean"] = torch.zeros_like(p)
+                    state["mean"].lerp_(p.grad, 0.5)
+
+
 @pytest.mark.parametrize(
-    "make", [Late, functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5)]
+    "make",
+    [
+        Late,
+        functools.partial(Partly, lr=0.1),
+        functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
 )
 def test_state_that_only_a_step_makes(make: Make) -> None:
     twins = Twins(make, tensors())

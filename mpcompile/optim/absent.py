@@ -56,9 +56,14 @@ class Absent:
         """Whether the step is right where the parameters of this key have gradients, and no other.
 
         Args:
-            optimizer: whose state it is.
+            optimizer: whose step it is.
         """
-        return self.key.covers(key) and not any(optimizer.state.get(p) for p in self.waiting)
+        groups = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+        return (
+            self.key.covers(key)
+            and all(groups.get(id(m.param)) == m.group for m in self.members if m.updated)
+            and not any(optimizer.state.get(p) for p in self.waiting)
+        )
 
     def look(self) -> frozenset[int]:
         """See which parameters have no gradient now, and tell the step. Returns their indices."""
@@ -86,7 +91,7 @@ class Absent:
     def _zeros_of(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        size = 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
         if dtype not in self._zeros or self._zeros[dtype].numel() < size:
             self._zeros[dtype] = torch.zeros(size, dtype=dtype, device=self._flags[0].device)
         return self._zeros[dtype].as_strided(shape, strides)

@@ -135,20 +135,29 @@ class CompiledSteps:
         everyone = all_members_of(whole, sharded=key.connected is not None)
         members = [m for m in everyone if _is_scaled_alike(m, key)]
         with state_stands_by(part, members) as waiting:
-            # Where a class makes no state before its step, it can't wait for a first gradient.
-            lacking = _lacking(members, waiting, part)
-            members = [m for m in members if m.param not in lacking]
-            absent = Absent(
-                StepKey.of(members, own, key.connected, usual=key.scales),
-                {p: state for p, state in waiting.items() if state and p not in lacking},
-            )
             try:
-                return self._with_settings(
-                    lambda varying: self._new(part, absent.key, varying=varying, absent=absent)
-                )
+                return self._new_wide(members, waiting, key, part, own)
+            except StateAppeared:
+                # Not all state can be made before a step: then none can wait for a first gradient.
+                members = [m for m in members if m.param not in waiting]
+                return self._new_wide(members, {}, key, part, own)
             except ParametersMix:
                 self._apart = False
                 return None
+
+    def _new_wide(
+        self,
+        members: Sequence[Member],
+        waiting: Mapping[torch.Tensor, dict[str, Any]],
+        key: StepKey,
+        part: Optimizer,
+        own: LossScale,
+    ) -> CompiledStep:
+        wide = StepKey.of(members, own, key.connected, usual=key.scales)
+        absent = Absent(wide, {p: state for p, state in waiting.items() if state})
+        return self._with_settings(
+            lambda varying: self._new(part, wide, varying=varying, absent=absent)
+        )
 
     def _with_settings(
         self, compiled: Callable[[frozenset[Setting]], CompiledStep]
@@ -194,12 +203,3 @@ def _is_scaled_alike(member: Member, key: StepKey) -> bool:
     """Whether a member's gradient depends on no other loss scale than those of the key do."""
     known = parameters.scales_of(member.param)
     return member.param.grad is not None or all(any(s is k for k in key.scales) for s in known)
-
-
-def _lacking(
-    members: Sequence[Member], waiting: Mapping[torch.Tensor, Mapping[str, Any]], part: Optimizer
-) -> set[torch.Tensor]:
-    """The parameters without a gradient whose state could not be made, though others have one."""
-    with_state = {m.group for m in members if m.param.grad is not None and part.state.get(m.param)}
-    groups = {m.param: m.group for m in members}
-    return {p for p, state in waiting.items() if not state and groups[p] in with_state}
