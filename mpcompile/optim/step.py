@@ -1,4 +1,4 @@
-"""One compiled step: for one pattern of gradients, bound to its tensors."""
+"""One compiled step, bound to its tensors: for one pattern of gradients, or for many (`Absent`)."""
 
 from __future__ import annotations
 
