@@ -55,16 +55,15 @@ class StepKey:
         usual: tuple[LossScale, ...] = (),
     ) -> StepKey:
         """The key of a step over these members; `own` scales parameters of no scaled model. What a
-        member without a gradient has is guessed: it is stored as the next one will be, as far as
-        is known, or as that of a parameter of its shape; and no graph that has not run yet has
-        another loss scale than the `usual` ones.
+        member without a gradient has is guessed: as far as nothing is known of the next one, it has
+        what a parameter of its shape has, or all of the `usual` loss scales.
         """
         scales: list[LossScale] = []
         gradients: list[Gradient] = []
         held: list[WorkingCopy | None] = []
         facts: list[Any] = []
         strides: list[tuple[int, ...]] = []
-        alike: dict[object, WorkingCopy] = {}
+        alike = _alike(members, own) if usual else {}
 
         def index(scale: LossScale) -> int:
             for k, known in enumerate(scales):
@@ -76,10 +75,12 @@ class StepKey:
         for member in members:
             param, grad = member.param, member.param.grad
             copy = _copy_of(param)
-            if copy is not None:
-                alike.setdefault((param.shape, param.dtype), copy)
-            known = parameters.scales_of(param) or (usual if grad is None else ()) or (own,)
-            stored = _stored(param, copy or alike.get((param.shape, param.dtype)))
+            like: WorkingCopy | None = None
+            guessed: tuple[LossScale, ...] = ()
+            if grad is None:
+                like, guessed = alike.get((param.shape, param.dtype), (None, usual))
+            known = parameters.scales_of(param) or guessed or (own,)
+            stored = _stored(param, copy or like)
             by = stored.scale if stored.scale is not None and stored.scale.active else None
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
@@ -165,6 +166,17 @@ class StepKey:
 
 def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
     return next(iter(copies.copies_of(param).values()), None)
+
+
+def _alike(
+    members: Sequence[Member], own: LossScale
+) -> dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]]:
+    """Of each shape, the copy and the loss scales of a parameter with a gradient."""
+    found: dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]] = {}
+    for param in (m.param for m in members if m.param.grad is not None):
+        has = _copy_of(param), parameters.scales_of(param) or (own,)
+        found.setdefault((param.shape, param.dtype), has)
+    return found
 
 
 class _Stored(NamedTuple):
