@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.harness.ratios import Ratio, ratio, summarize
 from benchmarks.harness.record import environment
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import idle_wait, in_turns
+from benchmarks.harness.timing import auto_or, idle_wait, in_turns
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.calls.module_call import ModuleCall
@@ -232,7 +232,8 @@ def _peer(small: Small, dtype: torch.dtype, work: Work, device: torch.device) ->
 
 def _ours(name: str, small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
     model, batch = _built(small, device)
-    mpcompile(model, dtype=dtype, level="O2" if name == O2 else "O1", emit=work.emit)
+    level = "O2" if name == O2 else "O1"
+    mpcompile(model, dtype=auto_or(dtype, device), level=level, emit=work.emit)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == PLAIN)
     optimizer = inner if name == PLAIN else MPOptimizer(inner, emit=work.emit)
     backward = torch.Tensor.backward

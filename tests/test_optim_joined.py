@@ -218,5 +218,5 @@ def test_a_gradient_with_another_stride_in_a_dim_of_one_is_flat() -> None:
         optimizer.step()
         plain.step()
     torch.testing.assert_close(ours, theirs)
-    (step,) = optimizer._steps.values()
+    (step,) = optimizer._steps.all
     assert all(piece.flat for piece in updates(step.program.step))

@@ -317,3 +317,66 @@ def test_a_scale_set_by_hand_is_used() -> None:
     train(model, optimizer, torch.randn(4, 8))
     assert loss_scale_of(model).used == 64.0
     assert loss_scale_of(model).value == 128.0
+
+
+# -- a state of another model ----------------------------------------------------------------------
+
+
+def _sized(cls: Any, *shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], MPOptimizer]:
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    return params, MPOptimizer(cls(params, lr=0.1), emit="eager")
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("other", [(6, 2), (4,)])
+def test_a_state_of_another_model_is_refused(
+    other: tuple[int, ...], cls: Any, has_stepped: bool
+) -> None:
+    """Before anything is loaded: the training goes on as if nobody had tried."""
+    theirs, saved = _sized(cls, (3, 2), other)
+    mine, optimizer = _sized(cls, (3, 2), (5, 2))
+    for p in (*theirs, *mine):
+        p.grad = torch.ones_like(p)
+    saved.step()
+    if has_stepped:
+        optimizer.step()
+    saved.param_groups[0]["lr"] = 0.7
+    before = optimizer.state_dict()
+    text = (
+        r"parameter 1, of shape \(5, 2\), was saved with(out)? .*, which has shape \(5, [12]\) here"
+    )
+    with pytest.raises(MPCompileError, match=text):
+        optimizer.load_state_dict(saved.state_dict())
+    assert repr(optimizer.state_dict()) == repr(before)
+    assert len(optimizer.state) == 2 * has_stepped
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in mine)  # type: ignore[arg-type]
+    optimizer.step()
+
+
+def test_a_state_with_more_loss_scales_changes_nothing() -> None:
+    model = mpcompile(nn.Linear(2, 2), dtype=torch.float16, emit="eager")
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), emit="eager")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["loss_scale"] *= 2
+    state["param_groups"][0]["lr"] = 0.7
+    with pytest.raises(MPCompileError, match="2 loss scales were saved"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_users_hook_may_make_the_state_fit() -> None:
+    theirs, saved = _sized(torch.optim.AdamW, (6,))
+    _, optimizer = _sized(torch.optim.AdamW, (3, 2))
+    theirs[0].grad = torch.ones(6)
+    saved.step()
+
+    def reshape(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        entries = state["state"][0].items()
+        return {**state, "state": {0: {k: v.view(3, 2) if v.ndim else v for k, v in entries}}}
+
+    optimizer.register_load_state_dict_pre_hook(reshape)
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (3, 2)

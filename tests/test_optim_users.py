@@ -360,6 +360,8 @@ COMPLEX = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         (lambda: MPOptimizer(nn.Linear(2, 2)), r"MPOptimizer\(Linear\): give a torch.optim opti"),
         (lambda: MPOptimizer([nn.Parameter(torch.ones(2))]), r"MPOptimizer\(list\): give a torch"),
         (lambda: MPOptimizer(SGD), r"give a torch.optim optimizer, as in"),
+        (lambda: MPOptimizer(sgd(), lr=1), r"MPOptimizer\(torch.optim.SGD\(.*, lr="),
+        (lambda: MPOptimizer(sgd(), max_norm=1), r"did you mean 'max_grad_norm'"),
         (lambda: MPOptimizer(sgd(differentiable=True)), r"SGD\(differentiable=True\) can't be"),
         (lambda: MPOptimizer(SGD([COMPLEX])), "SGD holds complex parameters; use it as it is"),
         (lambda: MPOptimizer(sgd(), loss_scale=128.0), r"\(loss_scale=128.0\): give a LossScale"),

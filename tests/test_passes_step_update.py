@@ -142,6 +142,21 @@ copy__3: f32[3] = copy_(state0_exp_avg_sq, where_self_3)
     )
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_predicate_writes_of_parameters_without_a_gradient(checked: bool) -> None:
+    """Each has a flag of its own, and a skipped step is one for all."""
+    stage = StepStage(predicate_writes, (3,), (2,), checked=checked, optional=True)
+    flags = ("absent0", "absent1")
+    conditions = ("logical_or_default_1", "logical_or_default_2") if checked else flags
+    lines = stage.run().splitlines()
+    for i, condition in enumerate(conditions):
+        (kept,) = (line for line in lines if f"= where({condition}, param{i}, " in line)
+        name = kept.split(":")[0]
+        assert any(line.endswith(f"= copy_(param{i}, {name})") for line in lines)
+        joined = f"{condition}: b8[] = logical_or(logical_or_default, absent{i})"
+        assert (joined in lines) is checked
+
+
 def test_predicate_writes_where_nothing_is_skipped() -> None:
     assert StepStage(predicate_writes, make=adam, checked=False).leaves_alone()
 

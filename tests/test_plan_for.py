@@ -81,6 +81,14 @@ def test_the_profile_is_that_of_the_gpus_class(monkeypatch: pytest.MonkeyPatch) 
     assert decided(plan_for(net(), X, device="t4"))["linear"] == "LOW"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_named_dtype_is_used_though_the_profile_says_that_it_is_slower(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    assert decided(plan_for(net(), X, device="h100", dtype=dtype))["linear"] == "LOW"
+
+
 def test_this_cpu_is_asked_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_kernel(*args: Any) -> bool:
         raise AssertionError("a plan for a GPU asked the CPU")

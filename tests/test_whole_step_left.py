@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
 
-from mpcompile import MPCompileError, MPCompileWarning
+from mpcompile import MPCompileError, MPCompileWarning, mpcompile
 
 Step = Callable[..., Any]
 
@@ -79,6 +79,39 @@ def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
     end, reason = ENDS[name]
     run = agree_left(stepping(plain, end=end), batches(4, factors={2: 1e30}), setting, reason)
     assert run.scale.skipped_steps == 1
+
+
+def test_parameters_that_have_a_gradient_in_some_calls() -> None:
+    """Each set of them is compiled as a whole, up to torch's limit."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def step(x: torch.Tensor, kept: tuple[bool, ...]) -> torch.Tensor:
+        for layer, keep in zip(layers, kept, strict=True):
+            x = x + layer(x) if keep else x
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    calls = [(torch.randn(8, 4), (n != 1, n != 2, n != 3)) for n in (0, 1, 2, 0, 3)]
+    start = [p.detach().clone() for p in layers.parameters()]
+    wanted = [step(*call) for call in calls]
+    trained = [p.detach().clone() for p in layers.parameters()]
+    with torch.no_grad():
+        for p, before in zip(layers.parameters(), start, strict=True):
+            p.copy_(before)
+    optimizer.state.clear()
+    whole = mpcompile(step, dtype=torch.bfloat16, emit="eager")
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.warns(MPCompileWarning, match=r"compiled 2 times \(.*recompile_limit\)"),
+    ):
+        losses = [whole(*call) for call in calls]
+    torch.testing.assert_close(losses, wanted, rtol=0.02, atol=0)
+    torch.testing.assert_close([*layers.parameters()], trained, rtol=0.02, atol=0.01)
 
 
 @BOTH

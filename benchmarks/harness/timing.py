@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Arm", "far_behind", "idle_wait", "in_turns", "low_dtype", "take_turns"]
+from mpcompile.devices.registry import capabilities
+
+__all__ = ["Arm", "auto_or", "far_behind", "idle_wait", "in_turns", "low_dtype", "take_turns"]
 
 T = TypeVar("T")
 
@@ -86,6 +88,13 @@ def far_behind(
 def low_dtype(device: torch.device) -> torch.dtype | str:
     """What a user would ask for: on a CPU "auto", which may find that nothing low is faster."""
     return "auto" if device.type == "cpu" else torch.bfloat16
+
+
+def auto_or(dtype: torch.dtype, device: torch.device) -> torch.dtype | str:
+    """As `dtype="auto"` where that means this dtype, and may find that nothing low is faster. Else
+    the dtype: whoever names one gets it, fast or not.
+    """
+    return "auto" if dtype is capabilities(device).auto else dtype
 
 
 def idle_wait(device: torch.device) -> Callable[[], None]:

@@ -12,7 +12,7 @@ __all__ = ["bytes_moved"]
 
 def bytes_moved(optimizer: MPOptimizer) -> int:
     """Bytes that the compiled pieces of its one step read and write, each input read once."""
-    (step,) = optimizer._steps.values()
+    (step,) = optimizer._steps.all
     whole = step.program.step
     commits = sum(2 * _size(value) for _, value in whole.commits)
     return commits + sum(_piece_bytes(piece.graph) for piece in whole.pieces)

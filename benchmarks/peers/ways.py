@@ -32,13 +32,12 @@ RECOMPUTES = "mpcompile O2, recompute"
 
 
 def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
-    """All arms on a device: on a CPU in BF16, and what `dtype="auto"` makes of it; else in FP16.
+    """All arms on a device: on a CPU in BF16, else in FP16; ours by `dtype="auto"`.
 
     Every peer has a fused optimizer, those in FP16 a GradScaler. Only Inductor recomputes.
     """
-    cpu = device.type == "cpu"
-    low = torch.bfloat16 if cpu else torch.float16
-    ours = "auto" if cpu else low
+    low = torch.bfloat16 if device.type == "cpu" else torch.float16
+    ours = "auto"
     return (
         Way(EAGER, fused=True),
         Way(COMPILED, compiled=True, fused=True),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.timing import auto_or
 from mpcompile import MPCompileWarning, MPOptimizer, mpcompile
 from mpcompile.emit.tracing_settings import traced_with
 from mpcompile.state import copies
@@ -56,7 +57,7 @@ class Trainee:
         self._batch = [x.to(device) for x in task.draw()]
         self.arm, self._emit = arm, emit
         self._options: dict[str, Any] = {
-            "dtype": DTYPES[dtype], "level": arm[-2:], "emit": emit
+            "dtype": auto_or(DTYPES[dtype], device), "level": arm[-2:], "emit": emit
         } if arm in OURS else {}  # fmt: skip
         adam = functools.partial(torch.optim.AdamW, lr=1e-4, fused=arm in (EAGER, PEER))
         self._optimizers = [adam(model.parameters()) for model in self.models]

@@ -20,10 +20,11 @@ class Slot:
     """One input of the graph of a step.
 
     Attributes:
-        kind: "param", "grad" or "copy", of the parameter `index`; "grads", a vector of the
-            gradients of the group `index` (`StepConfig.gathered`); "state", of the parameter
-            `index` at `key`; "lr", of the group `index`; "scale", of the loss scale `index` at
-            `key`; "result", what the step reports at `key`.
+        kind: "param", "grad" or "copy", of the parameter `index`; "absent": whether it has no
+            gradient in this step (`StepConfig.optional`); "grads", a vector of the gradients of the
+            group `index` (`StepConfig.gathered`); "state", of the parameter `index` at `key`; "lr",
+            of the group `index`; "scale", of the loss scale `index` at `key`; "result", what the
+            step reports at `key`.
         index: which parameter (in the order of the step), group or loss scale.
         key: which entry.
     """
@@ -89,6 +90,8 @@ class StepConfig:
         ranks: the processes that each hold a part of the gradients, or None: this one has all.
         gathered: groups of alike gradients (by index), each with an element, that lie one behind
             the other in memory.
+        optional: whether parameters may have no gradient in a step, and are left as they are then.
+            Each has zeros for a gradient there, and the input "absent" says so.
     """
 
     gradients: tuple[Gradient, ...]
@@ -99,6 +102,7 @@ class StepConfig:
     foreach: bool = False
     ranks: Ranks | None = None
     gathered: tuple[tuple[int, ...], ...] = ()
+    optional: bool = False
 
 
 T = TypeVar("T")

@@ -15,12 +15,16 @@ gathered.py       small gradients are copied to memory that is kept
 compile_piece.py  a piece becomes a function
 program.py        the functions of all pieces, bound to their tensors
 step.py           one compiled step
-key.py            what it is compiled for
+compiled_steps.py all of them: which is the next one, and when one is compiled
+key.py            what a step is compiled for
+absent.py         parameters that have no gradient in some steps
+apart.py          whether a step may leave out some parameters
 assumptions.py    what must stay as it was when it was traced
 held_settings.py  which settings it reads anew each time
 results.py        what it reports
 first_state.py    the state that a first step makes
 eager.py          a step that can't be traced yet
+saved_state.py    the optimizer's state in checkpoints
 saved_scales.py   loss scales in checkpoints
 watch.py          says that a step was skipped
 """

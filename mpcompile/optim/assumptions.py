@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,18 @@ class Assumptions:
     That is: settings and attributes of the optimizer that the step read; the tensors and values of
     its state (load_state_dict brings new ones); where the parameters are stored, and how large they
     are (`p.data = ...` moves them).
+
+    Args:
+        waiting: parameters whose state isn't the optimizer's yet: see `take_in`.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[Member], traced: Trace) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        traced: Trace,
+        waiting: Collection[torch.Tensor] = (),
+    ) -> None:
         self._params = [m.param for m in members if m.updated]
         self._sharded = any(map(is_sharded, self._params))
         held = self._held()
@@ -39,9 +48,16 @@ class Assumptions:
         self._states: list[tuple[torch.Tensor, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
             (param, entries, tuple(entries.items()))
             for param in self._params
-            if (entries := optimizer.state.get(param)) is not None
+            if param not in waiting and (entries := optimizer.state.get(param)) is not None
         ]
         self._snapshot = self._snapshot_of(optimizer.state)
+
+    def take_in(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+        """The optimizer has got the state of these, which waited."""
+        for param in params:
+            entries = optimizer.state.get(param)
+            if entries is not None:
+                self._states.append((param, entries, tuple(entries.items())))
 
     def hold(self, optimizer: Optimizer) -> bool:
         """Whether all of it is unchanged."""

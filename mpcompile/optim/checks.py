@@ -11,11 +11,31 @@ import torch
 from torch.optim import Optimizer
 
 from ..emit.emitter import check_inductor
-from ..errors import MPCompileError
+from ..errors import MPCompileError, did_you_mean
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero, overlaps
 from ..state.loss_scale import LossScale
 from .trace_context import raw_step
+
+
+def check_arguments(cls: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse arguments that `cls` doesn't have, such as those of the optimizer that it wraps.
+
+    Raises:
+        MPCompileError: says where they belong.
+    """
+    known = inspect.signature(cls.__init__).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return
+    given = args[0] if args else options.get("optimizer")
+    name = type(given).__name__ if isinstance(given, Optimizer) else "AdamW"
+    for option in options:
+        if option not in known:
+            raise MPCompileError(
+                f"MPOptimizer({option}=...): there is no such argument"
+                f"{did_you_mean(option, known)}. What the optimizer itself takes goes there: "
+                f"MPOptimizer(torch.optim.{name}(model.parameters(), {option}=...))"
+            )
 
 
 def check(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..ranks.shards import is_sharded
 from .inputs import Member
 
 
@@ -58,6 +59,57 @@ def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for param, (grad, dtype) in zip(low, stored, strict=True):
             give_gradient(param, grad, dtype)
+
+
+@contextlib.contextmanager
+def gradients_stand_by(
+    everyone: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Give these parameters, and no others, a gradient of zeros that takes no memory: a class makes
+    the state of parameters that have one.
+    """
+    stored = [(p, p.grad, p.grad_dtype) for p in everyone]
+    taking_part = set(map(id, params))
+    try:
+        for p in everyone:
+            give_gradient(p, _zeros_like(p) if id(p) in taking_part else None)
+        yield
+    finally:
+        for p, grad, dtype in stored:
+            give_gradient(p, grad, dtype)
+
+
+def _zeros_like(param: torch.Tensor) -> torch.Tensor:
+    if is_sharded(param):
+        return torch.zeros_like(param, requires_grad=False)
+    return param.new_zeros((), requires_grad=False).expand(param.shape)
+
+
+@contextlib.contextmanager
+def state_stands_by(
+    optimizer: Optimizer, members: Sequence[Member]
+) -> Iterator[dict[torch.Tensor, dict[str, Any]]]:
+    """In this context, the state of all members is there, as far as it can be made before a step.
+
+    Yields:
+        what was made for members without a gradient. The optimizer's own state has it within the
+        context only: torch makes it where a parameter gets its first gradient.
+    """
+    params = [m.param for m in members if m.updated]
+    known = {p for p in params if optimizer.state.get(p)}
+    made: dict[torch.Tensor, dict[str, Any]] = {}
+    try:
+        everyone = [p for group in optimizer.param_groups for p in group["params"]]
+        with gradients_stand_by(everyone, params):
+            initialise_state(optimizer, members)
+        for p in params:
+            if p.grad is None and p not in known:
+                made[p] = optimizer.state.get(p, {})
+        yield made
+    finally:
+        for p in params:
+            if p.grad is None and p not in known:
+                optimizer.state.pop(p, None)
 
 
 def give_gradient(

@@ -4,6 +4,8 @@
 
 A backward makes new gradients each time. Where they are small, one copy of all of them costs less
 than to hand each to the pieces that read it, and one norm of the vector less than a norm of each.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..ir.fakes import like
 from ..ir.step import Gradient, Slot
 from ..ranks.shards import is_sharded, local
 from .inputs import Member
@@ -25,25 +29,39 @@ class Gathered:
     Args:
         members: the parameters of the step.
         gradients: how the gradient of each is stored.
+        strides: those of each gradient; default: as they are now.
 
     Attributes:
         groups: the members (by index) whose gradients lie one behind the other: those alike.
         held: the vector of each group, and in it the gradient of each member, by slot.
     """
 
-    def __init__(self, members: Sequence[Member], gradients: Sequence[Gradient]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        gradients: Sequence[Gradient],
+        strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        strides = strides or [_gradient(member).stride() for member in members]
+        with FakeTensorMode():
+            fakes = [
+                like(local(member.param), dtype=gradient.dtype, strides=laid)
+                for member, gradient, laid in zip(members, gradients, strides, strict=True)
+            ]
         alike: dict[Gradient, list[int]] = {}
-        for i, (member, gradient) in enumerate(zip(members, gradients, strict=True)):
-            if _is_small(_gradient(member)):
+        for i, (fake, gradient) in enumerate(zip(fakes, gradients, strict=True)):
+            if _is_small(fake):
                 alike.setdefault(gradient, []).append(i)
         self.groups = tuple(tuple(group) for group in alike.values() if len(group) > 1)
         self.held: dict[Slot, torch.Tensor] = {}
         self._params = [members[i].param for group in self.groups for i in group]
+        self._indices = [i for group in self.groups for i in group]
         self._sharded = any(map(is_sharded, self._params))
         self._places: list[torch.Tensor] = []
         for k, group in enumerate(self.groups):
-            found = [_gradient(members[i]) for i in group]
-            vector = found[0].new_empty(sum(g.numel() for g in found))
+            found = [fakes[i] for i in group]
+            size, device = sum(g.numel() for g in found), found[0].device
+            vector = torch.empty(size, dtype=found[0].dtype, device=device)
             self.held[Slot("grads", k)] = vector
             offset = 0
             for i, grad in zip(group, found, strict=True):
@@ -52,9 +70,13 @@ class Gathered:
                 self._places.append(place)
                 offset += grad.numel()
 
-    def fill(self) -> None:
-        """Copy the gradients of this step, under no_grad."""
-        if self._places:
+    def fill(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
+        """Copy these gradients of all members, or by default their own, under no_grad."""
+        if not self._places:
+            return
+        if gradients is not None:
+            torch._foreach_copy_(self._places, [gradients[i] for i in self._indices])
+        else:
             # members have gradients
             grads: list[torch.Tensor] = [param.grad for param in self._params]  # type: ignore[misc]
             torch._foreach_copy_(self._places, [*map(local, grads)] if self._sharded else grads)

@@ -45,7 +45,7 @@ class Inputs:
         optimizer: whose step it is.
         members: the parameters that have a gradient.
         varying: settings whose floats are inputs.
-        grads: their gradients; default: `p.grad`.
+        strides: those of their gradients; default: as `p.grad` has them.
 
     Attributes:
         slots: the slot of each input.
@@ -59,7 +59,7 @@ class Inputs:
         optimizer: Optimizer,
         members: Sequence[Member],
         varying: Iterable[Setting],
-        grads: Sequence[torch.Tensor] | None = None,
+        strides: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.slots: list[Slot] = []
         self.values: list[Any] = []
@@ -70,9 +70,12 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                grad = member.param.grad if grads is None else grads[i]
-                assert grad is not None
-                self._add_member(i, member, local(grad), optimizer.state.get(member.param, {}))
+                if strides is not None:
+                    laid = strides[i]
+                else:
+                    assert member.param.grad is not None
+                    laid = local(member.param.grad).stride()
+                self._add_member(i, member, laid, optimizer.state.get(member.param, {}))
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
@@ -85,13 +88,13 @@ class Inputs:
         self.values.append(value)
 
     def _add_member(
-        self, i: int, member: Member, grad: torch.Tensor, state: Mapping[Any, Any]
+        self, i: int, member: Member, strides: Sequence[int], state: Mapping[Any, Any]
     ) -> None:
         held = local(member.param)
         if member.updated:
             self._add(Slot("param", i), like(held))
         # The gradient as the optimizer will see it: in the parameter's dtype, with its own strides.
-        self._add(Slot("grad", i), like(held, strides=grad.stride()))
+        self._add(Slot("grad", i), like(held, strides=strides))
         for key, value in state.items():
             if member.updated and isinstance(value, torch.Tensor):
                 self._add(Slot("state", i, str(key)), like(local(value)))

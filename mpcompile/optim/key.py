@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch.optim import Optimizer
 
 from ..ir.step import Gradient
 from ..ranks.shards import Connected, layout_of, local
 from ..state import copies, parameters
+from ..state.copies import WorkingCopy
 from ..state.loss_scale import LossScale
-from ..state.low_gradients import LowGradient, on_one_scale
+from ..state.low_gradients import on_one_scale
 from .inputs import Member
 from .members import pattern_of
 
@@ -31,25 +33,37 @@ class StepKey:
         members: the parameters of the step.
         scales: the loss scales of their models.
         connected: the ranks that each hold a part of these parameters, or None.
-        gradients, copies: one entry for each member.
+        gradients, copies, strides: one entry for each member; the strides are those of its gradient
+            as this rank holds it.
     """
 
     facts: tuple[Any, ...]
     members: tuple[Member, ...] = field(compare=False)
     scales: tuple[LossScale, ...] = field(compare=False)
     gradients: tuple[Gradient, ...] = field(compare=False)
-    copies: tuple[copies.WorkingCopy | None, ...] = field(compare=False)
+    copies: tuple[WorkingCopy | None, ...] = field(compare=False)
+    strides: tuple[tuple[int, ...], ...] = field(compare=False)
     connected: Connected | None = field(compare=False, default=None)
 
     @classmethod
     def of(
-        cls, members: Sequence[Member], own: LossScale, connected: Connected | None = None
+        cls,
+        members: Sequence[Member],
+        own: LossScale,
+        connected: Connected | None = None,
+        *,
+        usual: tuple[LossScale, ...] = (),
     ) -> StepKey:
-        """The key of a step over these members; `own` scales parameters of no scaled model."""
+        """The key of a step over these members; `own` scales parameters of no scaled model. What a
+        member without a gradient has is guessed: as far as nothing is known of the next one, it has
+        what a parameter of its shape has, or all of the `usual` loss scales.
+        """
         scales: list[LossScale] = []
         gradients: list[Gradient] = []
-        held: list[copies.WorkingCopy | None] = []
+        held: list[WorkingCopy | None] = []
         facts: list[Any] = []
+        strides: list[tuple[int, ...]] = []
+        alike = _alike(members, own) if usual else {}
 
         def index(scale: LossScale) -> int:
             for k, known in enumerate(scales):
@@ -59,24 +73,34 @@ class StepKey:
             return len(scales) - 1
 
         for member in members:
-            grad = member.param.grad
-            assert grad is not None
-            copy = next(iter(copies.copies_of(member.param).values()), None)
-            known = tuple(index(s) for s in parameters.scales_of(member.param) or (own,))
-            stored = copy.gradient.scale if copy and copy.gradient.is_scaled(grad) else None
-            by = index(stored) if stored is not None and stored.active else None
-            layout = layout_of(member.param) if connected and connected.countable else None
-            replicas = layout.replicas if layout is not None else 1
-            gradients.append(Gradient(grad.dtype, known, by, replicas))
+            param, grad = member.param, member.param.grad
+            copy = _copy_of(param)
+            like: WorkingCopy | None = None
+            guessed: tuple[LossScale, ...] = ()
+            if grad is None:
+                like, guessed = alike.get((param.shape, param.dtype), (None, usual))
+            known = parameters.scales_of(param) or guessed or (own,)
+            stored = _stored(param, copy or like)
+            by = stored.scale if stored.scale is not None and stored.scale.active else None
+            layout = layout_of(param) if connected and connected.countable else None
+            gradient = Gradient(
+                stored.dtype,
+                tuple(map(index, known)),
+                index(by) if by is not None else None,
+                layout.replicas if layout is not None else 1,
+            )
+            gradients.append(gradient)
             held.append(copy)
-            who = member.group, id(member.param), member.updated
-            facts.append((*who, grad.dtype, local(grad).stride(), known, by, replicas, id(copy)))
+            strides.append(stored.strides)
+            who = member.group, id(param), member.updated
+            facts.append((*who, gradient, stored.strides, id(copy)))
         return cls(
             (*facts, rules_of(scales), connected),
             tuple(members),
             tuple(scales),
             tuple(gradients),
             tuple(held),
+            tuple(strides),
             connected,
         )
 
@@ -84,12 +108,15 @@ class StepKey:
         return hash(self.facts)
 
     @cached_property
-    def scaled(self) -> dict[int, list[tuple[LowGradient, torch.Tensor]]]:
-        """For each loss scale (by index): whose gradients are stored scaled by it."""
-        found: dict[int, list[tuple[LowGradient, torch.Tensor]]] = {}
-        for member, copy, gradient in zip(self.members, self.copies, self.gradients, strict=True):
-            if copy is not None and (k := gradient.scaled_by) is not None:
-                found.setdefault(k, []).append((copy.gradient, member.param))
+    def scaled(self) -> dict[int, list[torch.Tensor]]:
+        """For each loss scale (by index): the parameters whose gradients are stored scaled by it.
+
+        That of a parameter which has none yet may not be: a `WorkingCopy` comes with its forward.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        for member, gradient in zip(self.members, self.gradients, strict=True):
+            if (k := gradient.scaled_by) is not None:
+                found.setdefault(k, []).append(member.param)
         return found
 
     @property
@@ -99,12 +126,82 @@ class StepKey:
 
     def multipliers(self) -> dict[int, torch.Tensor]:
         """The numbers that the scaled gradients are multiplied by now, for each of their loss
-        scales (by index): 0-d FP32.
+        scales (by index): 0-d FP32. Those that there are: a member may have none.
         """
-        return {
-            k: on_one_scale([(low, param.grad) for low, param in scaled])  # type: ignore[misc]
-            for k, scaled in self.scaled.items()
-        }
+        found: dict[int, torch.Tensor] = {}
+        for k, scaled in self.scaled.items():
+            now = [
+                (copy.gradient, param.grad)
+                for param in scaled
+                if param.grad is not None and (copy := _copy_of(param)) is not None
+            ]
+            found[k] = on_one_scale(now) if now else torch.ones((), device=scaled[0].device)
+        return found
+
+    def covers(self, other: StepKey) -> bool:
+        """Whether a step for this key is right for another one, whose members are some of these, if
+        gradients are brought to the strides of this one. (A copy that this one doesn't know isn't
+        written by the step, and so the next forward casts it anew.)
+        """
+        mine = self._by_member
+        return set(rules_of(self.scales)) == set(rules_of(other.scales)) and all(
+            who in mine and how == mine[who][0] and mine[who][1] in (None, copy)
+            for who, (how, copy) in other._by_member.items()
+        )
+
+    @cached_property
+    def _by_member(self) -> dict[int, tuple[tuple[Any, ...], int | None]]:
+        """What is known of each member, by the parameter's `id`: how its gradient is stored, and
+        its copy, by `id`.
+        """
+        found: dict[int, tuple[tuple[Any, ...], int | None]] = {}
+        for member, gradient, copy in zip(self.members, self.gradients, self.copies, strict=True):
+            scales = [id(self.scales[k]) for k in gradient.scales]
+            by = None if gradient.scaled_by is None else id(self.scales[gradient.scaled_by])
+            how = gradient.dtype, gradient.replicas, scales, by
+            known = None if copy is None else id(copy)
+            found[id(member.param)] = (member.group, member.updated, *how), known
+        return found
+
+
+def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
+    return next(iter(copies.copies_of(param).values()), None)
+
+
+def _alike(
+    members: Sequence[Member], own: LossScale
+) -> dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]]:
+    """Of each shape, the copy and the loss scales of a parameter with a gradient."""
+    found: dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]] = {}
+    for param in (m.param for m in members if m.param.grad is not None):
+        has = _copy_of(param), parameters.scales_of(param) or (own,)
+        found.setdefault((param.shape, param.dtype), has)
+    return found
+
+
+class _Stored(NamedTuple):
+    """How a gradient is stored: its dtype, its strides, and the loss scale that it is multiplied
+    by, or None.
+    """
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    scale: LossScale | None
+
+
+def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> _Stored:
+    """How the gradient of a parameter is stored; where it has none, how the next one will be."""
+    grad, low = param.grad, copy.gradient if copy is not None else None
+    if grad is not None:
+        scale = low.scale if low is not None and low.is_scaled(grad) else None
+        return _Stored(grad.dtype, local(grad).stride(), scale)
+    held = local(param)
+    # Autograd stores it as the parameter lies, if that is dense.
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(held)
+    strides = held.stride() if dense else make_contiguous_strides_for(held.shape)
+    if low is None or param.grad_dtype is torch.float32:
+        return _Stored(held.dtype, strides, None)
+    return _Stored(low.dtype, strides, low.scale)
 
 
 class LastKey:

@@ -24,9 +24,7 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
     Raises:
         MPCompileError: a gradient is sparse, or lies on other ranks than its parameter.
     """
-    own: set[int] | None = None  # all
-    if is_zero(optimizer):
-        own = {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
+    own = _own(optimizer)
     members: list[Member] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -43,6 +41,26 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
                 )
             members.append(Member(index, param, own is None or id(param) in own))
     return members
+
+
+def all_members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
+    """The same, and those that may get a gradient."""
+    present = {id(m.param): m for m in members_of(optimizer, sharded=sharded)}
+    own = _own(optimizer)
+    return [
+        present.get(id(param)) or Member(index, param, own is None or id(param) in own)
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if id(param) in present
+        or (param.grad is None and param.requires_grad and param.numel() > 0)
+    ]
+
+
+def _own(optimizer: Optimizer) -> set[int] | None:
+    """The parameters (by `id`) that this process updates; None: all."""
+    if not is_zero(optimizer):
+        return None
+    return {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
 
 
 def pattern_of(optimizer: Optimizer, *, sharded: bool) -> Pattern | Members:

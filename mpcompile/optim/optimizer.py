@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-import warnings
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,22 +11,23 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Self
 
-from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
+from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..state import copies, guard, parameters
+from ..state import copies, foreign, guard, parameters
 from ..state.loss_scale import LossScale
-from .checks import check, check_group, check_ranks
+from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
+from .compiled_steps import CompiledSteps
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .inputs import Setting
 from .key import LastKey, StepKey
-from .log_step import log_by_operator, log_compiled, why_compiled
+from .log_step import log_by_operator
 from .members import members_of
 from .results import Results
 from .saved_scales import SavedScales, saved
+from .saved_state import load_checked
 from .shadow import HOOKS, StateAppeared
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
@@ -63,11 +63,16 @@ class MPOptimizer(Optimizer):
         skipped: 0-d bool on the device: whether the last step was skipped.
         grad_norm: 0-d FP32 on the device: the norm before clipping (with `max_grad_norm`).
         skipped_steps: how many steps were skipped (an int; reading it waits for the device).
-        compilations: how many times a step was traced; each pattern of gradients needs one.
+        compilations: how many times a step was traced. The first patterns of gradients need one
+            each, and where patterns keep changing, one covers them all.
 
     Raises:
         MPCompileError: the step can't be traced (LBFGS, SparseAdam, ...), or a bad argument.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_arguments(cls, args, options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -101,13 +106,10 @@ class MPOptimizer(Optimizer):
         guard.skips_by_itself(self)
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
-        self._steps: dict[StepKey, CompiledStep] = {}
         self._last: LastKey | None = None
-        self._varying: set[Setting] = set()
-        self._warned = False
         self._results = Results()
+        self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
         self._watch = Watch()
-        self.compilations = 0
         parameters.own(self._parameters(), self, self._given_scale)
         guard.listen(self)
 
@@ -115,6 +117,8 @@ class MPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        if not torch.compiler.is_compiling():
+            foreign.refuse_unscaling(self._inner, sys._getframe(1))
         return self._inner.param_groups
 
     @param_groups.setter
@@ -205,72 +209,37 @@ class MPOptimizer(Optimizer):
             )
 
     def _step(self, known: LastKey) -> None:
-        key = known.key
-        if is_op_by_op():
-            initialise_state(self._part, key.members)
-            eager_step(self._part, key, self._max_grad_norm, self._results)
+        step = None if is_op_by_op() else self._compiled(known)
+        if step is None:
+            initialise_state(self._part, known.key.members)
+            eager_step(self._part, known.key, self._max_grad_norm, self._results)
             return
-        step = known.step or self._steps.get(key)
-        if step is None or not step.still_holds(self._part):
-            why = why_compiled(self._part, step, self._steps.values())
-            start = time.perf_counter()
-            if step is not None:  # a setting that changed may change again: an input now
-                self._varying |= step.changed_settings(self._part)
-            initialise_state(self._part, key.members)
-            try:
-                with _disable_current_modes():  # tracing uses its own FakeTensors
-                    step = self._compiled(key)
-            except StateAppeared:
-                # The first step makes the state: run it op by op, and trace the next one.
-                log_by_operator(self._part, key)
-                eager_step(self._part, key, self._max_grad_norm, self._results)
-                return
-            except CannotRewrite as error:
-                raise MPCompileError(
-                    f"MPOptimizer: the step of {type(self._part).__name__} can't be traced: "
-                    f"{error}. Use it as it is: mpcompile(model) scales and skips for plain "
-                    "optimizers too"
-                ) from error
-            self._steps[key] = step
-            self.compilations += 1
-            log_compiled(self._part, key, why, time.perf_counter() - start)
         known.step = step
         step.run(self._part)
-        self._watch.follow(key.scales)
+        self._watch.follow(known.key.scales)
 
-    def _compiled(self, key: StepKey) -> CompiledStep:
-        def compiled(varying: frozenset[Setting]) -> CompiledStep:
-            return CompiledStep(
-                self._part,
-                key,
-                max_grad_norm=self._max_grad_norm,
-                results=self._results,
-                emit=self._emit,
-                dump=self._dump,
-                varying=varying,
-            )
+    def _compiled(self, known: LastKey) -> CompiledStep | None:
+        """The compiled step of this key; None if it must run operator by operator this time."""
+        key, part = known.key, self._part
+        step = known.step or self._steps.find(key, part)
+        if step is not None and step.still_holds(part):
+            return step
+        try:
+            return self._steps.compiled(key, step, part, self._inner, self._own_scale)
+        except StateAppeared:
+            # The first step makes the state: run it op by op, and trace the next one.
+            log_by_operator(part, key)
+            return None
+        except CannotRewrite as error:
+            raise MPCompileError(
+                f"MPOptimizer: the step of {type(part).__name__} can't be traced: {error}. Use it "
+                "as it is: mpcompile(model) scales and skips for plain optimizers too"
+            ) from error
 
-        if self._varying:
-            # A step may use a number in a way that no graph input allows; then it is a constant.
-            try:
-                return compiled(frozenset(self._varying))
-            except StateAppeared:
-                raise
-            except CannotRewrite as error:
-                self._warn_of_retracing(error)
-        return compiled(frozenset())
-
-    def _warn_of_retracing(self, error: CannotRewrite) -> None:
-        if not self._warned:
-            self._warned = True
-            names = ", ".join(sorted({key for _, key in self._varying}))
-            warnings.warn(
-                f"MPOptimizer: {names} changed between steps and can't be an input of the compiled "
-                f"step ({error}): each new value compiles it anew. Keep it constant "
-                "(OneCycleLR: cycle_momentum=False)",
-                MPCompileWarning,
-                stacklevel=2,
-            )
+    @property
+    def compilations(self) -> int:
+        """How many times a step was traced and compiled."""
+        return self._steps.compilations
 
     @property
     def skipped(self) -> torch.Tensor:
@@ -360,12 +329,14 @@ class MPOptimizer(Optimizer):
         also be the state of a `torch.amp.GradScaler`. Loss scales of models that never ran are not
         known yet; they are set when the models run.
 
+        Nothing changes where an error is raised.
+
         Raises:
-            MPCompileError: the state holds more loss scales than this optimizer's models have.
+            MPCompileError: the state holds more loss scales than this optimizer's models have, or
+                is of parameters of other shapes.
+            ValueError: it has other param groups (torch's own error).
         """
         plain = {k: v for k, v in state_dict.items() if k != "loss_scale"}
-        self._inner.load_state_dict(plain)
-        move_scalar_state(self._part)
         saved = state_dict.get("loss_scale", [])
         entries = [saved] if isinstance(saved, Mapping) else list(saved)
         known = self._models_scales()
@@ -374,17 +345,19 @@ class MPOptimizer(Optimizer):
                 f"MPOptimizer.load_state_dict: {len(entries)} loss scales were saved, {len(known)} "
                 "are known here; run a forward of each model first, or load loss_scale_of(model)"
             )
+        load_checked(self._inner, plain)
+        move_scalar_state(self._part)
         for entry in entries:
             if entry.get("own"):  # its models had no scale, or hadn't run
                 self._own_scale.load_state_dict(entry)
         self._saved_scales = SavedScales([e for e in entries if not e.get("own")])
         self._saved_scales.restore(known)
-        self._steps.clear()
+        self._steps.forget()
         self._last = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
-        passing = ("_steps", "_last", "_varying", "_results", "_watch", "step")
+        passing = ("_steps", "_last", "_results", "_watch", "step")
         hooks = dict.fromkeys(HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 

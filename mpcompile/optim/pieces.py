@@ -163,7 +163,7 @@ def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
             or (not inputs and ir.value(node).ndim > 0)
         ):
             stages[node] = UPDATE
-        elif below == SCALARS or any(slot.kind == "state" for slot in kinds):
+        elif below == SCALARS or any(slot.kind in ("state", "absent") for slot in kinds):
             stages[node] = SCALARS
         else:
             stages[node] = PREPARE

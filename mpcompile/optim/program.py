@@ -27,6 +27,7 @@ class _Call:
     arguments: list[Any]  # kept tensors; None for those new in each step
     fresh: list[tuple[int, fx.Node, bool]]  # (position, the value's node, whether it is flattened)
     outputs: tuple[fx.Node, ...]
+    updates: frozenset[int]  # the parameters (by index) that it updates, if it does nothing else
 
     def __call__(self, env: dict[fx.Node, torch.Tensor]) -> None:
         arguments = self.arguments.copy()
@@ -43,6 +44,7 @@ class _Batch:
 
     run: Function
     arguments: list[Any]  # kept tensors; a list of them is stacked
+    updates = frozenset[int]()
 
     def __call__(self, env: dict[fx.Node, torch.Tensor]) -> None:
         self.run([torch.stack(a) if type(a) is list else a for a in self.arguments])
@@ -98,7 +100,8 @@ class Program:
                 arguments.append(None)
             else:
                 arguments.append(_flatten(source) if flattened else source)
-        return _Call(compile_piece(piece, self.emit), arguments, fresh, piece.outputs)
+        updates = frozenset[int]() if piece.outputs or piece.results else _params_of(piece)
+        return _Call(compile_piece(piece, self.emit), arguments, fresh, piece.outputs, updates)
 
     def _batch(self, kind: Sequence[Piece]) -> _Batch | None:
         """One call of several pieces, if they compute only scalars from kept ones and keep all."""
@@ -118,17 +121,28 @@ class Program:
             self.results.update(zip(column, vector.unbind(), strict=True))
         return _Batch(run, arguments)
 
-    def run(self, env: dict[fx.Node, torch.Tensor]) -> None:
+    def run(
+        self, env: dict[fx.Node, torch.Tensor], left_alone: frozenset[int] = frozenset()
+    ) -> None:
         """Do the step, under no_grad and without autocast.
 
         Args:
             env: the tensors of this step for the inputs in `given`; it is changed.
+            left_alone: the parameters (by index) that this step doesn't change.
         """
         for call in self.calls:
+            if left_alone and call.updates and call.updates <= left_alone:
+                continue
             call(env)
         if self.targets:
             values = [env[v] if isinstance(v, fx.Node) else v for v in self.values]
             torch._foreach_copy_(self.targets, values)
+
+
+def _params_of(piece: Piece) -> frozenset[int]:
+    """The parameters (by index) that a piece reads or writes, or the state of."""
+    slots = [ir.slot_of(n) for n in piece.inputs if n.op == "placeholder"]
+    return frozenset(slot.index for slot in slots if slot.kind in ("param", "state", "copy"))
 
 
 def _memory(node: fx.Node, *size: int) -> torch.Tensor:

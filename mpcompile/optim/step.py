@@ -1,9 +1,10 @@
-"""One compiled step: for one pattern of gradients, bound to its tensors."""
+"""One compiled step, bound to its tensors: for one pattern of gradients, or for many (`Absent`)."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from ..devices.registry import capabilities
 from ..ir.step import Ranks, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..state import guard
+from ..state.copies import WorkingCopy
 from . import pipeline
+from .absent import Absent
+from .apart import refuse_mixed
 from .assumptions import Assumptions
 from .compile_piece import Emit
 from .elementwise import check_state, refuse_mixing
 from .gathered import Gathered
 from .held_settings import HeldSettings
-from .inputs import Setting
+from .inputs import Member, Setting
 from .join_pieces import join_small, keep_results
 from .key import StepKey
 from .pieces import FEW, SMALL, split
@@ -43,9 +47,12 @@ class CompiledStep:
         emit: how its pieces are run.
         dump: directory for the graph after every pass, or None.
         varying: settings whose floats are inputs of the graph.
+        absent: the parameters of the key, if some may have no gradient; the state that waits for
+            their first one is in the optimizer's own meanwhile (`state_stands_by`).
 
     Raises:
         StateAppeared, CannotRewrite: see `trace`.
+        ParametersMix: some may have no gradient, and the others would be updated in another way.
     """
 
     def __init__(
@@ -58,13 +65,15 @@ class CompiledStep:
         emit: Emit,
         dump: Path | None,
         varying: frozenset[Setting] = frozenset(),
+        absent: Absent | None = None,
     ) -> None:
-        self.key = key
+        self.key, self.absent = key, absent
         self.device = key.members[0].param.device
         multi_tensor = capabilities(self.device).multi_tensor
         whole = multi_tensor or emit.how != "inductor"
         gathering = () if whole else key.members
-        self.gathered = Gathered(gathering, key.gradients[: len(gathering)])
+        n = len(gathering)
+        self.gathered = Gathered(gathering, key.gradients[:n], key.strides[:n])
         config = StepConfig(
             gradients=key.gradients,
             copies=tuple(c.layout if c is not None else None for c in key.copies),
@@ -74,9 +83,11 @@ class CompiledStep:
             foreach=multi_tensor and not varying,  # `_foreach_*` takes no 0-d tensors as numbers
             ranks=Ranks(ranks.groups, ranks.device) if (ranks := key.connected) else None,
             gathered=self.gathered.groups,
+            optional=absent is not None,
         )
         traced = _traced(optimizer, key, config, varying, dump)
-        self.assumptions = Assumptions(optimizer, key.members, traced)
+        waiting = absent.waiting if absent is not None else ()
+        self.assumptions = Assumptions(optimizer, key.members, traced, waiting)
         taking_part = {m.group for m in key.members if m.updated}
         self.settings = HeldSettings(
             optimizer.param_groups, taking_part, traced, varying, self.device
@@ -87,12 +98,11 @@ class CompiledStep:
         self.program = Program(pieces, self._held(optimizer, results), emit)
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first = [torch.tensor(flag, device=self.device) for flag in (False, True)]
-        params = [m.param for m in key.members if m.updated]
-        self.written = [*params, *map(local, filter(is_sharded, params))]
+        self.written = _written(key.members)
         given = self.program.given
         self.gradients = [
-            (node, member)
-            for i, member in enumerate(key.members)
+            (node, i)
+            for i in range(len(key.members))
             if (node := given.get(Slot("grad", i))) is not None
         ]
         # For each scale, which inputs of the graph it fills anew in each step.
@@ -100,11 +110,7 @@ class CompiledStep:
             [given.get(Slot("scale", k, name)) for name in ("first", "flag", "used")]
             for k in range(len(key.scales))
         ]
-        self.copied = [
-            (member, copy)
-            for member, copy in zip(key.members, key.copies, strict=True)
-            if copy is not None and member.updated
-        ]
+        self.copied = _copied(key)
 
     def _held(self, optimizer: Optimizer, results: Results) -> dict[Slot, Any]:
         """The tensors that are the same in every step."""
@@ -112,6 +118,7 @@ class CompiledStep:
             **self.settings.tensors,
             **results.slots(self.device),
             **self.gathered.held,
+            **(self.absent.held if self.absent is not None else {}),
         }
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
             if not member.updated:
@@ -128,7 +135,14 @@ class CompiledStep:
         return held
 
     def still_holds(self, optimizer: Optimizer) -> bool:
-        """Whether all that the graph was made from is unchanged, or an input."""
+        """Whether all that the graph was made from is unchanged, or an input. What waited for a
+        first gradient that is here now is the optimizer's from then on.
+        """
+        if self.absent is not None and self.absent.waiting:
+            firsts = self.absent.take_in(optimizer)
+            if firsts is None:
+                return False
+            self.assumptions.take_in(optimizer, firsts)
         return self.assumptions.hold(optimizer) and self.settings.fit(optimizer.param_groups)
 
     def broken_by(self, optimizer: Optimizer) -> str:
@@ -143,10 +157,7 @@ class CompiledStep:
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""
         multipliers = self.key.multipliers()
-        env: dict[fx.Node, Any] = {
-            node: local(member.param.grad)  # type: ignore[arg-type]  # members have gradients
-            for node, member in self.gradients
-        }
+        env: dict[fx.Node, Any] = {}
         self.settings.refresh(optimizer.param_groups)
         for k, (scale, inputs) in enumerate(zip(self.key.scales, self.scale_inputs, strict=True)):
             first, flag, used = inputs
@@ -162,13 +173,37 @@ class CompiledStep:
         torch._C._set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
         try:
             with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING:
-                self.gathered.fill()
-                self.program.run(env)
+                if self.absent is None:
+                    self._run_all(env)
+                else:
+                    self._run_some(self.absent, env)
         finally:
             torch._C._set_grad_enabled(grad_mode)
+
+    def _run_all(self, env: dict[fx.Node, Any]) -> None:
+        members = self.key.members
+        for node, i in self.gradients:
+            env[node] = local(members[i].param.grad)  # type: ignore[arg-type]  # it is there
+        self.gathered.fill()
+        self.program.run(env)
         torch.autograd.graph.increment_version(self.written)
-        for member, copy in self.copied:
-            copy.written(member.param)
+        for param, copy in self.copied:
+            copy.written(param)
+
+    def _run_some(self, absent: Absent, env: dict[fx.Node, Any]) -> None:
+        """The same where some parameters have no gradient."""
+        missing = absent.look()
+        gradients = absent.gradients()
+        env |= {node: gradients[i] for node, i in self.gradients}
+        self.gathered.fill(gradients)
+        with absent.left_alone([copy.stored if copy else None for copy in self.key.copies]):
+            self.program.run(env, missing)
+        present = [m for i, m in enumerate(self.key.members) if i not in missing]
+        torch.autograd.graph.increment_version(_written(present))
+        params = {id(m.param) for m in present}
+        for param, copy in self.copied:
+            if id(param) in params:
+                copy.written(param)
 
 
 def _is_tiny(key: StepKey) -> bool:
@@ -177,6 +212,18 @@ def _is_tiny(key: StepKey) -> bool:
     """
     sizes = [local(member.param).numel() for member in key.members]
     return len(sizes) <= FEW and max(sizes) <= SMALL
+
+
+def _written(members: Iterable[Member]) -> list[torch.Tensor]:
+    """The tensors that a step over these members writes, as autograd knows them."""
+    params = [m.param for m in members if m.updated]
+    return [*params, *map(local, filter(is_sharded, params))]
+
+
+def _copied(key: StepKey) -> list[tuple[torch.Tensor, WorkingCopy]]:
+    """The parameters with a working copy that the step writes, and the copy."""
+    pairs = zip(key.members, key.copies, strict=True)
+    return [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
 
 
 def _traced(
@@ -190,8 +237,18 @@ def _traced(
     start = time.perf_counter()
     if key.connected is not None:
         check_state(key.members, optimizer)
-    traced = trace(optimizer, key.members, foreach=config.foreach, varying=varying)
+
+    def traced_over(indices: Sequence[int]) -> Trace:
+        members = [key.members[i] for i in indices]
+        strides = [key.strides[i] for i in indices]
+        return trace(optimizer, members, foreach=config.foreach, varying=varying, strides=strides)
+
+    everyone = range(len(key.members))
+    traced = traced_over(everyone)
     if key.connected is not None:
         refuse_mixing(traced.graph.graph, key.members)
+    if config.optional:
+        some = everyone[::2]
+        refuse_mixed(traced.graph.graph, traced_over(some).graph.graph, some)
     pipeline.run(traced.graph, config, traced_in=time.perf_counter() - start, dump=dump)
     return traced

@@ -73,7 +73,7 @@ def trace(
     *,
     foreach: bool,
     varying: Iterable[Setting] = (),
-    grads: Sequence[torch.Tensor] | None = None,
+    strides: Sequence[Sequence[int]] | None = None,
 ) -> Trace:
     """Trace one step of `optimizer` over those of its parameters that have a gradient.
 
@@ -83,13 +83,13 @@ def trace(
         foreach: ask for the multi-tensor implementation, if the class has one.
         varying: settings whose floats are to be inputs, because they change from step to step
             (momentum, under a OneCycleLR).
-        grads: the members' gradients, of which the strides count; default: `p.grad`.
+        strides: those of the members' gradients; default: as `p.grad` has them.
 
     Raises:
         StateAppeared: the step makes state that isn't there yet.
         CannotRewrite: the step can't be written as one graph; the message says why.
     """
-    inputs = Inputs(optimizer, members, varying, grads)
+    inputs = Inputs(optimizer, members, varying, strides)
     shadow = Shadow(optimizer, members, foreach=foreach)
 
     def step(*values: Any) -> tuple[()]:

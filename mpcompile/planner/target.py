@@ -30,7 +30,7 @@ class Target:
     Attributes:
         device: its name in plans.
         low: torch.float16 or torch.bfloat16.
-        profile: the times of products there, or None.
+        profile: the times of products there, or None: the user has named `low`, or none is known.
         promised: whether products that the profile doesn't cover are assumed faster in `low`.
         cores: the sizes that its matrix units require of dimensions.
         has_kernel: `(node) -> bool`: whether the node's operator runs in `low` there.
@@ -87,13 +87,12 @@ def _target(
 ) -> Target:
     low = dtype or asked.auto
     units = asked.has_units(low)
-    # The profile decides which products gain, but not if the user asked for a slow dtype (FP16 on a
-    # CPU, say), to see what it does to the numbers.
-    for_speed = dtype is None or (dtype is asked.auto and units)
     return Target(
         device=asked.device,
         low=low,
-        profile=load() if for_speed else None,
+        # The profile decides which products gain. Whoever names a dtype gets it, also a slow one:
+        # FP16 on a CPU, say, to see what it does to the numbers.
+        profile=load() if dtype is None else None,
         promised=dtype is not None or units,
         cores=asked.matrix_units(),
         has_kernel=has_kernel,

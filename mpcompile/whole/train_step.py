@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
@@ -213,6 +213,12 @@ def _reason(error: Exception) -> str:
         return "it makes a Python number of a tensor's value, or branches on it"
     if isinstance(error, CannotRewrite):
         return str(error)
+    if isinstance(error, FailOnRecompileLimitHit):
+        many = torch._dynamo.config.recompile_limit
+        return (
+            f"it differs from call to call, and has been compiled {many} times "
+            "(torch._dynamo.config.recompile_limit)"
+        )
     text = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0]}{_place(error)}"
 

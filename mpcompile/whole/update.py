@@ -7,8 +7,7 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..ir.step import Gradient, Slot, StepConfig
 from ..optim import pipeline, program
 from ..optim.assumptions import Assumptions
 from ..optim.compile_piece import Emit
-from ..optim.first_state import give_gradient, initialise_state
+from ..optim.first_state import gradients_stand_by, initialise_state
 from ..optim.held_settings import HeldSettings
 from ..optim.inputs import Member, Setting
 from ..optim.join_pieces import join_small, keep_results
@@ -82,7 +81,7 @@ class Update:
         self._check_given_scale()
         self._device = params[0].device
         config = self._config(arrived, varying)
-        with _gradients_stand_by(self._all, params):
+        with gradients_stand_by(self._all, params):
             initialise_state(parts.optimizer, self._members)
             traced = self._traced(arrived, config, varying)
         self._assumptions = Assumptions(parts.optimizer, self._members, traced)
@@ -130,9 +129,9 @@ class Update:
     def _traced(
         self, arrived: Sequence[Arrived], config: StepConfig, varying: frozenset[Setting]
     ) -> Trace:
-        optimizer, grads = self._parts.optimizer, [a.grad for a in arrived]
+        optimizer, strides = self._parts.optimizer, [a.grad.stride() for a in arrived]
         traced = trace(
-            optimizer, self._members, foreach=config.foreach, varying=varying, grads=grads
+            optimizer, self._members, foreach=config.foreach, varying=varying, strides=strides
         )
         nodes = traced.graph.graph.nodes
         self.rounds = any(t.dtype in HALF for n in nodes if (t := ir.tensor(n)) is not None)
@@ -361,22 +360,3 @@ def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
 def _members(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Member]:
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     return [Member(groups[id(p)], p) for p in params]
-
-
-@contextlib.contextmanager
-def _gradients_stand_by(
-    everyone: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Give these parameters, and no others, a gradient of zeros that takes no memory: a class makes
-    the state of parameters that have one.
-    """
-    stored = [(p, p.grad, p.grad_dtype) for p in everyone]
-    taking_part = set(map(id, params))
-    try:
-        for p in everyone:
-            zeros = p.new_zeros((), requires_grad=False).expand(p.shape)
-            give_gradient(p, zeros if id(p) in taking_part else None)
-        yield
-    finally:
-        for p, grad, dtype in stored:
-            give_gradient(p, grad, dtype)

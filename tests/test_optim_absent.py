@@ -1,0 +1,343 @@
+"""Steps in which other parameters lack a gradient each time: layers that are dropped, experts
+without tokens. One program does for all, and each parameter is what plain PyTorch makes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_each_rank
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import SGD, AdamW, Optimizer
+from twins import Make, Twins
+
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer
+from mpcompile.optim import compiled_steps
+from mpcompile.optim import step as step_module
+
+LAYERS, STEPS = 6, 40
+SHAPES = ((3, 4), ())
+
+optim = torch.optim
+MAKERS: dict[str, Make] = {
+    "SGD": functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "AdamW": functools.partial(AdamW, lr=0.1, weight_decay=0.1),
+    "amsgrad": functools.partial(AdamW, lr=0.1, amsgrad=True),
+    "NAdam": functools.partial(optim.NAdam, lr=0.1, decoupled_weight_decay=True, weight_decay=0.1),
+    "RMSprop": functools.partial(optim.RMSprop, lr=0.1, momentum=0.9, centered=True),
+    "Adagrad": functools.partial(optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "Adafactor": functools.partial(optim.Adafactor, lr=0.1, weight_decay=0.1),
+    "ASGD": functools.partial(optim.ASGD, lr=0.1, t0=3),
+    "Rprop": functools.partial(optim.Rprop, lr=0.1),
+}
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.randn(shape) for _ in range(LAYERS) for shape in SHAPES]
+
+
+def dropped(steps: int = STEPS, late: int = 22) -> Iterator[list[bool]]:
+    """For each step and parameter whether it has a gradient: the last layer has none at first."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        kept = torch.rand(LAYERS, generator=generator) < 0.6
+        kept[-1] &= step >= late
+        kept[0] |= not kept.any()
+        yield [bool(k) for k in kept for _ in SHAPES]
+
+
+def gradients(twins: Twins, kept: list[bool]) -> list[torch.Tensor | None]:
+    return [torch.randn_like(p) if k else None for p, k in zip(twins.mine, kept, strict=True)]
+
+
+def train(twins: Twins, steps: int = STEPS) -> None:
+    """Drop layers; the learning rate falls, and every seventh step overflows."""
+    for step, kept in enumerate(dropped(steps)):
+        for optimizer in twins.both:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        twins.give(gradients(twins, kept))
+        if step % 7 == 6:
+            before = [p.detach().clone() for p in twins.mine]
+            next(p.grad for p in reversed(twins.mine) if p.grad is not None).fill_(torch.inf)
+            twins.optimizer.step()
+            assert twins.optimizer.skipped
+            torch.testing.assert_close([*twins.mine], before, rtol=0, atol=0)
+            continue
+        for optimizer in twins.both:
+            optimizer.step()
+        assert not twins.optimizer.skipped
+
+
+def check(twins: Twins) -> None:
+    """The states are equal in all: which parameters have one, and each entry."""
+    twins.agree()
+    mine, theirs = twins.optimizer.state_dict(), twins.reference.state_dict()
+    assert mine["state"].keys() == theirs["state"].keys()
+    for index, entry in theirs["state"].items():
+        torch.testing.assert_close(mine["state"][index], entry, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropped_layers(name: str) -> None:
+    twins = Twins(MAKERS[name], tensors())
+    train(twins)
+    check(twins)
+    assert twins.optimizer.compilations <= 3
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_multi_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs that a GPU gets, run here."""
+    trace, config = step_module.trace, step_module.StepConfig
+    monkeypatch.setattr(step_module, "trace", lambda *a, **k: trace(*a, **{**k, "foreach": True}))
+    monkeypatch.setattr(step_module, "StepConfig", lambda **k: config(**{**k, "foreach": True}))
+    twins = Twins(MAKERS[name], tensors())
+    train(twins)
+    check(twins)
+    assert twins.optimizer.compilations <= 3
+
+
+def test_compiled() -> None:
+    """Pieces of which all parameters lack a gradient aren't called; in others they stay."""
+    sizes = ((3, 4), (), (1 << 7, 1 << 8))
+    start = [torch.randn(s) for _ in range(3) for s in sizes]
+    twins = Twins(MAKERS["AdamW"], start, emit="inductor", loss_scale=LossScale.none())
+    patterns = [(1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1), (0, 0, 1), (0, 1, 0), (1, 1, 0)]
+    for kept in patterns:
+        twins.step(gradients(twins, [bool(k) for k in kept for _ in sizes]))
+    check(twins)
+    assert twins.optimizer.compilations == 3
+
+
+def test_clipping_ignores_what_is_absent() -> None:
+    twins = Twins(MAKERS["AdamW"], tensors(), max_grad_norm=0.5)
+    for kept in dropped(10):
+        twins.give(gradients(twins, kept))
+        norm = torch.nn.utils.clip_grad_norm_(twins.theirs, 0.5)
+        for optimizer in twins.both:
+            optimizer.step()
+        torch.testing.assert_close(twins.optimizer.grad_norm, norm)
+    check(twins)
+    assert twins.optimizer.compilations <= 3
+
+
+def test_two_groups_of_which_one_is_all_absent() -> None:
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        first, second = params[:6], params[6:]
+        return AdamW([{"params": first}, {"params": second, "lr": 0.01, "betas": (0.5, 0.9)}], 0.1)
+
+    twins = Twins(make, tensors())
+    for step, kept in enumerate(dropped(late=0)):
+        part = range(6) if step % 3 else range(6, 12)
+        only = [k and i in part for i, k in enumerate(kept)]
+        if step == 20:
+            for optimizer in twins.both:
+                optimizer.param_groups[1]["weight_decay"] = 0.2  # compiles each once more
+        twins.step(gradients(twins, only))
+    check(twins)
+    assert twins.optimizer.compilations <= 6
+
+
+def test_a_state_that_is_loaded_between_such_steps() -> None:
+    twins = Twins(MAKERS["AdamW"], tensors())
+    train(twins, 8)
+    for optimizer in twins.both:
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(twins.optimizer.state) < len(twins.mine)  # some never had a gradient
+    train(twins, 12)
+    check(twins)
+
+
+def test_a_state_that_is_set_by_hand_for_a_parameter_without_one() -> None:
+    twins = Twins(MAKERS["SGD"], tensors())
+    for kept in dropped(8):
+        twins.step(gradients(twins, kept))
+    last = len(twins.mine) - 1
+    for optimizer, params in ((twins.optimizer, twins.mine), (twins.reference, twins.theirs)):
+        assert params[last] not in optimizer.state
+        optimizer.state[params[last]]["momentum_buffer"] = torch.ones_like(params[last])
+    twins.step(gradients(twins, [True] * len(twins.mine)))
+    twins.step(gradients(twins, [True] * len(twins.mine)))
+    check(twins)
+
+
+def test_gradients_that_lie_otherwise_from_step_to_step() -> None:
+    twins = Twins(MAKERS["AdamW"], [torch.randn(3, 4) for _ in range(4)])
+    for step in range(12):
+        found: list[torch.Tensor | None] = [
+            torch.randn(4, 3).t() if (step >> i) & 1 else torch.randn(3, 4) for i in range(4)
+        ]
+        found[step % 4] = None
+        twins.step(found)
+    check(twins)
+    assert twins.optimizer.compilations <= 3
+
+
+def test_layers_that_are_frozen_and_thawed() -> None:
+    twins = Twins(MAKERS["AdamW"], tensors())
+    for thawed in range(1, LAYERS + 1):
+        for params in (twins.mine, twins.theirs):
+            for i, p in enumerate(params):
+                p.requires_grad_(i < thawed * len(SHAPES))
+        for _ in range(2):
+            twins.step(gradients(twins, [p.requires_grad for p in twins.mine]))
+    check(twins)
+    assert twins.optimizer.compilations <= LAYERS
+
+
+def test_a_parameter_that_is_taken_out_of_its_group() -> None:
+    """It is trained elsewhere from then on, and so it has gradients still."""
+    twins = Twins(MAKERS["AdamW"], [torch.randn(3) for _ in range(4)])
+    for missing in range(6):
+        twins.step(gradients(twins, [i != missing % 4 for i in range(4)]))
+    for optimizer in twins.both:
+        del optimizer.param_groups[0]["params"][2]
+    for missing in range(4):
+        twins.step(gradients(twins, [i != missing for i in range(4)]))
+    twins.agree()
+
+
+def _shards(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    start = [torch.randn(3, 2) for _ in range(4)]
+    mine = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)])) for t in start]
+    theirs = [nn.Parameter(t.clone()) for t in start]
+    optimizer = MPOptimizer(AdamW(mine, lr=0.1), emit="eager", max_grad_norm=1.0)
+    reference = AdamW(theirs, lr=0.1)
+    for kept in [
+        (1, 1, 1, 0),
+        (0, 1, 1, 0),
+        (1, 0, 1, 0),
+        (0, 0, 1, 1),
+        (1, 1, 0, 1),
+        (0, 1, 0, 0),
+    ]:
+        for p, q, keep in zip(mine, theirs, kept, strict=True):
+            grad = torch.randn(3, 2)
+            p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if keep else None
+            q.grad = grad if keep else None
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+        reference.step()
+        assert [p in optimizer.state for p in mine] == [q in reference.state for q in theirs]
+    for p, q in zip(mine, theirs, strict=True):
+        whole: Any = p.data
+        torch.testing.assert_close(whole.full_tensor(), q.data)
+    assert optimizer.compilations == 3
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_shards() -> None:
+    on_each_rank(_shards)
+
+
+def test_writes_to_what_is_absent_are_none_to_autograd() -> None:
+    """A forward before the step, and its backward after it."""
+    twins = Twins(MAKERS["SGD"], [torch.randn(3) for _ in range(3)])
+    for missing in range(3):
+        twins.step([None if i == missing else torch.randn(3) for i in range(3)])
+    before = twins.mine[0]._version
+    loss = twins.mine[0].square().sum()
+    twins.step([None, *(torch.randn(3) for _ in range(2))])
+    assert (twins.mine[0]._version, twins.optimizer.compilations) == (before, 3)
+    loss.backward()
+    torch.testing.assert_close(twins.mine[0].grad, 2 * twins.mine[0].detach())
+
+
+# -- steps that no one program covers -------------------------------------------------------------
+
+
+class Mixing(Optimizer):
+    """Divides by the norm of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p.grad is not None]
+            factor = self.factor([p.grad for p in present])
+            for p in present:
+                p.sub_(p.grad * factor * group["lr"])
+
+    def factor(self, grads: list[Any]) -> Any:
+        return 1 / torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+
+
+class Counting(Mixing):
+    """Divides by their number, of which a graph knows nothing."""
+
+    def factor(self, grads: list[Any]) -> Any:
+        return 1 / len(grads)
+
+
+@pytest.mark.parametrize("make", [Mixing, Counting])
+def test_a_step_that_mixes_parameters(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pattern has a program, up to a number; then such steps run operator by operator."""
+    monkeypatch.setattr(compiled_steps, "_MOST", 5)
+    twins = Twins(make, tensors())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(twins, 20)
+    check(twins)
+    assert twins.optimizer.compilations == 5
+    (warning,) = (w.message for w in caught if w.category is MPCompileWarning)
+    assert "depends on which others" in str(warning)
+
+
+class Late(Optimizer):
+    """Makes its state in the step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "m" not in state:
+                        state["m"] = p.grad.clone()
+                    state["m"].lerp_(p.grad, 0.1)
+                    p.sub_(state["m"] * group["lr"])
+
+
+class Partly(AdamW):
+    """Makes some of its state in the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "mean" not in state:
+                        state["mean"] = torch.zeros_like(p)
+                    state["mean"].lerp_(p.grad, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Late,
+        functools.partial(Partly, lr=0.1),
+        functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
+)
+def test_state_that_only_a_step_makes(make: Make) -> None:
+    twins = Twins(make, tensors())
+    train(twins)
+    check(twins)
+    assert twins.optimizer.compilations <= 6
