@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,8 +108,8 @@ def _zeros_are_reused() -> bool:
     """The derivative of a product along a tangent, compiled by torch alone: its backward raises."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        out, tangent = torch.func.jvp(lambda z: z.matmul(w), (x,), (torch.ones_like(x),))
-        total: torch.Tensor = out + tangent
+        found: Any = torch.func.jvp(lambda z: z.matmul(w), (x,), (torch.ones_like(x),))
+        total: torch.Tensor = found[0] + found[1]
         return total
 
     with torch.enable_grad(), torch._C._DisableAutocast():
