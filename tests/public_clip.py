@@ -55,9 +55,11 @@ class Vision(nn.Module):
         self.conv1 = nn.Conv2d(3, WIDTH, kernel_size=PATCH, stride=PATCH, bias=False)
         scale = WIDTH**-0.5
         self.class_embedding = nn.Parameter(scale * torch.randn(WIDTH))
-        self.positional_embedding = nn.Parameter(scale * torch.randn((size // PATCH) ** 2 + 1, WIDTH))
+        self.positional_embedding = nn.Parameter(
+            scale * torch.randn((size // PATCH) ** 2 + 1, WIDTH)
+        )
         self.ln_pre, self.ln_post = LayerNorm(WIDTH), LayerNorm(WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(Block())
         self.proj = nn.Parameter(scale * torch.randn(WIDTH, SPACE))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class CLIP(nn.Module):
         super().__init__()
         self.visual = Vision()
         mask = torch.empty(LENGTH, LENGTH).fill_(float("-inf")).triu_(1)
-        self.transformer = nn.Sequential(Block(mask), Block(mask))
+        self.transformer = nn.Sequential(Block(mask))
         self.token_embedding = nn.Embedding(VOCAB, WIDTH)
         self.positional_embedding = nn.Parameter(torch.empty(LENGTH, WIDTH))
         self.ln_final = LayerNorm(WIDTH)
@@ -115,9 +117,10 @@ def clip() -> list[nn.Module]:
 def batch() -> tuple[Tensor, ...]:
     """Images of one colour each, and texts that begin with the number of the colour."""
     kind = torch.randperm(16)
-    image = 0.3 * torch.randn(16, 3, 12, 12) + torch.sin(kind[:, None] * torch.tensor([1.0, 2, 3]))[
-        :, :, None, None
-    ]
+    image = (
+        0.3 * torch.randn(16, 3, 12, 12)
+        + torch.sin(kind[:, None] * torch.tensor([1.0, 2, 3]))[:, :, None, None]
+    )
     text = torch.randint(20, VOCAB - 1, (16, LENGTH))
     text[:, 0] = kind
     text[torch.arange(16), torch.randint(2, LENGTH, (16,))] = VOCAB - 1

@@ -27,9 +27,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class TimestepEmbedder(nn.Module):
     def __init__(self, frequencies: int = 16) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(frequencies, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH)
-        )
+        self.mlp = nn.Sequential(nn.Linear(frequencies, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
         self.frequencies = frequencies
 
     @staticmethod
@@ -119,7 +117,7 @@ class DiT(nn.Module):
         self.t_embedder, self.y_embedder = TimestepEmbedder(), LabelEmbedder()
         patches = (SIZE // PATCH) ** 2
         self.pos_embed = nn.Parameter(torch.zeros(1, patches, WIDTH), requires_grad=False)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks = nn.ModuleList([Block() for _ in range(1)])
         self.final_layer = FinalLayer(2 * CHANNELS)
         self.apply(self._start)
         table = TimestepEmbedder.timestep_embedding(torch.arange(patches), WIDTH)

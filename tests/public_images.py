@@ -125,8 +125,7 @@ def dcgan_batch() -> tuple[Tensor, ...]:
 
 def adams(models: Models, rate: float) -> list[Optimizer]:
     return [
-        torch.optim.Adam(model.parameters(), lr=2e-4 * rate, betas=(0.5, 0.999))
-        for model in models
+        torch.optim.Adam(model.parameters(), lr=2e-4 * rate, betas=(0.5, 0.999)) for model in models
     ]
 
 

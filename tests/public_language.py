@@ -89,7 +89,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Returns the logits and, given targets, the loss."""
 
-    def __init__(self, nano: bool, dropout: float = 0.0, layers: int = 2) -> None:
+    def __init__(self, nano: bool, dropout: float = 0.0, layers: int = 1) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {

@@ -48,9 +48,7 @@ class Mixer(nn.Module):
         delta, B, C = self.x_proj(x).split(split_size=[RANK, STATES, STATES], dim=-1)
         return self.scan(x, F.softplus(self.dt_proj(delta)), A, B, C, D)
 
-    def scan(
-        self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
-    ) -> Tensor:
+    def scan(self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
         rows, length, inner = u.shape
         decay = torch.exp(torch.einsum("bld,dn->bldn", delta, A))
         driven = torch.einsum("bld,bln,bld->bldn", delta, B, u)
@@ -76,7 +74,7 @@ class Mamba(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = nn.ModuleList([Block() for _ in range(1)])
         self.norm_f = RMSNorm()
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.lm_head.weight = self.embedding.weight

@@ -19,6 +19,8 @@ from mpcompile.inspect.graph_plan import GraphPlan
 SCALE = 2.0**10
 """Of FP16 losses: given, so that no step is skipped in search of it."""
 
+States = Sequence[Mapping[str, Tensor]]
+
 FP64, AUTOCAST, FP32 = "fp64", "autocast", "fp32"
 WAYS = ("O1", "O2", "whole O1", "whole O2")
 
@@ -29,9 +31,7 @@ PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backwar
 class InFP64(TorchFunctionMode):
     """Whatever asks for FP32 gets FP64. Random numbers are drawn in FP32, as elsewhere."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, kwargs = pytree.tree_map(
@@ -50,9 +50,7 @@ class Scaled(TorchFunctionMode):
         super().__init__()
         self.parameters, self.scale = parameters, scale
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.backward:
             return func(*args, **(kwargs or {}))
         before = [p.grad for p in self.parameters]
@@ -78,15 +76,23 @@ class Running:
         plans: the plans of what was compiled until now.
         around: the context of each step.
         scales: of each model.
+        max_norm: to which the gradients will have been clipped, though they don't show it.
     """
 
+    script: Script
     models: list[nn.Module]
     step: Callable[..., Any]
     state: tuple[Any, ...]
     plans: Callable[[], list[GraphPlan]] = list
     around: Callable[[], Any] = contextlib.nullcontext
     scales: list[LossScale] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
+    max_norm: float | None = None
+
+    def load(self, states: States) -> None:
+        """Begin anew from these weights and buffers."""
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state_dict(state)
+        self.state = self.script.state(self.models)
 
     def take(self, batch: Sequence[Tensor]) -> float:
         """One step of the loop. Returns its loss."""
@@ -96,27 +102,28 @@ class Running:
         return float(loss)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What a step left, in FP64 and unscaled."""
+        """What a step left, in FP64, unscaled and clipped."""
         found: dict[str, Tensor | None] = {}
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
-                if not p.requires_grad:
-                    continue
-                grad = None if p.grad is None else p.grad.double()
-                if p.grad is not None and p.grad.dtype is torch.float16:
-                    grad = grad / self.scales[i].used
-                found[f"{i}.{name}"] = grad
+                if p.requires_grad:
+                    scaled = p.grad is not None and p.grad.dtype is torch.float16
+                    scale = self.scales[i].used if scaled else 1.0
+                    found[f"{i}.{name}"] = None if p.grad is None else p.grad.double() / scale
+        if self.max_norm is not None:
+            norm = nn.utils.get_total_norm([g for g in found.values() if g is not None])
+            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+            found = {name: None if g is None else g * factor for name, g in found.items()}
         return found
 
 
 def running(
     script: Script,
-    states: Sequence[Mapping[str, Tensor]],
+    states: States,
     way: str,
     dtype: torch.dtype = torch.float32,
     *,
     rate: float = 1.0,
-    clip: bool = True,
     emit: str = "aot_eager",
 ) -> Running:
     """The script on models of its own, in the given states.
@@ -126,7 +133,6 @@ def running(
         way: FP64, FP32, AUTOCAST or one of WAYS.
         dtype: the low dtype, unless it is FP64 or FP32.
         rate: a factor for the learning rates.
-        clip: whether gradients are clipped, as the script says.
         emit: for `mpcompile()`.
     """
     own = list(script.models())
@@ -145,18 +151,16 @@ def running(
     if way in WAYS and not whole:
         compiled = [mpcompile(model, loss_scale=scale(), **options) for model in own]
     optimizers = list(script.optimizers(own, rate))
-    norm = script.clip if clip else None
-    clipped = norm is None
-    if way in WAYS and level == "O2":
-        inside = None if whole else norm  # a whole step's own clipping sees true gradients
+    inside = None  # the norm to which an optimizer clips; elsewhere the step itself does
+    if level == "O2":
+        inside = script.clip if optimizers and not whole else None
         optimizers = [MPOptimizer(o, max_grad_norm=inside, emit="eager") for o in optimizers]
-        clipped = clipped or (not whole and bool(optimizers))
 
-    def clip_(parameters: Any) -> None:
-        if not clipped:
-            nn.utils.clip_grad_norm_(parameters, norm)
+    def clip(parameters: Any) -> None:
+        if script.clip is not None and inside is None:
+            nn.utils.clip_grad_norm_(parameters, script.clip)
 
-    step = script.step(compiled, optimizers, clip_)
+    step = script.step(compiled, optimizers, clip)
     plans: Callable[[], list[GraphPlan]] = list
     scales: list[LossScale] = []
     if whole:
@@ -167,16 +171,19 @@ def running(
         scales = [loss_scale_of(model) for model in compiled]
         plans = lambda: [plan for model in compiled for plan in compiled_plans(model)]  # noqa: E731
     parameters = [p for model in own for p in model.parameters()]
-    return Running(
-        own, step, script.state(own), plans, _around(way, dtype, parameters), scales, optimizers
-    )
+    around = _around(way, dtype, parameters)
+    return Running(script, own, step, script.state(own), plans, around, scales, inside)
 
 
 def _around(way: str, dtype: torch.dtype, parameters: Sequence[Any]) -> Callable[[], Any]:
     @contextlib.contextmanager
     def autocast() -> Iterator[None]:
-        with torch.autocast("cpu", dtype), Scaled(
-            parameters, SCALE if dtype is torch.float16 else 1.0
+        scale = SCALE if dtype is torch.float16 else 1.0
+        # oneDNN has no LSTM in FP16 for most CPUs, and torch asks it all the same
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.autocast("cpu", dtype),
+            Scaled(parameters, scale),
         ):
             yield
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-WORDS, WIDTH, LENGTH, ROWS, LAYERS = 50, 32, 12, 8, 2
+WORDS, WIDTH, LENGTH, ROWS, LAYERS = 50, 32, 10, 8, 2
 Models = Sequence[nn.Module]
 Hidden = tuple[Tensor, Tensor]
 
