@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from ..capture.regions import noting_regions
 from ..emit.tracing_settings import traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
@@ -44,7 +45,8 @@ def running(compiled: Callable[..., Any], *contexts: Any, **settings: bool) -> C
     these settings (`traced_with`), and an MPCompileError is raised as it is, without Dynamo's
     wrapper.
     """
-    inner = traced_with(compiled, *contexts, **settings) if contexts or settings else compiled
+    inner = noting_regions(compiled)
+    inner = traced_with(inner, *contexts, **settings) if contexts or settings else inner
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
