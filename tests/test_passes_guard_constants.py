@@ -66,6 +66,50 @@ def positions(x: torch.Tensor) -> Any:
     return x.relu() + torch.arange(4000, 4002, dtype=torch.float32)
 
 
+def few_positions(x: torch.Tensor) -> Any:
+    return x.relu() + torch.arange(2, dtype=torch.float32)
+
+
+def two_positions(x: torch.Tensor) -> Any:
+    a, b = torch.meshgrid(torch.arange(3.0), torch.arange(2.0), indexing="ij")
+    row, column = torch.stack([a, b], -1).unbind(-1)
+    return x.relu() + row, x.relu() * column
+
+
+def whole_numbers(x: torch.Tensor) -> Any:
+    return x.relu() - x.floor(), torch.div(x, 2, rounding_mode="floor").relu(), (x / 2).relu()
+
+
+def integers_beside_floats(x: torch.Tensor) -> Any:
+    return x.relu() + torch.arange(2), x.relu().index_select(0, torch.tensor([0, 1]))
+
+
+def upper_bound(x: torch.Tensor) -> Any:
+    return 1 - x.sigmoid().clamp(max=1 - 1e-4)
+
+
+def lower_bound(x: torch.Tensor) -> Any:
+    return x.tanh().clamp(-1 + 1e-4, 0.5).relu()
+
+
+def bounds_that_meet(x: torch.Tensor) -> Any:
+    return x.relu().clamp(0.5, 0.50001)
+
+
+def bound_in_a_tensor(x: torch.Tensor) -> Any:
+    return torch.minimum(x.sigmoid(), torch.tensor(1 - 1e-4))
+
+
+def nothing_beside_one(x: torch.Tensor) -> Any:
+    return 1 - (x.sigmoid() - 1e-4)
+
+
+def a_view_that_is_returned(x: torch.Tensor) -> Any:
+    y = x.relu() + torch.arange(2.0)
+    z = y.view(-1)
+    return y, z, z * 2
+
+
 def integers(x: torch.Tensor) -> Any:
     return x.relu() * torch.arange(2).float()
 
@@ -79,6 +123,29 @@ def integers(x: torch.Tensor) -> Any:
         (constant_tensor, {"detach_", "mul"}),
         (exponential, {"relu"}),
         (positions, {"add"}),
+        (few_positions, {"add"}),
+        (
+            two_positions,
+            {
+                "meshgrid",
+                "getitem",
+                "getitem_1",
+                "stack",
+                "unbind",
+                "getitem_2",
+                "getitem_3",
+                "add",
+                "mul",
+            },
+        ),
+        (whole_numbers, {"sub", "relu_1"}),
+        (integers_beside_floats, {"add"}),
+        (upper_bound, {"sigmoid", "clamp", "rsub"}),
+        (lower_bound, {"tanh", "clamp", "relu"}),
+        (bounds_that_meet, {"relu", "clamp"}),
+        (bound_in_a_tensor, {"detach_", "minimum"}),
+        (nothing_beside_one, {"sub", "rsub"}),
+        (a_view_that_is_returned, {"add", "mul"}),
         (integers, {"mul"}),
     ],
 )
@@ -100,10 +167,6 @@ def harmless_constant(x: torch.Tensor) -> Any:
     return x.relu() * torch.tensor([1.0, -2.5])
 
 
-def few_positions(x: torch.Tensor) -> Any:
-    return x.relu() + torch.arange(2, dtype=torch.float32)
-
-
 def bounded(x: torch.Tensor) -> Any:
     return x.exp().sigmoid().relu()
 
@@ -114,7 +177,6 @@ def bounded(x: torch.Tensor) -> Any:
         (harmless_numbers, set()),
         (infinite_mask, set()),
         (harmless_constant, set()),
-        (few_positions, set()),
         (bounded, {"sigmoid"}),  # pinned itself; what reads it is safe
     ],
 )

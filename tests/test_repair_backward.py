@@ -236,6 +236,30 @@ def test_what_is_in_fp32_already_is_no_advice(
     _, (warning,) = trained(model, steep(y), x, steps=8)
     assert "linear_1 = aten::linear: a reason" in warning
     assert "'linear_1'" not in warning
-    assert ("no operator can be kept" if repair else "No policy helps") in warning
+    assert ("no operator can be kept" if repair else "keep in FP32 what feeds it") in warning
     assert "mpcompile.diagnose(model, inputs, loss_fn=...)" in warning
     assert repairs_of(model) == ()
+
+
+class Bounded(nn.Module):
+    """Its user says that the bound may be rounded: to 1, where a logit is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logit((50 * self.layer(x)).sigmoid().clamp(1e-4, 1 - 1e-4))
+
+
+def test_of_an_fp32_operator_what_feeds_it_is_named() -> None:
+    torch.manual_seed(0)
+    x, y = data()
+    policy = Policy(low=["clamp", "sigmoid"])
+    model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=policy)
+    _, (warning,) = trained(model, lambda out: (out - y).square().mean(), x, steps=8)
+    assert "logit = aten::logit: its result is not finite because what it reads was" in warning
+    assert "nodes={'clamp': 'fp32'}" in warning
+    cured = Policy(low=["clamp", "sigmoid"], nodes={"clamp": "fp32"})
+    model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=cured)
+    assert trained(model, lambda out: (out - y).square().mean(), x, steps=8)[1] == []

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from mpcompile.rules.policy import Precision
 from mpcompile.rules.rule import Keeps, Kind, Rule
@@ -35,6 +37,8 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "clamp": lambda x: aten.clamp(x, 0.2, 0.7),
     "clamp_max": lambda x: aten.clamp_max(x, 0.7),
     "clamp_min": lambda x: aten.clamp_min(x, 0.2),
+    "div.Scalar_mode": lambda x: aten.div(x, 1, rounding_mode="floor"),
+    "div.Tensor_mode": lambda x: aten.div(x, torch.ones(()), rounding_mode="floor"),
     "constant_pad_nd": lambda x: aten.constant_pad_nd(x, [1, 2]),
     "flatten": lambda x: aten.flatten(x),
     "flip": lambda x: aten.flip(x, [0]),
@@ -60,13 +64,55 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "view": lambda x: aten.view(x, [-1]),
     "where": lambda x: aten.where(MASK, x, x),
 }  # fmt: skip
-BINARY = ("add", "atan2", "div", "maximum", "minimum", "mul", "rsub", "sub", "true_divide")
+BINARY = (
+    "add", "atan2", "div", "eq", "fmod", "floor_divide", "ge", "greater", "greater_equal", "gt",
+    "heaviside", "isclose", "le", "less", "less_equal", "lt", "maximum", "minimum", "mul", "ne",
+    "not_equal", "remainder", "rsub", "sub", "subtract", "true_divide",
+)  # fmt: skip
+# In FP16: four times 100, zero, and 49.5.
+CLOSE = torch.tensor([99.975, 99.985, 1e-9, 100.02, 100.01, 49.49])
+# The same for operators whose result depends on digits.
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "argsort": lambda x: aten.argsort.stable(x, stable=True),
+    "bucketize": lambda x: aten.bucketize(x, CLOSE.sort()[0]),
+    "grid_sampler": lambda x: aten.grid_sampler(IMAGE, _grid(x), 0, 0, True),
+    "grid_sampler_2d": lambda x: aten.grid_sampler_2d(IMAGE, _grid(x), 0, 0, True),
+    "grid_sampler_3d": lambda x: aten.grid_sampler_3d(
+        IMAGE[..., None], F.pad(_grid(x), (1, 0))[:, None], 0, 0, True
+    ),
+    "heaviside": lambda x: aten.heaviside(x, torch.tensor(0.5)),
+    "isclose": lambda x: aten.isclose(x, CLOSE, 1e-7),
+    "kthvalue": lambda x: aten.kthvalue(x, 6),
+    "max.dim": lambda x: aten.max(x, 0),
+    "min.dim": lambda x: aten.min(x[:2].flip(0), 0),
+    "argmin": lambda x: aten.argmin(x[:2].flip(0)),
+    "searchsorted": lambda x: aten.searchsorted(CLOSE.sort()[0], x),
+    "sort": lambda x: aten.sort(x, stable=True),
+    "topk": lambda x: aten.topk(x, 2),
+    "to": lambda x: aten.to(x, torch.int64),
+    "_to_copy": lambda x: aten._to_copy(x, dtype=torch.int64),
+    "type_as": lambda x: aten.type_as(x, torch.tensor(1)),
+}  # fmt: skip
+
+
+def _grid(x: torch.Tensor) -> torch.Tensor:
+    """Places in a picture, most of them near the edge between its middle pixels."""
+    return torch.stack([x, x], -1)[None, None] - 100
 
 
 def call(name: str, x: torch.Tensor) -> Any:
     if name in CALLS:
         return CALLS[name](x)
-    return getattr(aten, name)(*([x, x] if name in BINARY else [x]))
+    packet = getattr(aten, name.partition(".")[0])
+    return packet(*([x, x] if name in BINARY else [x]))
+
+
+def reader(name: str, x: torch.Tensor) -> Any:
+    if name in READERS:
+        return READERS[name](x)
+    if name in BINARY:
+        return getattr(aten, name)(x, CLOSE)
+    return call(name, x)
 
 
 @pytest.mark.parametrize("name", having(lambda r: r.bounded))
@@ -96,6 +142,24 @@ def test_zero_absorbs(name: str) -> None:
         "feature_dropout": lambda: (aten.feature_dropout(zero, 0.5, True),),
     }[name]()
     assert all(torch.equal(result, zero) for result in results)
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.digits))
+def test_digits(name: str) -> None:
+    """Where what it reads is rounded to FP16, some result is another one, not a rounding of it."""
+    exact, rounded = (pytree.tree_leaves(reader(name, x)) for x in (CLOSE, CLOSE.half().float()))
+    assert any(
+        ((a.double() - b.double()).abs() > 2**-7 * a.double().abs()).any()
+        for a, b in zip(exact, rounded, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.adds))
+def test_adds(name: str) -> None:
+    one, small = torch.ones(3), torch.full((3,), 2.0**-25)
+    packet = getattr(aten, name)
+    assert torch.equal(packet(one, small).abs(), one)
+    assert torch.equal(packet(small, one).abs(), one)
 
 
 @pytest.mark.parametrize("name", having(lambda r: r.promotes))

@@ -39,8 +39,7 @@ def judge(scale: LossScale) -> Verdict:
     at_lower_scale = fault.kind in (Kind.BACKWARD, Kind.OWN)
     if at_lower_scale and scale.trouble.may_still_fall(scale.rule):
         return Verdict.WAIT
-    if fault.kind is Kind.BACKWARD:
-        fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
+    fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
     if not graph.repair:
         _warn(scale, fault, _advice(fault))
         return Verdict.TOLD
@@ -132,7 +131,11 @@ def _named(fault: Fault) -> str:
 
 def _advice(fault: Fault) -> str:
     if not fault.pins:
-        return "No policy helps against that"
+        own = fault.kind is Kind.OWN
+        feeds = (
+            "It runs in FP32 already: keep in FP32 what feeds it, which `mpcompile bisect` finds"
+        )
+        return "No policy helps against that" if own else feeds
     pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
     return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
 

@@ -18,11 +18,12 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CannotRewrite
-from ..ir import storage
+from ..ir import attribute, storage
 from ..ir.fakes import fake_twin
 from ..state import foreign
 from .place import Place, record_modes
@@ -76,6 +77,7 @@ def capture(
             tracing_mode="real",  # the inputs are fake already, with their symbols
             _allow_non_fake_inputs=True,
         )(*fakes)
+    _refuse_unseen(traced)
     copy_provenance(gm, traced)
     complete_module_paths(traced, example_inputs, names)
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
@@ -90,6 +92,15 @@ def capture(
         node.meta["mp_captured"] = node.meta.get("val")
     traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
+
+
+def _refuse_unseen(traced: fx.GraphModule) -> None:
+    """Raise `CannotRewrite` if a value of the program became a constant of the graph: an operation
+    that the tracer doesn't see has made it.
+    """
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if isinstance(attribute(traced, node), FakeTensor):
+            raise CannotRewrite("a tensor in it is made unseen by the tracer (such as `x.data`)")
 
 
 @contextlib.contextmanager

@@ -108,6 +108,9 @@ class Replay(fx.Interpreter):
         assert self.current is not None
         if target is CHECKPOINT:
             return self._inline_checkpoint(args, kwargs)
+        if target is torch._C._autograd._get_data_attr:
+            # `x.data`: the tracer sees no operator in it, and takes the result for a constant.
+            return args[0].detach()
         if target is INVOKE_SUBGRAPH:
             body, _identifier, *operands = args
             return Replay(body, self.place).run(*operands)

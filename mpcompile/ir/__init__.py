@@ -3,6 +3,7 @@
 Passes read and write `node.meta` only through this room.
 """
 
+from .digits import read_by_digit
 from .dtypes import SHORT, is_floating
 from .edit import (
     add_input,
@@ -48,6 +49,7 @@ from .marks import (
     set_stored_low,
 )
 from .memory import memory, shares_memory, storage, written
+from .pins import pin_producers
 from .reads import reads_only_low
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .step_graph import (
@@ -156,9 +158,11 @@ __all__ = [
     "op_name",
     "operands",
     "padding",
+    "pin_producers",
     "position_of",
     "positions",
     "precision",
+    "read_by_digit",
     "reads_only_low",
     "refresh",
     "regions",

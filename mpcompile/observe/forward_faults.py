@@ -65,6 +65,9 @@ def _overflowed(case: Case, n: fx.Node) -> Fault:
             f"smallest value there is {least}"
         )
         pins = [flushed.name, *pins]
+    elif low not in HALF and (rounded := [x.name for x in _rounded(n)]):
+        reason = f"its result is not finite because what it reads was rounded: {', '.join(rounded)}"
+        pins = rounded
     else:
         reason = f"a sum or product inside of it leaves the range of {name}"
     return case.fault(Kind.OVERFLOW, line, reason, amax, [*pins, *_too_large(case)])

@@ -4,7 +4,7 @@ At O1 a FOLLOW operator that computes with an FP32 value is FULL, whatever that 
 accumulates stays FP32. At O2 an operator is FULL if it reads only values that a guard or the user
 wants in FP32 (their range is unknown), if no path of undecided operators joins it to a LOW one, or
 if it passes a probability on to FP32 arithmetic; and a result that such arithmetic reads is not
-rounded.
+rounded. What is read digit by digit (a place in a table, an angle) is decided as at O1.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Constraints:
         self.open: list[Item] = [*nodes, *self.rounded.values()]
         self._members = set(self.open)
         self._follow = {n for n in nodes if ir.precision(n) is FOLLOW}
+        self._digits = ir.read_by_digit(graph) if config.level is Level.O2 else set()
         self._wide = self._find_wide(graph)
         self._near_low = self._find_near_low()
         self._tiny = self._find_tiny(graph)
@@ -67,7 +68,8 @@ class Constraints:
     def against_low(self, item: Item) -> Iterator[str]:
         """The reasons why the item must not be low at any cost."""
         if isinstance(item, Rounded):
-            if self._read_exactly(item.node) or self._stays_tiny(item.node):
+            by_digit = item.node in self._digits
+            if by_digit or self._read_exactly(item.node) or self._stays_tiny(item.node):
                 yield "read exactly"
             if not any(ir.precision(n) is LOW or n in self._near_low for n in item.node.users):
                 yield "nothing low near"
@@ -89,8 +91,8 @@ class Constraints:
         if ir.kind(node) is Kind.MOVE:  # else a whole table is cast to look up some rows
             return read_by(node)
         if ir.kind(node) is Kind.VIEW:
-            return []
-        if self.config.level is Level.O1:
+            return read_by(node) if node in self._digits else []
+        if self.config.level is Level.O1 or node in self._digits:
             return counted_operands(node)
         return counted_operands(node) if node in self._wide else []
 

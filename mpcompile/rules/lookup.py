@@ -24,7 +24,10 @@ def rule_for(op: object) -> Rule:
     """The row of an operator (OpOverload), or `UNKNOWN`. A user's row beats the table's."""
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return UNKNOWN
-    return _row(op_key(op))
+    key = op_key(op)
+    if isinstance(op, torch._ops.OpOverload) and key not in _REGISTERED:
+        return TABLE.get(f"{key}.{op._overloadname}") or _row(key)
+    return _row(key)
 
 
 def known_ops() -> frozenset[str]:
@@ -47,6 +50,11 @@ def castable(op: object, position: int) -> bool:
 def masked_args(op: object) -> frozenset[int]:
     """Positions of the arguments that hold an additive mask."""
     return _places(op, rule_for(op).masks)
+
+
+def digit_args(op: object) -> frozenset[int]:
+    """Positions of the arguments of which every digit counts."""
+    return _places(op, rule_for(op).digits)
 
 
 def written_args(op: object) -> frozenset[int]:
@@ -144,9 +152,13 @@ _TYPES: dict[str, type] = {
 }  # fmt: skip
 
 
+# The facts that name arguments.
+_NAMING = ("uncast", "writes", "masks", "fill", "digits")
+
+
 def _named_arguments(key: str, facts: dict[str, Any]) -> list[str]:
     """The names of operator arguments that the facts mention."""
-    named = " ".join(facts.get(name, "") for name in ("uncast", "writes", "masks", "fill")).split()
+    named = " ".join(facts.get(name, "") for name in _NAMING).split()
     if (text := facts.get("product")) is not None and text not in NAMED:
         if (found := signature(text)) is None:
             raise MPCompileError(
@@ -158,7 +170,7 @@ def _named_arguments(key: str, facts: dict[str, Any]) -> list[str]:
 
 
 def _argument_names(key: str) -> set[str]:
-    namespace, name = key.split("::")
+    namespace, name = key.split(".")[0].split("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     return {argument.name for overload in overloads for argument in overload._schema.arguments}

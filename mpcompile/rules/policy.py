@@ -300,9 +300,13 @@ def op_key(op: Any) -> str:
 
 
 def op_exists(key: str) -> bool:
-    """Whether `"aten::softmax"` names an operator that torch knows in this process."""
-    namespace, name = key.split("::", 1)
-    return hasattr(getattr(torch.ops, namespace), name)
+    """Whether `"aten::softmax"` (or `"aten::max.dim"`) names an operator that torch knows in this
+    process.
+    """
+    namespace, path = key.split("::", 1)
+    name, *overload = path.split(".", 1)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return packet is not None and all(o in packet.overloads() for o in overload)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,9 @@ class Rule:
         bounded: the result lies within FP16's range whatever the inputs.
         sensitive: a rounding of the input may change the result altogether (a rank, a definite
             matrix that no longer is), so that what feeds it is computed in FP32 too.
+        digits: arguments of which every digit counts: a rounding moves the result to another whole
+            number, bin, place or side, or turns an angle by a radian. At O2 arithmetic that feeds
+            them stays FP32 wherever it would at O1.
         tiny: the result reaches down to FP32's smallest numbers, of which FP16 makes zeros.
         hands_on_tiny: one tiny operand makes the result tiny; elsewhere all operands must be.
         averages: the result is as large as what is read, though computed in FP32.
@@ -75,6 +78,7 @@ class Rule:
         multiplies: comes down to matrix products; counted where a body that no pass sees holds it.
         recurrent: a recurrent operator, or None.
 
+        adds: adds its operands, so that a number far below 1 is lost beside 1.
         uncast: arguments that are never cast.
         writes: arguments written in place without the schema saying so.
         masks: arguments that hold an additive mask: finite values below the low dtype's range are
@@ -94,7 +98,7 @@ class Rule:
         creates: makes a tensor out of sizes and at most one number.
         fill: the argument that holds this number.
         copies_constant: of a constant it makes a constant.
-        makes_positions: its result holds positions, 0, 1, 2, ...
+        makes_positions: its result holds positions or whole numbers: 0, 1, 2, ...
         converts: changes the dtype, as the program asks.
 
         elementwise: computes each element of the result from the elements at the same place.
@@ -113,6 +117,7 @@ class Rule:
     grows: bool = False
     bounded: bool = False
     sensitive: bool = False
+    digits: str = ""
     tiny: bool = False
     hands_on_tiny: bool = False
     averages: bool = False
@@ -121,6 +126,7 @@ class Rule:
     multiplies: bool = False
     recurrent: Recurrent | None = None
 
+    adds: bool = False
     uncast: str = ""
     writes: str = ""
     masks: str = ""

@@ -1,8 +1,8 @@
 """THE table: each operator in one row, with everything that is known about it. Data; read top down.
 
 A row is a precision, a reason, the facts (see `Rule`), and the operators they hold for. Operators
-are named without overload (`softmax` is `aten::softmax`); all overloads share the row. The
-vocabulary is pre-dispatch ATen, so composites (`linear`, `layer_norm`,
+are named without overload (`softmax` is `aten::softmax`); all overloads share the row, but for
+those that have one of their own (`aten::max.dim` also finds places). The vocabulary is pre-dispatch ATen, so composites (`linear`, `layer_norm`,
 `scaled_dot_product_attention`) are single operators. In-place and out= variants have no row: the
 functionalize pass turns the safe ones into their functional form first, the rest keep their dtypes.
 
@@ -32,6 +32,13 @@ def _row(precision: Precision, reason: str, names: str, **facts: Any) -> None:
     for key in map(op_key, names.split()):
         assert key not in TABLE, f"{key} stands in two rows"
         TABLE[key] = rule
+
+
+def _overloads(precision: Precision, reason: str, names: str, **facts: Any) -> None:
+    """The same for overloads that differ from the others of their operator."""
+    rule = Rule(precision, reason, **facts)
+    for name in names.split():
+        TABLE[f"aten::{name}"] = rule
 
 
 # fmt: off
@@ -94,6 +101,16 @@ _row(FULL, _WHY, """
      log10 log2 acos asin acosh asinh atanh xlogy special_xlog1py logaddexp logaddexp2""")
 
 _row(FULL, "periodic in an angle that FP16 can't resolve (positions above 2048)", "sin cos",
+     elementwise=True, digits="self")
+
+_WHY = "whole numbers: a rounding of what it reads makes another one"
+_row(FULL, _WHY, "floor ceil round trunc fix", digits="self", makes_positions=True, keeps=NOTHING,
+     elementwise=True)
+_row(FULL, _WHY, "fmod remainder floor_divide", digits="self other", makes_positions=True,
+     elementwise=True)
+_overloads(FULL, _WHY, "div.Tensor_mode div.Scalar_mode", digits="self other", makes_positions=True,
+           elementwise=True)
+_row(FULL, "what is left of a number without its whole part", "frac", digits="self", keeps=NOTHING,
      elementwise=True)
 
 _WHY = "a sum over many terms: FP16 partial sums round and overflow"
@@ -135,13 +152,13 @@ _row(FULL, _WHY, """
      triplet_margin_loss""")
 
 _WHY = "interpolation weights are positions; in torch.amp's FP32 list"
-_row(FULL, _WHY, "grid_sampler", fuses=False)
+_row(FULL, _WHY, "grid_sampler grid_sampler_2d grid_sampler_3d", digits="grid", fuses=False)
+_row(FULL, _WHY, "affine_grid_generator", makes_positions=True, fuses=False)
 _row(FULL, _WHY, """
      upsample_nearest1d upsample_nearest2d upsample_nearest3d
      _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
      upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-     _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d
-     affine_grid_generator""")
+     _upsample_bilinear2d_aa _upsample_bicubic2d_aa""")
 
 _WHY = "a factorisation: conditioning multiplies every rounding of its input"
 # The block matrix that holds the gradient sets the degree of its series.
@@ -165,7 +182,7 @@ _row(FOLLOW, "statistics in FP32 inside the kernel; FP16 only at input and outpu
      writes="running_mean running_var")
 
 _WHY = "elementwise, keeps the magnitude of its input"
-_row(FOLLOW, _WHY, "add sub rsub", promotes=True, keeps=NOTHING, elementwise=True)
+_row(FOLLOW, _WHY, "add sub rsub", promotes=True, adds=True, keeps=NOTHING, elementwise=True)
 _row(FOLLOW, _WHY, "mul", promotes=True, hands_on_tiny=True, elementwise=True, zero_absorbs=True)
 _row(FOLLOW, _WHY, "div true_divide", promotes=True, hands_on_tiny=True, elementwise=True)
 _row(FOLLOW, _WHY, "minimum maximum", promotes=True, elementwise=True)
@@ -179,8 +196,10 @@ _row(FOLLOW, _WHY, "abs addcdiv addcmul clamp clamp_max clamp_min lerp threshold
 _row(FOLLOW, _WHY, "inner tensordot", multiplies=True)
 _row(FOLLOW, _WHY, "bilinear col2im dot vdot masked_scatter", fuses=False)
 _row(FOLLOW, _WHY, """
-     absolute clip copysign cross divide fmax fmin ger heaviside hypot linalg_cross multiply
-     nan_to_num negative outer sgn sign subtract trapezoid""")
+     absolute clip copysign cross divide fmax fmin ger hypot linalg_cross multiply nan_to_num
+     negative outer trapezoid""")
+_row(FOLLOW, _WHY, "subtract", adds=True)
+_row(FOLLOW, _WHY, "heaviside sgn sign", digits="self")
 
 _WHY = "activation that grows no faster than its input"
 _row(FOLLOW, _WHY, "relu leaky_relu elu", keeps=RESULT, elementwise=True)
@@ -205,6 +224,8 @@ _row(FOLLOW, _WHY, """
      max_pool1d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
      max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices amax amin max min
      aminmax""")
+
+_overloads(FOLLOW, "picks a maximum, and says where it is", "max.dim min.dim", digits="self")
 
 _WHY = "joins tensors: the widest of its inputs"
 _row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING)
@@ -239,8 +260,8 @@ _row(FOLLOW, _WHY, """
 
 _WHY = "copies elements unchanged"
 _row(FOLLOW, _WHY, "flip repeat roll triu tril", kind=Kind.MOVE, keeps=NOTHING)
-_row(FOLLOW, _WHY, "im2col unfold_copy sort msort topk kthvalue median mode", kind=Kind.MOVE,
-     fuses=False)
+_row(FOLLOW, _WHY, "im2col unfold_copy msort median mode", kind=Kind.MOVE, fuses=False)
+_row(FOLLOW, _WHY, "sort topk kthvalue", kind=Kind.MOVE, digits="self", fuses=False)
 _row(FOLLOW, _WHY, """
      embedding index index_select gather take take_along_dim rot90 repeat_interleave tile
      masked_select diag diagflat diag_embed fliplr flipud max_unpool2d max_unpool3d nanmedian cummax
@@ -256,9 +277,16 @@ _row(KEEP, _WHY, """
      creates=True, fuses=False)
 _row(KEEP, "positions, in the dtype that the program names", "arange linspace logspace",
      makes_positions=True, fuses=False)
-_row(KEEP, "the program asks for this dtype", "to", converts=True, elementwise=True, may_alias=True,
-     fuses=False)
-_row(KEEP, "the program asks for this dtype", "_to_copy type_as", converts=True, fuses=False)
+_WHY = "the program asks for this dtype"
+_row(KEEP, _WHY, "to", converts=True, digits="self", elementwise=True, may_alias=True, fuses=False)
+_row(KEEP, _WHY, "_to_copy type_as", converts=True, digits="self", fuses=False)
+_WHY = "says on which side, or where; reads what the program captured"
+_row(KEEP, _WHY, """
+     eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose""",
+     digits="self other", fuses=False)
+_row(KEEP, _WHY, "argmax argmin argsort", digits="self", fuses=False)
+_row(KEEP, _WHY, "bucketize", digits="self boundaries", fuses=False)
+_row(KEEP, _WHY, "searchsorted", digits="sorted_sequence self", fuses=False)
 _row(KEEP, "a copy of a constant", "lift_fresh_copy detach_", copies_constant=True, fuses=False)
 _row(KEEP, "its noise is written in place", "rrelu_with_noise", writes="noise", fuses=False)
 

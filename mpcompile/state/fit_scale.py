@@ -102,10 +102,8 @@ class _Trial:
         """
         values, _, found = self.inputs.scaling_apart(args)
         with torch.enable_grad():
-            self.own = [
-                x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-                for x in values
-            ]
+            # Others are passed as they are: the program may give a buffer new memory (`x.data = y`).
+            self.own = [x.detach().requires_grad_() if _is_tracked(x) else x for x in values]
             scale = torch.full_like(self.used, self.at)
             self.found = torch.zeros_like(found, requires_grad=True)
             self.results = self.compiled(*self.own, scale, self.found)

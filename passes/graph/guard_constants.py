@@ -5,22 +5,25 @@ fully masked row would become NaN, or a division by zero would appear:
 
     masked_fill(scores, mask, -3.4e38)     below -65504: -inf, and NaN for a fully masked row
     add(norm, 1e-8)                        below 2**-24: zero
-    arange(4096)                           above 2048 FP16 has no odd numbers (BF16: above 256)
+    clamp(p, max=1 - 1e-4)                 becomes 1, and log(1 - p) minus infinity
+    arange(100) + offset                   99.97 becomes 100 (FP16 has 16 numbers between, BF16 2)
 
-A value is *wide* if it may not survive the cast. Values become wide at such constants, at integers
-turned into floats, at results that leave the range by nature (`exp`, `sum`), and at O2 at data that
-enters the graph without a gradient (a mask, a table; its range is unknown). A FOLLOW node with a
-wide operand is pinned FULL, and its result is wide, too, unless it is bounded. Operators that
-compute in FP32 anyway end the chain.
-A LOW node takes a wide operand as autocast would, unless it is *exact* (positions, integers): then
-the spacing of numbers matters, not their range, and the node is pinned.
+A value is *wide* if it may not survive the cast. Values become wide at such constants, at positions
+and whole numbers, at integers turned into floats, at results that leave the range by nature (`exp`,
+`sum`), and at O2 at data that enters the graph without a gradient (a mask, a table; its range is
+unknown). A FOLLOW node with a wide operand is pinned FULL, and its result is wide, too, unless it
+is bounded. Operators that compute in FP32 anyway end the chain. What a bound close to 1 is applied to is pinned, too: rounded
+to 1 before, it would lie beyond the bound, and get no gradient.
+A LOW node takes a wide operand as autocast would, unless this is *exact*: integers, positions past
+the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
+node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
 
 The user's policy is never overruled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -33,28 +36,54 @@ _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 @dataclass(frozen=True)
 class Wide:
+    """Why a value may not survive the cast.
+
+    Attributes:
+        position: it holds positions or whole numbers, or was computed from them.
+        exact: a LOW node must not read it either.
+    """
+
     why: str
+    position: bool = False
     exact: bool = False
+
+
+_INTEGERS = Wide("integers that the low dtype can't tell apart", position=True)
 
 
 def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     wide: dict[fx.Node, Wide] = {}
+    by_digit = ir.read_by_digit(gm.graph)
     for node in gm.graph.nodes:
         found = _origin(node, gm, config)
         if found is None and ir.is_marked(node):
-            found = _through(node, wide, config)
+            found = _through(node, wide, read_by_digit=node in by_digit)
         if found is not None and any(True for _ in ir.tensors_of(node.meta.get("mp_captured"))):
             wide[node] = found
     return False
 
 
-def _fits(number: float, dtype: torch.dtype) -> bool:
-    """Whether a constant keeps its meaning in `dtype`: zero, inf, nan, or a normal number."""
+def _in_range(number: float, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds a number's magnitude: zero, inf, nan, or a normal number."""
     info = torch.finfo(dtype)
     magnitude = abs(number)
     if magnitude == 0 or magnitude == float("inf") or number != number:
         return True
     return bool(info.smallest_normal <= magnitude <= info.max)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+
+
+def _on_edge(number: float, dtype: torch.dtype) -> bool:
+    """Whether it becomes 1 or -1: a bound such as 1 - 1e-4 keeps a logarithm finite."""
+    return abs(_rounded(number, dtype)) == 1 != abs(number)
+
+
+def _fits(number: float, dtype: torch.dtype) -> bool:
+    """Whether a number keeps its meaning in `dtype`."""
+    return _in_range(number, dtype) and not _on_edge(number, dtype)
 
 
 def _whole_numbers_up_to(dtype: torch.dtype) -> int:
@@ -85,67 +114,107 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
         if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
     if rule.makes_positions and value is not None and value.is_floating_point():
-        limit = _whole_numbers_up_to(config.low)
-        bounds = [a for a in node.args if not isinstance(a, (int, float)) or abs(a) > limit]
-        if bounds:
-            return Wide("positions past the low dtype's last whole number", exact=True)
+        return _positions(node, config.low)
     if rule.converts and value is not None and value.is_floating_point():
         source = ir.captured(node.args[0])  # type: ignore[arg-type]
         if source is not None and source.dtype in _WIDE_INTEGERS:
-            return Wide("integers that the low dtype can't tell apart", exact=True)
+            return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
     return None
+
+
+def _positions(node: fx.Node, low: torch.dtype) -> Wide:
+    limit = _whole_numbers_up_to(low)
+    made_of_numbers = not ir.float_args(node)
+    if made_of_numbers and any(
+        not isinstance(a, (int, float)) or abs(a) > limit for a in node.args
+    ):
+        return Wide("positions past the low dtype's last whole number", position=True, exact=True)
+    return Wide("positions", position=True)
 
 
 def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
     if value.numel() >= 1 << 20:
         return Wide("a constant too large to look through")
     numbers = value.detach().flatten().tolist()
-    bad = next((x for x in numbers if not _fits(x, low)), None)
+    fits = _fits if len(numbers) == 1 else _in_range  # a table may hold numbers close to 1
+    bad = next((x for x in numbers if not fits(x, low)), None)
     return None if bad is None else Wide(f"constant {bad:g}")
 
 
-def _through(node: fx.Node, wide: dict[fx.Node, Wide], config: Config) -> Wide | None:
+def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -> Wide | None:
     """Pin the node if a constant or a wide operand requires it. Returns why its result is wide."""
-    decision = ir.mark(node)
-    operands = [
-        wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
-    ]
+    decision, rule = ir.mark(node), ir.rule(node)
+    operands = _operands(node, wide)
     if decision.precision is Precision.KEEP:
-        return operands[0] if operands and ir.rule(node).copies_constant else None
-    if decision.precision is Precision.FULL and ir.rule(node).averages:
-        return operands[0] if operands else None  # its result is as large as its operand
-    if decision.by is ir.By.POLICY or decision.precision is Precision.FULL:
+        copied = rule.copies_constant or rule is rules.UNKNOWN
+        return operands[0] if operands and copied else None
+    if decision.precision is Precision.FULL:
+        hands_on = rule.averages or (rule.precision is Precision.FOLLOW and not rule.bounded)
+        return operands[0] if operands and (hands_on or ir.is_getitem(node)) else None
+    if decision.by is ir.By.POLICY:
         return None
-    if (number := _bad_scalar(node, decision.low)) is not None:
-        why = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
-        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=why)
+    numbers = _scalars(node)
+    bound = _lost_bound(numbers, decision.low)
+    number = bound or _lost_number(numbers, decision.low, beside_one=rule.adds)
+    if number is not None:
+        _pin(node, f"{ir.SHORT[decision.low]} can't hold the constant {number:g}")
+        if bound is not None:
+            ir.pin_producers(node, f"{node.name} bounds it by {number:g}", products=False)
         return Wide(f"constant {number:g}")
+    if decision.precision is Precision.LOW:
+        operands = [w for w in operands if w.exact or (w.position and read_by_digit)]
     if not operands:
         return None
-    if decision.precision is Precision.LOW and not any(w.exact for w in operands):
-        return None
     first = next((w for w in operands if w.exact), operands[0])
-    ir.remark(
-        node, precision=Precision.FULL, by=ir.By.GUARD, reason=f"an input is wide: {first.why}"
-    )
-    return None if ir.rule(node).bounded else first
+    _pin(node, f"an input is wide: {first.why}")
+    return None if rule.bounded else first
 
 
-def _bad_scalar(node: fx.Node, low: torch.dtype) -> float | None:
-    """The first number among the node's scalar operands that `low` can't hold."""
+def _operands(node: fx.Node, wide: dict[fx.Node, Wide]) -> list[Wide]:
+    """What is wide among the values that would be rounded to the dtype the node computes in."""
+    if ir.is_getitem(node):
+        return [wide[n] for n in node.all_input_nodes if n in wide]
+    found = [
+        wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
+    ]
+    if ir.rule(node).promotes:
+        values = map(ir.captured, node.all_input_nodes)
+        found += [_INTEGERS for v in values if v is not None and v.dtype in _WIDE_INTEGERS]
+    return found
+
+
+def _pin(node: fx.Node, reason: str) -> None:
+    ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
+
+
+def _lost_bound(numbers: list[float], low: torch.dtype) -> float | None:
+    """A number that becomes 1 or -1 in `low`, or the same as another one."""
+    bound = next((number for number in numbers if _on_edge(number, low)), None)
+    meet = len({_rounded(number, low) for number in numbers}) < len(set(numbers))
+    return numbers[-1] if bound is None and meet else bound
+
+
+def _lost_number(numbers: list[float], low: torch.dtype, *, beside_one: bool) -> float | None:
+    """A number that `low` can't hold, or that is nothing in it beside 1."""
+    least = torch.finfo(low).eps / 2 if beside_one else 0.0
+    return next((n for n in numbers if not _in_range(n, low) or 0 < abs(n) <= least), None)
+
+
+def _scalars(node: fx.Node) -> list[float]:
+    """The node's scalar operands that would be rounded to the dtype it computes in."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return None
+        return []
     if not all(rules.castable(node.target, i) for i in range(len(node.args))):
-        return None  # batch_norm: its eps stays FP32 inside the kernel
+        return []  # batch_norm: its eps stays FP32 inside the kernel
     schema = node.target._schema.arguments
+    found = []
     for i, argument in ir.positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-        is_scalar = is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS
-        if is_scalar and not _fits(float(argument), low):
-            return float(argument)
-    return None
+        if is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS:
+            found.append(float(argument))
+    return found
 
 
 # The schema types of such operands; add(x, 1e-8) passes its number as a tensor.

@@ -24,19 +24,7 @@ def guard_factorisations(gm: fx.GraphModule, config: Config) -> bool:
         return False
     for node in gm.graph.nodes:
         if ir.rule(node).sensitive and ir.precision(node) is Precision.FULL:
-            _pin_producers(node)
+            name = ir.op_name(node).removeprefix("aten::")
+            reason = f"{name} reads it, and would multiply its rounding"
+            ir.pin_producers(node, reason, products=True)
     return False
-
-
-def _pin_producers(reader: fx.Node) -> None:
-    name = ir.op_name(reader).removeprefix("aten::")
-    pending = [node for _, node in ir.float_args(reader)]
-    while pending:
-        node = pending.pop()
-        decided = ir.precision(node)
-        if decided not in (Precision.LOW, Precision.FOLLOW) or ir.mark(node).by is ir.By.POLICY:
-            continue
-        reason = f"{name} reads it, and would multiply its rounding"
-        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
-        if decided is Precision.FOLLOW:
-            pending += node.all_input_nodes

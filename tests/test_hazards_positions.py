@@ -1,0 +1,278 @@
+"""Hazards of positions: what becomes an index, a whole number, a side or an angle is computed with
+as many digits as under autocast, at O2, too; and bounds close to 1 stay below 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcompile import compiled_plans, mpcompile
+
+N = 100  # places
+
+
+class Net(nn.Module):
+    """Places that a layer moves a little, a table with something at each place, and frequencies."""
+
+    def __init__(self, program: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.program = program
+        self.layer, self.read = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.places = nn.Parameter(torch.arange(float(N)))
+        self.table = nn.Parameter(torch.randn(N + 2))
+        self.frequencies = nn.Parameter(torch.rand(8) * 3)
+        self.image = nn.Parameter(torch.randn(1, 2, 10, 10))
+        self.norm = nn.LayerNorm(8)
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(float(N)) + self.layer(x)[:, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.program(self, x)
+
+
+def between(m: Net, place: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The table at a place between two of its places."""
+    part, i = place - low, low.long()
+    return (m.table[i] * (1 - part) + m.table[i + 1] * part).sum()
+
+
+def bounded(place: torch.Tensor) -> torch.Tensor:
+    return place.clamp(0, N - 1.001)  # below 99, so that the next place is one of the table
+
+
+def looked_up(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = bounded(m.moved(x))
+    return between(m, place, place.detach().floor())
+
+
+def from_a_parameter(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = bounded(m.places + m.layer(x)[:, 0])
+    return between(m, place, place.detach().trunc())
+
+
+def from_a_low_value(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """Rounded to the low dtype, the bound would be 99."""
+    place = bounded((4 * m.layer(x)[:, 0]).sigmoid() * N)
+    return between(m, place, place.detach().floor())
+
+
+def counted(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = bounded(torch.ones(N).cumsum(0) - 1 + m.layer(x)[:, 0])
+    return between(m, place, torch.div(place.detach(), 1, rounding_mode="floor"))
+
+
+def of_a_mesh(m: Net, x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(10.0), torch.arange(10.0), indexing="ij")
+    places = torch.stack([rows * 10, columns], -1).view(N, 2) + m.layer(x)[:, :2]
+    row, column = places.unbind(-1)
+    place = bounded(row + column)
+    return between(m, place, place.detach().long().float())
+
+
+def of_integers(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = bounded(torch.arange(N) * m.frequencies[0].detach() / 3 + m.layer(x)[:, 0].float())
+    return between(m, place, place.detach().floor())
+
+
+def fractions(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = m.places + m.layer(x)[:, 0]
+    return ((place.frac() + place.remainder(2.0) + m.moved(x).fmod(3.0)) * m.table[:N]).sum()
+
+
+def straight_through(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = m.places + m.layer(x)[:, 0]
+    return ((place + (place.round() - place).detach() - m.places) * m.table[:N]).sum()
+
+
+def between_knots(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place, knots = m.places + m.layer(x)[:, 0], torch.linspace(-4, N + 4, N)
+    i = torch.searchsorted(knots, place.detach()).clamp(1, N - 1)
+    part = (place - knots[i - 1]) / (knots[i] - knots[i - 1])
+    return (m.table[i - 1] * (1 - part) + m.table[i] * part).sum()
+
+
+def binned(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = m.places + m.layer(x)[:, 0]
+    return (m.table[torch.bucketize(place.detach(), m.places.detach())] * m.read(x)[:, 0]).sum()
+
+
+def compared(m: Net, x: torch.Tensor) -> torch.Tensor:
+    inside = m.places + m.layer(x)[:, 0] > m.places.detach() + 0.1
+    return torch.where(inside, m.read(x)[:, 0], m.read(x)[:, 1]).square().sum()
+
+
+def equal_to_the_largest(m: Net, x: torch.Tensor) -> torch.Tensor:
+    h = m.norm(m.layer(x) + x) * 1.3
+    return (h * (h == h.amax(-1, keepdim=True))).sum() + m.read(h).square().mean()
+
+
+def phases(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return m.read((m.moved(x)[:, None] * m.frequencies).sin()).square().mean()
+
+
+def phases_of_a_parameter(m: Net, x: torch.Tensor) -> torch.Tensor:
+    place = m.places + m.layer(x)[:, 0]
+    return m.read((place[:, None] * m.frequencies).cos()).square().mean()
+
+
+def phases_of_a_product(m: Net, x: torch.Tensor) -> torch.Tensor:
+    phase = torch.arange(float(N))[:, None] @ m.frequencies[None]
+    return m.read((phase + m.layer(x)).sin()).square().mean()
+
+
+def powers_of_two(m: Net, x: torch.Tensor) -> torch.Tensor:
+    phase = (x[:, :1] + m.layer(x)[:, :1]) * 2.0 ** torch.arange(8)
+    return m.read(phase.sin()).square().mean()
+
+
+def rotated(m: Net, x: torch.Tensor) -> torch.Tensor:
+    angle = torch.einsum("i,j->ij", torch.arange(float(N)), m.frequencies[:4]).repeat(1, 2)
+    q = m.layer(x)
+    q = q * angle.cos() + torch.cat([-q[:, 4:], q[:, :4]], -1) * angle.sin()
+    return (q @ q.t()).softmax(-1).square().sum()
+
+
+def tents(m: Net, x: torch.Tensor) -> torch.Tensor:
+    weights = F.relu(1 - (m.moved(x)[:, None] - torch.arange(N + 2.0)).abs())
+    return (weights @ m.table[:, None]).square().sum()
+
+
+def sampled(m: Net, x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(10.0), torch.arange(10.0), indexing="ij")
+    grid = torch.stack([columns, rows], -1)[None] + m.layer(x)[:, :2].view(1, 10, 10, 2)
+    return F.grid_sample(m.image, 2 * grid / 9 - 1, align_corners=True).square().sum()
+
+
+def warped(m: Net, x: torch.Tensor) -> torch.Tensor:
+    theta = torch.eye(2, 3) + 0.1 * m.layer(x)[0, :6].view(2, 3)
+    grid = F.affine_grid(theta[None], [1, 2, 10, 10], align_corners=True)
+    grid = grid + 0.1 * m.layer(x)[:, :2].view(1, 10, 10, 2)
+    return F.grid_sample(m.image, grid, align_corners=True).square().sum()
+
+
+def slopes(m: Net, x: torch.Tensor) -> torch.Tensor:
+    q = m.layer(x)
+    distance = (torch.arange(float(N)) - torch.arange(float(N))[:, None]).abs()
+    return ((q @ q.t() - 0.3 * distance).softmax(-1) @ q).square().mean()
+
+
+def boxes(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """Overlaps of moved anchors with boxes near them."""
+    anchors = torch.stack([torch.arange(float(N)) * 8] * 2 + [torch.full((N,), 32.0)] * 2, -1)
+    delta, (cx, cy, w, h) = m.layer(x), anchors.unbind(-1)
+    x0, y0 = delta[:, 0] * w + cx, delta[:, 1] * h + cy
+    w, h = delta[:, 2].exp() * w, delta[:, 3].exp() * h
+    inner = [
+        (torch.minimum(at + size / 2, c + 21) - torch.maximum(at - size / 2, c - 11)).clamp(min=0)
+        for at, size, c in ((x0, w, cx), (y0, h, cy))
+    ]
+    both = inner[0] * inner[1]
+    return (1 - both / (w * h + 1024 - both)).mean()
+
+
+PLACES = (
+    looked_up, from_a_parameter, from_a_low_value, counted, of_a_mesh, of_integers, fractions,
+    straight_through, between_knots, binned, compared, equal_to_the_largest, phases,
+    phases_of_a_parameter, phases_of_a_product, powers_of_two, rotated, tents, sampled, warped,
+    slopes, boxes,
+)  # fmt: skip
+
+
+def squashed(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """Probabilities that come close to 0 and 1."""
+    return (10 * m.layer(x)).sigmoid()
+
+
+# 1 - 1e-4 is 1 in FP16 and BF16.
+BOUNDS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
+    "log": lambda m, x: (1 - squashed(m, x).clamp(1e-4, 1 - 1e-4)).log().mean(),
+    "log1p": lambda m, x: torch.log1p(-squashed(m, x).clamp(max=1 - 1e-4)).mean(),
+    "logit": lambda m, x: squashed(m, x).clamp(1e-4, 1 - 1e-4).logit().square().mean(),
+    "odds": lambda m, x: (lambda p: p / (1 - p))(squashed(m, x).clamp(1e-4, 1 - 1e-4)).mean(),
+    "power": lambda m, x: ((1 - squashed(m, x).clamp(max=1 - 1e-4)) ** -0.5).mean(),
+    "cross entropy": lambda m, x: F.binary_cross_entropy(
+        squashed(m, x).clamp(1e-4, 1 - 1e-4), (x > 0).to(x.dtype)
+    ),
+    "atanh": lambda m, x: (10 * m.layer(x)).tanh().clamp(-1 + 1e-4, 1 - 1e-4).atanh().mean(),
+    "acos": lambda m, x: (
+        (lambda h: (h @ h.t()).clamp(-1 + 1e-4, 1 - 1e-4).acos())(F.normalize(m.layer(x), dim=-1))
+    ).mean(),
+    "acosh": lambda m, x: (1 + m.layer(x).square() / 1024).clamp(min=1 + 1e-4).acosh().mean(),
+    "hardtanh": lambda m, x: (1 - F.hardtanh(squashed(m, x), 1e-4, 1 - 1e-4)).log().mean(),
+    "a number away from 1": lambda m, x: (1 + 1e-4 - squashed(m, x)).log().mean(),
+    "squeezed": lambda m, x: (1 - (squashed(m, x) * (1 - 2e-4) + 1e-4)).log().mean(),
+    "finfo": lambda m, x: (
+        (lambda e: 1 - squashed(m, x).clamp(e, 1 - e))(1.1920929e-07).log().mean()
+    ),
+}
+
+
+def run(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and all gradients in one vector."""
+    result = model(x)
+    result.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return result.detach().double(), torch.cat([g.double().flatten() for g in gradients])
+
+
+def errors(
+    program: Callable[[Net, torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
+    """How far result and gradients are from FP64's, of their norms: of autocast, and by level."""
+    model = Net(program)
+    x = torch.randn(N, 8, generator=torch.Generator().manual_seed(1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = run(copy.deepcopy(model).double(), x.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    def error(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
+        result, gradient = (
+            float((mine - own).norm() / own.norm()) for mine, own in zip(found, exact, strict=True)
+        )
+        return result, gradient
+
+    found = {}
+    if program is not BOUNDS["cross entropy"]:  # autocast refuses it
+        with torch.autocast("cpu", dtype=dtype):
+            found["autocast"] = error(run(copy.deepcopy(model), x))
+    for level in ("O1", "O2"):
+        options: dict[str, Any] = {"emit": "aot_eager", "strict": True}
+        compiled = mpcompile(copy.deepcopy(model), level=level, dtype=dtype, **options)
+        found[level] = error(run(compiled, x))
+        assert "LOW" in {n.precision for n in compiled_plans(compiled)[0].nodes}
+    return found
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("program", PLACES, ids=lambda program: program.__name__)
+def test_no_further_off_than_autocast(
+    program: Callable[[Net, torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    found = errors(program, dtype)
+    for level in ("O1", "O2"):
+        for mine, peers in zip(found[level], found["autocast"], strict=True):
+            assert mine <= 1.5 * peers + torch.finfo(dtype).eps / 2, found
+
+
+@DTYPES
+@pytest.mark.parametrize("case", BOUNDS)
+def test_a_bound_close_to_1_keeps_its_gradients(case: str, dtype: torch.dtype) -> None:
+    """Autocast's are NaN in most cases, so O1 is the measure for O2; and O1 is near FP64."""
+    found = errors(BOUNDS[case], dtype)
+    for mine, o1 in zip(found["O2"], found["O1"], strict=True):
+        assert o1 <= 64 * torch.finfo(dtype).eps, found
+        assert mine <= 1.5 * o1 + torch.finfo(dtype).eps / 2, found
