@@ -18,12 +18,14 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.module_call import ModuleCall, running
+from .calls.say_outside import say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .capture.rebound import gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
+from .emit.tracing_settings import VALUE_SIZES
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .inspect.graph_plan import GraphPlan
 from .ranks import ddp
@@ -128,6 +130,7 @@ def _compiled(
             reads_copies=settings.level is Level.O2,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
+            looked=functools.partial(say_outside, settings, record.plans),
         )
         for module in (first, *others):
             # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
@@ -154,7 +157,7 @@ def _compiled_function(
         options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
         options.update({"emit": emit} if emit else {})
         compiled = torch.compile(one, **{**compile_kwargs, "options": options})
-        return running(compiled, gradients_of_rebound, allow_rnn=True)
+        return running(compiled, gradients_of_rebound, allow_rnn=True, **VALUE_SIZES)
 
     if not goes_backward(function):
         return in_pieces(function)

@@ -25,10 +25,12 @@ from . import (
 )
 from .calls import uncalled
 from .calls.graph_call import is_leaf, with_extra_inputs
+from .calls.outside import counted
 from .calls.under_ddp import noticing_ddp
 from .calls.watched_call import Watched
 from .capture.breaks import why_it_ends
 from .capture.capture import capture
+from .capture.on_fakes import unseen
 from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
@@ -37,6 +39,7 @@ from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.retrace import traced_code
+from .emit.tracing_settings import or_broken
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
 from .inspect.graph_plan import GraphPlan, plan_of_left
@@ -83,16 +86,18 @@ def mpcompile_backend(
     log_graph(plan, time.perf_counter() - start)
     if listener is not None:
         listener(replace(plan, ends_with=why_it_ends(gm)))
-    return compiled
+    return counted(compiled, plan.tensor_cores.flops)
 
 
 def _compile_or_fall_back(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], GraphPlan]:
     if (reason := why_left(gm, example_inputs, settings)) is not None:
-        return _leave(gm, example_inputs, settings, reason)
+        with or_broken(gm):
+            return _leave(gm, example_inputs, settings, reason)
     try:
-        return _compile(gm, example_inputs, settings)
+        with or_broken(gm):
+            return _compile(gm, example_inputs, settings)
     except (MPCompileError, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
         raise
     except Exception as error:
@@ -239,12 +244,12 @@ def rewrite(
     """
     config = _adjusted.get()(config)
     start = time.perf_counter()
-    with _unseen():
+    with unseen():
         captured = capture(gm, example_inputs, planned_for=config.device.type, names=settings.names)
     spent = time.perf_counter() - start
     if repairs is not None:
         config = replace(config, repaired=repairs.in_graph(captured.graph))
-    with _unseen(), torch._C._DisableAutocast():
+    with unseen(), torch._C._DisableAutocast():
         return captured, pipeline.run(
             captured,
             config,
@@ -253,17 +258,6 @@ def rewrite(
             disabled=settings.disable_passes,
             keep=keep,
         )
-
-
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Hide from the caller's hooks on saved tensors the operators that passes run on fakes and that
-    `rules/kernels.py` runs on samples: such a hook may count tensors, as a checkpoint's does.
-
-    Torch internals used here were read in torch 2.13 and exist in 2.11.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _heed_the_device(

@@ -26,13 +26,14 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ..capture.regions import noting_regions
-from ..emit.tracing_settings import traced_with
+from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..state import foreign, parameters
 from . import uncalled
 from .half_inputs import widened, widens_inputs
+from .outside import Outside, aside
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
@@ -81,6 +82,8 @@ class ModuleCall:
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
+        looked: called with the module and what its first training call, or its first call in
+            evaluation, ran outside of its graphs, until it returns True; None: nobody looks.
         method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
@@ -92,11 +95,14 @@ class ModuleCall:
         reads_copies: bool,
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
+        looked: Callable[[nn.Module, Outside], bool] | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
         self._reads_copies, self._check, self._called = reads_copies, check, called
         self._method, self._checked = method, False
+        self._looked = looked
+        self._new = {True, False} if looked is not None else set()  # grad modes not yet called in
         self._widens = widens_inputs(module)
         self._told = not any(True for _ in module.parameters())
         self._hooks, self._owners = self._hooks_now(), self._owners_now()
@@ -116,11 +122,28 @@ class ModuleCall:
             self._compiled = self._compile()
         if self._widens:
             args, kwargs = widened(args, kwargs)
-        result = self._compiled(*args, **kwargs)
+        if self._new and not torch.compiler.is_compiling():
+            result = self._first(args, kwargs)
+        else:
+            result = self._compiled(*args, **kwargs)
         if not self._told and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 uncalled.called(self._module)
             self._told = self._called(self._module)
+        return result
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that may be the first with gradients, or the first without."""
+        training = torch.is_grad_enabled()
+        if training not in self._new:
+            return self._compiled(*args, **kwargs)
+        self._new.remove(training)
+        outside = Outside(self._module)
+        with outside.looking():
+            result = self._compiled(*args, **kwargs)
+        assert self._looked is not None
+        if self._looked(self._module, outside):
+            self._new.clear()
         return result
 
     def _compile(self) -> Callable[..., Any]:
@@ -153,12 +176,14 @@ class ModuleCall:
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
         module = self._module
-        settings = {}
+        settings = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        run = running(torch.compile(_entry(function, module), **self._compile_kwargs), **settings)
+        run = running(
+            torch.compile(_entry(function, module), **self._compile_kwargs), aside, **settings
+        )
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

@@ -6,14 +6,15 @@ Torch internals used here were read in torch 2.13 and exist in 2.11.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from traceback import FrameSummary
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 
-__all__ = ["why_it_ends"]
+__all__ = ["skipped_since", "skips", "why_it_ends"]
 
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
@@ -30,6 +31,25 @@ def why_it_ends(gm: fx.GraphModule) -> str | None:
     return _sentence(reason.reason) + _place(reason.user_stack)
 
 
+def skips() -> dict[str, int]:
+    """Dynamo's texts on what it did not trace so far, and how often; for `skipped_since`."""
+    return dict(counters["unimplemented"])
+
+
+def skipped_since(before: Mapping[str, int]) -> tuple[str, ...]:
+    """The frames that Dynamo has left to Python since `skips()`, and why: for example `"forward
+    (model.py:12): Data-dependent branching in a loop"`.
+    """
+    found: dict[str, None] = {}
+    for text, count in counters["unimplemented"].items():
+        frame = re.search(r"frame skipped: (\w+) \((.*) line (\d+)\)", text)
+        if count > before.get(text, 0) and frame is not None:
+            name, path, line = frame.groups()
+            loop = ", in a loop" if "graph break in loop" in text else ""
+            found[f"{name} ({Path(path).name}:{line}): {_sentence(text)}{loop}"] = None
+    return tuple(found)
+
+
 def _sentence(text: str) -> str:
     """Dynamo's title, and the first sentence of its explanation."""
     if text.startswith("generic_jump"):
@@ -38,7 +58,8 @@ def _sentence(text: str) -> str:
         return "Dynamo can't go on from here within one graph"
     title = text.partition("\n")[0].strip()
     explained = re.search(r"^\s*Explanation: (.*)$", text, re.M)
-    said = f"{title}: {explained[1].partition('. ')[0]}" if explained else title
+    first = re.split(r"\. (?=[A-Z])", explained[1])[0] if explained else ""  # "(e.g. `if ...`)"
+    said = f"{title}: {first}" if first else title
     # An address would make two plans of the same model differ.
     return re.sub(r" at 0x[0-9a-f]+", "", said).rstrip(".")
 

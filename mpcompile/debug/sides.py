@@ -23,6 +23,7 @@ from ..calls.apart import compiled_apart, nothing_happened
 from ..calls.half_inputs import widened
 from ..calls.module_call import running
 from ..capture.provenance import names_in
+from ..emit.tracing_settings import VALUE_SIZES
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.inputs import GraphInputs
@@ -136,7 +137,7 @@ class Sides:
         self.scale, self.seed, self.keep = 1.0, 0, False
         rnns = {"allow_rnn": True} if any(isinstance(m, nn.RNNBase) for m in twin.modules()) else {}
         compiled = compiled_apart(twin, _weakly(self), "diagnose")
-        self.forward = running(compiled, **rnns)
+        self.forward = running(compiled, **VALUE_SIZES, **rnns)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:

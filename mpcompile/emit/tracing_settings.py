@@ -4,6 +4,10 @@
   always set, Dynamo would unroll the layers of other compiled models over time.
 * `allow_unspec_int_on_nn_module`: a number that a module reads and that changes, such as the step
   that a trainer has come to, becomes an input of the graph. Otherwise each value compiles it anew.
+* `VALUE_SIZES`: operators whose result's size depends on values (`x[mask]`, `torch.where(mask)`)
+  stay in the graph. At each of them Dynamo would break it; in a loop, as over the experts of a
+  mixture, it would leave the whole frame to Python. Not every graph with such a size can be
+  compiled: `or_broken` lets Dynamo break it after all.
 
 Dynamo reads a setting while it traces. Setting one around each call costs a twentieth of a small
 model's step: it is a context variable, and writing one empties the cache through which all of them
@@ -18,12 +22,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
+from torch._functorch import config as functorch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from ..errors import MPCompileError
+
+VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
 
 
 class _Thread(threading.local):
@@ -72,3 +85,34 @@ def _begin(_: CallbackArgs) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end(_: CallbackArgs) -> None:
     _thread.setting.close()
+
+
+@contextlib.contextmanager
+def or_broken(gm: fx.GraphModule) -> Iterator[None]:
+    """If compiling Dynamo's graph fails here, and it has sizes that depend on values, have Dynamo
+    trace the program once more and break it at the operators that make them.
+
+    The backward of such a graph is compiled at once: where that fails, too, nothing has run yet.
+    """
+    if not _has_value_sizes(gm.graph):
+        yield
+        return
+    try:
+        with functorch.patch(force_non_lazy_backward_lowering=True):
+            yield
+    except (MPCompileError, RestartAnalysis):
+        raise
+    except Exception:
+        wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
+        if not wanted or not _thread.wanted:
+            raise
+        broken = torch._dynamo.config.patch(dict.fromkeys(VALUE_SIZES, False))
+        _thread.setting.enter_context(broken)
+        # Of the errors by which Dynamo traces anew, the one that a backend may raise.
+        raise TensorifyScalarRestartAnalysis from None
+
+
+def _has_value_sizes(graph: fx.Graph) -> bool:
+    values = pytree.tree_leaves([node.meta.get("example_value") for node in graph.nodes])
+    sized = (v for v in values if isinstance(v, (torch.Tensor, torch.SymInt)))
+    return any(map(free_unbacked_symbols, sized))

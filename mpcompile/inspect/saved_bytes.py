@@ -25,6 +25,8 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
+from ..ir import hint
+
 __all__ = ["Saved", "counter", "saved_by"]
 
 
@@ -106,9 +108,9 @@ def _describe(node: fx.Node) -> Saved:
     return Saved(
         op=str(getattr(target, "__name__", target)).removesuffix(".default"),
         module=".".join("*" if word.isdigit() else word for word in words),
-        shape=tuple(value.shape),
+        shape=tuple(map(hint, value.shape)),
         dtype=value.dtype,
-        bytes=value.numel() * value.element_size(),
+        bytes=hint(value.numel()) * value.element_size(),
         copied=_is_copy(node),
     )
 

@@ -76,11 +76,16 @@ class TensorCoreReport:
         """Share of the FLOPs, 0 to 1, in products that are eligible as compiled."""
         return _share(self.ops, (op.eligible for op in self.ops))
 
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all products, forward."""
+        return sum(op.flops for op in self.ops)
+
     def __str__(self) -> str:
         if not self.ops:
             return "Tensor Cores: no matrix product here"
         head = (
-            f"Tensor Cores: {self.share_before:.1%} of {_flops(sum(op.flops for op in self.ops))} "
+            f"Tensor Cores: {self.share_before:.1%} of {_flops(self.flops)} "
             f"eligible as captured, {self.share:.1%} as compiled"
         )
         return "\n".join([head, *map(str, self.ops), *self.advice])

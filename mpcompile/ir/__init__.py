@@ -17,6 +17,7 @@ from .edit import (
     restore,
     set_operand,
 )
+from .layout import dense_in_order, has_own_memory, lies_as_captured, same_places
 from .marks import (
     ADDED,
     By,
@@ -47,6 +48,7 @@ from .marks import (
     set_padding,
     set_regions,
     set_stored_low,
+    stands_for,
 )
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
@@ -123,12 +125,14 @@ __all__ = [
     "copies_for_overlap",
     "copy_of",
     "costs",
+    "dense_in_order",
     "dtype",
     "fake_mode",
     "first_call",
     "float_args",
     "frames",
     "grad_enabled",
+    "has_own_memory",
     "hint",
     "in_functorch",
     "inline",
@@ -151,6 +155,7 @@ __all__ = [
     "known_equal",
     "known_multiple",
     "layout",
+    "lies_as_captured",
     "line",
     "mark",
     "memory",
@@ -172,6 +177,7 @@ __all__ = [
     "restore",
     "role",
     "rule",
+    "same_places",
     "same_shape",
     "scalar_slot",
     "scale_slot",
@@ -192,6 +198,7 @@ __all__ = [
     "slot_of",
     "slots",
     "source",
+    "stands_for",
     "step_notes",
     "storage",
     "tensor",

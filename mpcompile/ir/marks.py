@@ -69,6 +69,7 @@ class Role(enum.Enum):
     CAST     a cast that we added (captured programs may hold casts of their own).
     SCALE    part of loss scaling, which multiplies or divides gradients.
     PAD      adds padding, or cuts it off.
+    LAYOUT   copies a value back into the memory layout that it was captured in.
     COPY     copies a result whose elements overlap in memory.
     STEP     part of an optimizer step.
     """
@@ -77,12 +78,13 @@ class Role(enum.Enum):
     CAST = "cast"
     SCALE = "scale"
     PAD = "pad"
+    LAYOUT = "layout"
     COPY = "copy"
     STEP = "step"
 
 
 # The roles of nodes that passes add to a program; such a node keeps the dtypes it was made with.
-ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD})
+ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD, Role.LAYOUT})
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,13 @@ def padding(node: fx.Node) -> Padding | None:
 
 def remark(node: fx.Node, **changes: Any) -> None:
     node.meta["mp"] = replace(node.meta["mp"], **changes)
+
+
+def stands_for(node: fx.Node, program: fx.Node) -> None:
+    """Note that passes may take this node for one of the program's: it has replaced it."""
+    for entry in ("mp_captured", "tensor_meta", "mp_mutable", "mp_stored_low"):
+        if entry in program.meta:
+            node.meta[entry] = program.meta[entry]
 
 
 def is_cast(node: fx.Node) -> bool:

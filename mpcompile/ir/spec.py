@@ -88,6 +88,20 @@ def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
                 yield f"{node.name} no longer lies in the memory of {owners[0].name}"
 
 
+def _places_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+    """What an operator names by its place in memory must lie where the program had it."""
+    for node in gm.graph.nodes:
+        operand = node.args[0] if ir.rule(node).by_strides else None
+        if operand is None:
+            continue
+        program = operand
+        while ir.role(program) in ir.ADDED and ir.captured(program) is None:
+            program = program.all_input_nodes[0]
+        now, then = ir.tensor(operand), ir.captured(program)
+        if now is None or then is None or not ir.same_places(now, then):
+            yield f"{node.name} reads {operand.name} by places in memory, where it lies otherwise"
+
+
 def _lanes_as_planned(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         padding = ir.padding(node)
@@ -145,6 +159,7 @@ PROMISES = (
     # `outline` moves nodes into bodies, where this check doesn't look.
     Promise(_operands_as_planned, since="place_casts", until="clean"),
     Promise(_outputs_as_captured, since="place_casts", until="outline"),
+    Promise(_places_as_captured, since="place_casts", until="clean"),
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),

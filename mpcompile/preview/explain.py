@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
 from ..api import matched_nothing, pinned_in, recorded, studied
@@ -32,7 +33,7 @@ from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..emit.tracing_settings import traced_with
+from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from ..inspect.plan import ModuleLine, Plan
 from ..planner.target import target_for, target_of
@@ -44,6 +45,11 @@ from .planner import Planner
 from .stand_ins import StandIns
 
 __all__ = ["explain", "plan_call", "plan_for"]
+
+# A program without values can't tell what such a call returns, or of which size.
+_ON_VALUES = (
+    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+)  # fmt: skip
 
 
 @documented
@@ -185,8 +191,8 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
     # Dynamo keeps each backend that it was given for as long as the process runs.
     planner_now = weakref.ref(planner)
     name, run = type(twin).__name__, noting_regions(compiled_apart(twin, backend, "plan"))
-    if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
-        run = traced_with(run, allow_rnn=True)
+    rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
+    run = traced_with(run, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
     if widens_inputs(twin):
         args, kwargs = widened(args, kwargs)
     try:
@@ -197,9 +203,10 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
         inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
         if isinstance(inner, MPCompileError):
             raise inner from inner.__cause__
-        if isinstance(inner, (DataDependentOutputException, DynamicOutputShapeException)):
+        if isinstance(inner, _ON_VALUES):
+            what = f" ({inner.func})" if hasattr(inner, "func") else ""
             raise MPCompileError(
-                f"{name} goes on with the values of a tensor ({inner.func}){place(inner)}, and a "
-                "plan is made without values: plan for the modules that it is made of"
+                f"{name} goes on with the values of a tensor{what}{place(inner)}, and a plan is "
+                "made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error

@@ -11,7 +11,7 @@ from torch._dynamo.exc import TorchRuntimeError
 
 __all__ = ["described", "place"]
 
-_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent)
+_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 def described(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -29,7 +30,8 @@ class StandIns:
 
     def __init__(self) -> None:
         # A tensor that the program closes over is not replaced.
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Sizes that depend on values become symbols.
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, torch.Tensor] = {}
 

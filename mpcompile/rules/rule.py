@@ -108,6 +108,7 @@ class Rule:
         dims: what it does with the dimensions: "reshape", "permute" or "unsqueeze"; None: something
             else.
         in_order: hands on all elements in their order.
+        by_strides: names places in memory: what it reads depends on how its operand lies there.
     """
 
     precision: Precision
@@ -150,6 +151,7 @@ class Rule:
     may_alias: bool = False
     dims: str | None = None
     in_order: bool = False
+    by_strides: bool = False
 
 
 # Of an operator that nobody vouched for (the rule of TVM's ToMixedPrecision).

@@ -288,6 +288,8 @@ _row(KEEP, _WHY, "argmax argmin argsort", digits="self", fuses=False)
 _row(KEEP, _WHY, "bucketize", digits="self boundaries", fuses=False)
 _row(KEEP, _WHY, "searchsorted", digits="sorted_sequence self", fuses=False)
 _row(KEEP, "a copy of a constant", "lift_fresh_copy detach_", copies_constant=True, fuses=False)
+_row(KEEP, "names places in memory, which casts would move", "as_strided", by_strides=True,
+     fuses=False)
 _row(KEEP, "its noise is written in place", "rrelu_with_noise", writes="noise", fuses=False)
 
 # fmt: on

@@ -1,5 +1,5 @@
-"""Keep results that share memory sharing it: the caller may write to one and read the other. A
-deciding pass; LOW and FOLLOW become FULL.
+"""Keep views in the memory that they view where somebody relies on it: the caller may write to one
+result and read another in the same memory. A deciding pass; LOW and FOLLOW become FULL.
 
     linear: LOW = linear(x, w)                 linear: LOW = linear(x, w)
     view: FOLLOW = view(linear, -1)      ->    view: FULL = view(linear, -1)
@@ -11,6 +11,9 @@ view of an input is such a result, too: its memory is the caller's.
 
 A view made under no_grad is treated alike: if autograd tracks the viewed value, it tracks the view,
 but it would not track a cast.
+
+So is what `as_strided` reads: it names places in memory, and a cast of a slice would close the gaps
+between them.
 
 The user's policy is never overruled. If its results then no longer share memory, the checks of
 `mpcompile/ir/spec.py` find that, and the graph is left in FP32.
@@ -38,6 +41,9 @@ def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
             _pin(result, f"{result.name} is returned, and so is something else in its memory")
         elif _is_tracked_view(result):
             _pin(result, f"{result.name} is a view made under no_grad of what autograd tracks")
+    for node in gm.graph.nodes:
+        if ir.rule(node).by_strides:
+            _pin(node, f"{node.name} reads it by its places in memory")
     return False
 
 
@@ -46,9 +52,9 @@ def _is_tracked_view(node: fx.Node) -> bool:
     return not ir.grad_enabled(node) and ir.requires_grad(node)
 
 
-def _pin(result: fx.Node, reason: str) -> None:
-    """Pin the result and the views that lead from its memory to it."""
-    pending = [result]
+def _pin(view: fx.Node, reason: str) -> None:
+    """Pin the view and those that lead from its memory to it."""
+    pending = [view]
     while pending:
         node = pending.pop()
         shown = [n for n in node.all_input_nodes if ir.shares_memory(n, node)]

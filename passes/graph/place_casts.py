@@ -25,11 +25,18 @@ numbers.
 The pass decides one thing itself, because only a trial shows it: a node whose operator refuses low
 operands becomes FULL. The nodes that read it keep their planned precision.
 
+A kernel may lay its result out in another way for other dtypes (attention does). The program was
+captured with the layout in FP32: `contiguous()` left the graph where it had nothing to do, and a
+view, a kernel of the user's or the caller may rely on it. So such a result is copied back, and all
+its readers get the copy.
+
 The cast of an additive attention mask clamps it into the low range (`-3.4e38` would become `-inf`,
 and a fully masked row NaN); a true `-inf` stays.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -85,6 +92,27 @@ class _CastPlacer:
         now, then = ir.tensor(node), ir.captured(node)
         if now is None or then is None or now.dtype != then.dtype:
             self.changed.add(node)
+        if not ir.lies_as_captured(node) and ir.has_own_memory(node):
+            self._lay_out(node)
+
+    def _lay_out(self, node: fx.Node) -> None:
+        """Hand the result on in its captured layout: the kernel for these dtypes has another."""
+        users, captured = list(node.users), ir.captured(node)
+        assert captured is not None
+        decision = replace(
+            ir.mark(node),
+            precision=Precision.KEEP,
+            by=ir.By.REWRITE,
+            reason="in the layout that it was captured in",
+            role=ir.Role.LAYOUT,
+        )
+        with self.graph.inserting_before(ir.after(node)):
+            laid = ir.dense_in_order(node, captured, f"{node.name}_dense", decision)
+        for user in users:
+            user.replace_input_with(node, laid)
+        ir.stands_for(laid, node)
+        if node in self.changed:
+            self.changed.add(laid)
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
         """Replace the node's operands by values in the dtype that it reads."""

@@ -132,20 +132,8 @@ class _PadPlacer:
         """The value in the memory layout of its captured form."""
         if ir.same_shape(ir.value(cut).stride(), captured.stride()):
             return cut
-        # Dense, in the order of the captured strides.
-        order = sorted(range(captured.dim()), key=lambda dim: -ir.hint(captured.stride()[dim]))
-        back = [order.index(dim) for dim in range(len(order))]
-        steps: list[tuple[Any, tuple[Any, ...]]] = [
-            (aten.permute.default, (order,)),
-            (aten.contiguous.default, ()),
-            (aten.permute.default, (back,)),
-        ]
-        if order == back == sorted(order):
-            steps = steps[1:2]
-        for target, args in steps:
-            why = "in the layout that it was captured in"
-            cut = self._insert(target, (cut, *args), f"{like.name}_dense", like, why)
-        return cut
+        decision = ir.added(ir.Role.PAD, "in the layout that it was captured in")
+        return ir.dense_in_order(cut, captured, f"{like.name}_dense", decision)
 
     def _pad(self, value: fx.Node, shape: Sequence[Size], like: fx.Node, user: fx.Node) -> fx.Node:
         now = ir.shape(value)

@@ -1,0 +1,31 @@
+"""Runs operators on fakes, while a graph is captured and rewritten, unseen by the caller.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._guards import TracingContext
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Hide the operators that passes run on fakes, and that `rules/kernels.py` runs on samples.
+
+    From the caller's hooks on saved tensors: such a hook may count tensors, as a checkpoint's does.
+    From AOTAutograd: it would ask where the symbols have gone that stand for sizes which depend on
+    values (`x[mask]`), and makes its own.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    with contextlib.ExitStack() as hidden:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            hidden.enter_context(same)
+        if mode is not None and mode.shape_env is not None:
+            hidden.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield

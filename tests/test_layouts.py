@@ -1,0 +1,174 @@
+"""A result that the low kernel lays out in another way is handed on as the FP32 program has it:
+`contiguous()`, views, kernels of the user's and the caller rely on that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import SETTINGS, check, fallback_reason, leaf
+from graphs import Stage
+from torch import Tensor, nn
+
+from mpcompile import Policy, ir
+from mpcompile.passes.graph.place_casts import place_casts
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+class CausalSelfAttention(nn.Module):
+    """As nanoGPT writes it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(32, dim=2)
+        k = k.view(B, T, 4, C // 4).transpose(1, 2)
+        q = q.view(B, T, 4, C // 4).transpose(1, 2)
+        v = v.view(B, T, 4, C // 4).transpose(1, 2)
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        out: Tensor = self.c_proj(y)
+        return out
+
+
+@DTYPES
+@SETTINGS
+def test_attention_of_nanogpt(level: str, emit: str, dtype: torch.dtype) -> None:
+    seen = check(CausalSelfAttention(), torch.randn(2, 8, 32), dtype=dtype, level=level, emit=emit)
+    assert seen.ops("LOW").count("linear") == 2
+
+
+def test_attention_of_symbolic_sizes_and_in_evaluation() -> None:
+    seen = check(
+        CausalSelfAttention(0.1).eval(), torch.randn(2, 8, 32), dtype=torch.bfloat16, dynamic=True
+    )
+    with torch.no_grad():
+        seen.model(torch.randn(3, 9, 32))
+    seen.model.train()(torch.randn(3, 11, 32)).sum().backward()
+    assert len(seen.plans) > 1
+    assert [plan.left for plan in seen.plans] == [None] * len(seen.plans)
+
+
+def heads(x: Tensor, w: Tensor) -> Tensor:
+    q = F.linear(x, w).view(2, 5, 3, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+@torch.library.custom_op("layouts::by_rows", mutates_args=())
+def by_rows(x: Tensor) -> Tensor:
+    """A kernel that counts on dense rows."""
+    assert x.is_contiguous()
+    return x * 2
+
+
+by_rows.register_fake(torch.empty_like)
+by_rows.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def given_to_a_kernel(x: Tensor, w: Tensor) -> Tensor:
+    out: Tensor = by_rows(heads(x, w).transpose(1, 2).contiguous())
+    return out
+
+
+def viewed_without_contiguous(x: Tensor, w: Tensor) -> Tensor:
+    return heads(x, w).transpose(1, 2).view(2, 5, 12)
+
+
+def asked_whether_contiguous(x: Tensor, w: Tensor) -> Tensor:
+    y = heads(x, w).transpose(1, 2)
+    return (y if y.is_contiguous() else y.clone()).view(10, 12)
+
+
+def named_by_places(x: Tensor, w: Tensor) -> Tensor:
+    return heads(x, w).as_strided((2, 60), (60, 1), 0)
+
+
+def returned(x: Tensor, w: Tensor) -> Tensor:
+    return heads(x, w)
+
+
+def masked_by_a_parameter(x: Tensor, w: Tensor) -> Tensor:
+    q = F.linear(x, w).view(2, 5, 3, 4).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, q, q, attn_mask=w[:5, :5])
+    return y.contiguous().view(6, 20)
+
+
+def slice_named_by_places(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)[:, :, :5].as_strided((2, 3), (5, 1), 1)
+
+
+def beyond_a_slice(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)[:1, :, 3:].as_strided((10, 4), (12, 1), 7)
+
+
+def transposed_named_by_places(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.linear(x, w).transpose(1, 2).as_strided((3, 12), (12, 1), 12), w)
+
+
+def einsum_viewed(x: Tensor, w: Tensor) -> Tensor:
+    q = F.linear(x, w).view(2, 5, 3, 4)
+    return torch.einsum("bthd,bshd->bhts", q, q).transpose(1, 2).contiguous().view(-1)
+
+
+PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    given_to_a_kernel, viewed_without_contiguous, asked_whether_contiguous, named_by_places,
+    returned, masked_by_a_parameter, slice_named_by_places, beyond_a_slice,
+    transposed_named_by_places, einsum_viewed,
+]  # fmt: skip
+
+
+@DTYPES
+@SETTINGS
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_programs_that_rely_on_a_layout(
+    program: Callable[[Tensor, Tensor], Tensor], level: str, emit: str, dtype: torch.dtype
+) -> None:
+    x, w = leaf(2, 5, 12), leaf(12, 12)
+    seen = check(program, x, w, dtype=dtype, level=level, emit=emit)
+    assert seen.model(x, w).stride() == program(x, w).stride()
+    assert "linear" in seen.ops("LOW")
+
+
+@DTYPES
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutions_viewed(dtype: torch.dtype, memory: torch.memory_format) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.slim = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.slim(self.wide(x).tanh())
+            if y.is_contiguous():
+                return y.view(2, -1)
+            return y.permute(0, 2, 3, 1).view(2, -1)
+
+    x = torch.randn(2, 3, 6, 6)
+    for emit in ("eager", "aot_eager"):
+        check(Net().to(memory_format=memory), x.to(memory_format=memory), dtype=dtype, emit=emit)
+
+
+def test_only_what_lies_otherwise_is_copied() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = F.linear(x, w).transpose(0, 1).relu()
+        return h[:3].expand(2, 3, 4).softmax(-1) + h[:, 1:].sum()
+
+    stage = Stage(place_casts, program, leaf(4, 4), leaf(4, 4))
+    stage.run()
+    assert not [node for node in stage.gm.graph.nodes if ir.role(node) is ir.Role.LAYOUT]
+
+
+def test_a_policy_that_moves_what_is_named_by_places() -> None:
+    """Policy is never overruled: the graph can't be as it asks, and says so."""
+    policy = Policy(low=["aten::slice"])
+    reason = fallback_reason(slice_named_by_places, leaf(2, 5, 12), leaf(12, 12), policy=policy)
+    assert "as_strided reads slice_1_f32 by places in memory, where it lies otherwise" in reason
