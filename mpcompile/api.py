@@ -101,6 +101,8 @@ def mpcompile(
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
+    if isinstance(model, (staticmethod, classmethod)):
+        return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))
     if not isinstance(model, nn.Module) and not callable(model):
         raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
     return _compiled(model, settings, request, torch_compile_kwargs)
@@ -142,13 +144,17 @@ def _compiled(
         _records[model] = record
         uncalled.expect(first)
         return model
-    compiled = _compiled_function(model, compile_kwargs, record)
+    anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
+    compiled = _compiled_function(model, compile_kwargs, record, anew)
     _records[compiled] = record
     return compiled
 
 
 def _compiled_function(
-    function: Callable[..., Any], compile_kwargs: dict[str, Any], record: _Record
+    function: Callable[..., Any],
+    compile_kwargs: dict[str, Any],
+    record: _Record,
+    anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
 
@@ -161,7 +167,7 @@ def _compiled_function(
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, compile_kwargs, record.plans)
+    return TrainStep(function, in_pieces, compile_kwargs, record.plans, anew)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
@@ -317,6 +323,7 @@ def studied(model: Any, who: str) -> nn.Module:
 
 
 def _record_of(model: Any) -> _Record:
+    model = getattr(model, "__func__", model)  # of a method, its function
     within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
     if model not in _records and within in _records:
         model = within

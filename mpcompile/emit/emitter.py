@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
+from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
@@ -78,9 +79,9 @@ def emit(
             compile_graph = inductor or _aot_eager
             if recompute:
                 compile_graph = _recomputing(compile_graph)
-            salted = functools.partial(_salted, compile_graph)
+            compiler = functools.partial(_compiled, compile_graph)
             around = _untouched if untouched else _rewritten
-            run = (_sparing if sparing else around)(gm, example_inputs, salted)
+            run = (_sparing if sparing else around)(gm, example_inputs, compiler)
     # Dynamo guards on autocast: a function compiled without it will not be called within it.
     return _without_autocast(run) if autocast else run
 
@@ -150,7 +151,7 @@ def _whole(
     return compile_graph(gm, example_inputs)
 
 
-def _salted(
+def _compiled(
     compile_graph: Compiler, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Compile, with mpcompile's version as part of the key of AOTAutograd's cache.
@@ -159,7 +160,7 @@ def _salted(
     Attributes of the graph module are part of the key.
     """
     gm._mpcompile_version = __version__  # type: ignore[assignment]
-    return compile_graph(gm, example_inputs)
+    return running_again(compile_graph(gm, example_inputs))
 
 
 def _inductor(

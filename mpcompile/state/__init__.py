@@ -14,6 +14,7 @@
       trouble.py           how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         the search: the first backward is run again at lower scales
+    retained_graph.py    lets a compiled backward run several times over one forward
     second_backward.py   refuses gradients of a compiled graph's gradients
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks

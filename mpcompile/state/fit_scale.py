@@ -32,6 +32,7 @@ from ..ir.inputs import GraphInputs
 from ..ir.scale import INIT_SCALE
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
+from .retained_graph import is_kept
 from .second_backward import notice
 
 HEADROOM = 8.0
@@ -142,6 +143,7 @@ class _Trial:
             [*leaves, self.found],
             [grad for _, grad in pairs],
             allow_unused=True,
+            retain_graph=is_kept(),  # what is compiled in this backward is compiled for that
         )
         self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)

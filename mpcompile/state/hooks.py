@@ -2,13 +2,18 @@
 
 They cost one look-up while no loss scale exists. While one does, a plain optimizer's step costs one
 host synchronisation, as GradScaler's does. An MPOptimizer's step checks on the device; these hooks
-skip it.
+skip it. Of a step's arguments they know the closure alone, and hand on all others.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +27,10 @@ from torch.optim.optimizer import (
 
 from ..ranks.zero import is_zero, partition_of
 from . import copies, foreign, guard, optimizers, reductions, shardings
+
+_CLOSURE = "closure"
+# What torch puts around each step; it calls the hooks, and then its `func`.
+_HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 @functools.cache
@@ -43,15 +52,63 @@ def _before_step(
     by_itself = optimizers.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
-    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-    if closure is None:
+    place = _place_of_closure(optimizer, args, kwargs)
+    if place is None:
         if not by_itself:
             _check_gradients(optimizer)
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
-    checked = _checked_closure(optimizer, closure, by_itself=by_itself)
-    return (args[0], *args[2:]), {**kwargs, "closure": checked}
+    if isinstance(place, str):
+        checked = _checked_closure(optimizer, kwargs[place], by_itself=by_itself)
+        return args, {**kwargs, place: checked}
+    checked = _checked_closure(optimizer, args[place], by_itself=by_itself)
+    return (*args[:place], checked, *args[place + 1 :]), kwargs
+
+
+def _place_of_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str | None:
+    """Which argument of a step is its closure: one that the step names `closure`. The number of a
+    positional one, "closure" if it is given by its name, or None. All else is the optimizer's own.
+    """
+    if callable(kwargs.get(_CLOSURE)):
+        return _CLOSURE
+    callables = [i for i, arg in enumerate(args) if i and callable(arg)]
+    if not callables:
+        return None
+    bases = (vars(cls).get("step") for cls in type(optimizer).__mro__)
+    for step in (_called_step(optimizer), *filter(None, bases)):
+        names, has_more = _positional(step)
+        if _CLOSURE in names:
+            place = names.index(_CLOSURE)
+            return place if place in callables else None
+        if not has_more:
+            return None
+    return None
+
+
+def _positional(step: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of a step's positional arguments, and whether it hands on more of them, as one with
+    `*args` does, to the step of a base class, which names them.
+    """
+    try:
+        known = inspect.signature(step).parameters.values()
+    except ValueError:  # it is no Python function, and tells nothing
+        return [], True
+    by_number = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [p.name for p in known if p.kind in by_number]
+    return names, any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known)
+
+
+def _called_step(optimizer: Optimizer) -> Any:
+    """The function that the step is: that of the optimizer's class or, called by it, of a base,
+    which may take other arguments.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _HOOKED_STEP:
+        frame = frame.f_back
+    return type(optimizer).step if frame is None else frame.f_locals["func"]
 
 
 def _agree(optimizer: Optimizer) -> None:
@@ -61,10 +118,11 @@ def _agree(optimizer: Optimizer) -> None:
 
 
 def _checked_closure(
-    optimizer: Optimizer, closure: Callable[[], Any], *, by_itself: bool
-) -> Callable[[], Any]:
-    def run() -> Any:
-        loss = closure()
+    optimizer: Optimizer, closure: Callable[..., Any], *, by_itself: bool
+) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
         _agree(optimizer)
         if not by_itself:
             _check_gradients(optimizer)

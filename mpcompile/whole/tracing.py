@@ -97,10 +97,10 @@ def _name(number: int) -> str:
 
 
 def _traced_step(eager: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, closure: Any = None) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # of another thread
-            return eager(self) if closure is None else eager(self, closure)
-        if closure is not None:
+            return eager(self, *args, **kwargs)
+        if any(arg is not None for arg in (*args, *kwargs.values())):  # `take_step` takes nothing
             torch._dynamo.graph_break()
         number = int(getattr(self, _NUMBER))
         params, grads = [], []
@@ -117,16 +117,17 @@ def _traced_step(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traced_zero_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            eager(self, set_to_none)
-            return
+            return eager(self, *args, **kwargs)
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         for param in getattr(_PARAMETERS, _name(int(getattr(self, _NUMBER)))):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 with torch.no_grad():
                     param.grad.zero_()
+        return None
 
     return zero_grad
 

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     PendingUnbackedSymbolNotFound,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls.module_call import running
 from ..capture.rebound import gradients_of_rebound
@@ -54,6 +55,7 @@ class TrainStep:
         compile_in_pieces: (function, emit) -> the function compiled in pieces.
         compile_kwargs: of `torch.compile`, our backend's options among them.
         plans: takes the plan of each graph.
+        anew: makes another one of the same function.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class TrainStep:
         compile_in_pieces: Callable[[Callable[..., Any], str | None], Callable[..., Any]],
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
+        anew: Callable[[], TrainStep],
     ) -> None:
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -86,6 +89,23 @@ class TrainStep:
         )  # fmt: skip
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then
+        self._anew, self._bound = anew, WeakIdKeyDictionary()
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        """A method of an object, as of any function. Each object has a model and optimizers of its
+        own, and so a training step of its own, which lives as long as the object.
+        """
+        if instance is None:
+            return self
+        try:
+            known = self._bound.get(instance)
+        except (
+            TypeError
+        ):  # no weak reference to the object is possible: all of these share this one
+            return types.MethodType(self, instance)
+        if known is None:
+            known = self._bound[instance] = self._anew()
+        return types.MethodType(known, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.left is not None:

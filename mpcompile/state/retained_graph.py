@@ -1,0 +1,117 @@
+"""Let a compiled backward run several times over one forward: `retain_graph=True`, or
+`torch.autograd.grad` once for each loss.
+
+A backward that Inductor compiles may write to tensors that its forward saved for it ("donated
+buffers"): less memory is taken. If the first backward of all keeps its graph, it is compiled
+without that; otherwise AOTAutograd raises where a later one keeps it. Here such a backward gets
+copies of these tensors instead. Who keeps no graph pays nothing.
+
+Torch internals used here were read in torch 2.13 and exist in 2.11.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..ir.fakes import duplicate
+from ..ir.units import function_of
+
+__all__ = ["is_kept", "running_again"]
+
+
+def is_kept() -> bool:
+    """Whether the backward that runs in this thread keeps its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def running_again(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what AOTAutograd compiled: its backward may run several times over one forward."""
+    known = False
+
+    def graph(*args: Any) -> Any:
+        nonlocal known
+        if known:
+            return run(*args)
+        before = _nodes(args)
+        results = run(*args)
+        known = True
+        for function in _compiled(_nodes(results), before) - set(_wrapped):
+            _wrapped.add(function)
+            _wrap_backward(function)
+        return results
+
+    return graph
+
+
+def _nodes(values: Sequence[Any]) -> set[Node]:
+    return {v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None}
+
+
+def _compiled(nodes: set[Node], before: set[Node]) -> set[Any]:
+    """AOTAutograd's classes between the results of a graph and the histories of its inputs. (What
+    it returns may be a view of what the class returned.)
+    """
+    found, seen, left = set(), set(before), list(nodes)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(function := function_of(node), "_aot_id"):
+            found.add(function)
+        left += [below for below, _ in node.next_functions if below is not None]
+    return found
+
+
+def _wrap_backward(function: Any) -> None:
+    """Give each backward of a class of AOTAutograd's that keeps its graph, and may write to what is
+    saved in it, copies of that.
+    """
+    backward, donated = function.backward, None
+
+    def sparing(ctx: Any, *gradients: Any) -> Any:
+        nonlocal donated
+        if is_kept() and function.compiled_bw is not None:
+            metadata = function.metadata
+            found = [i - metadata.num_symints_saved_for_bw for i in metadata.bw_donated_idxs or ()]
+            if donated is None:
+                donated = found
+            # AOTAutograd raises if it finds any. (Removed last: another thread may look, too.)
+            metadata.bw_donated_idxs = []
+            if donated:
+                ctx = _Copied(ctx, donated)
+        return backward(ctx, *gradients)
+
+    function.backward = staticmethod(sparing)
+
+
+# classes of AOTAutograd whose backward is wrapped
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Copied:
+    """The context of a backward, with copies of the saved tensors of these numbers."""
+
+    def __init__(self, ctx: Any, numbers: Collection[int]) -> None:
+        self._ctx, self._numbers = ctx, numbers
+        self.saved_tensors = self._copied(ctx.saved_tensors)
+
+    @property
+    def _tensors_no_vc_check(self) -> tuple[Tensor, ...]:
+        """Those whose version isn't checked: they count on from the others."""
+        return self._copied(self._ctx._tensors_no_vc_check, len(self.saved_tensors))
+
+    def _copied(self, tensors: Sequence[Tensor], first: int = 0) -> tuple[Tensor, ...]:
+        return tuple(
+            duplicate(tensor) if number in self._numbers else tensor
+            for number, tensor in enumerate(tensors, first)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
