@@ -30,6 +30,7 @@ from .passes.graph.gather_hooks import gather_hooks
 from .passes.graph.guard_aliases import guard_aliases
 from .passes.graph.guard_constants import guard_constants
 from .passes.graph.guard_factorisations import guard_factorisations
+from .passes.graph.guard_kernels import guard_kernels
 from .passes.graph.leave_unpromised import leave_unpromised
 from .passes.graph.narrow_softmax import narrow_softmax
 from .passes.graph.outline import outline
@@ -52,6 +53,7 @@ PASSES: tuple[Pass, ...] = (
     functionalize,  # before anything is decided: operators that stay in place keep their dtypes
     gather_hooks,  # before any cast comes between a value and its hook
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
+    guard_kernels,  # after classify, whose decisions it overrules, the user's as well
     guard_aliases,  # after classify; like the guards below, it may only make classes wider
     guard_constants,  # after classify, likewise
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
@@ -87,6 +89,7 @@ MAY_BE_DISABLED: Mapping[str, str] = {
 MUST_RUN: Mapping[str, str] = {
     "gather_hooks": "a hook would see a part of the gradient",
     "classify": "without classes there is nothing to plan",
+    "guard_kernels": "torch's kernels would return wrong gradients",
     "guard_aliases": "tensors that share memory would no longer do so",
     "guard_constants": "constants beyond FP16's range would become infinite",
     "guard_factorisations": "a factorisation of a rounded matrix may fail, or be far off",

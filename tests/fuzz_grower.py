@@ -20,12 +20,12 @@ from fuzz_programs import Input, Line, Program, draw_inputs, names_in_scope, pru
 
 Choose = Callable[[int], int]
 T = TypeVar("T")
+HOLES = "n0"  # data of which some are NaN
 LARGEST = 60.0  # in size; far from FP16's 65504 even after sums and products of the backward
 
 # What is known to go wrong at the moment, and is not drawn, by the names that the tables ask for:
 # "late", "overlap", "leaf", "hook", "opaque", "dirty" were all in here once.
 KNOWN_BUGS: dict[str, str] = {}
-LARGEST = 60.0  # in size; far from FP16's 65504 even after sums and products of the backward
 
 
 class Unfit(Exception):
@@ -208,6 +208,7 @@ class Grower:
         kinds = ("leaf", "inner", "plain")
         sizes = ((-1, 8), (-1, 8), (-1, 2, 4), (2, -1, 8))
         drawn = [Input("i0", "index", (-1,)), Input("m0", "mask", (-1, 8))]
+        drawn += [Input(HOLES, "holes", (-1, 8))]
         drawn += [Input("b0", "buffer", ((8,), (8, 8), (2, 4))[choose(3)])]
         drawn += [Input("w1", "parameter", (8,)), Input("w0", "parameter", (8, 8))]
         drawn += [
@@ -230,6 +231,7 @@ class Grower:
             strict=True,
         ):
             self._bind(name, value)
+        self.order.remove(HOLES)  # no line picks it but those that are about it
 
     def _take_back(self, count: int) -> None:
         """Undo lines: whatever they wrote can only be had again by starting over."""
@@ -290,7 +292,7 @@ class Grower:
             if late and "late" in self.avoided:
                 raise Unfit(item.name)
         for name, value in self.values.items():
-            if value.is_floating_point():
+            if value.is_floating_point() and name != HOLES:
                 size = value.detach().abs().amax() if value.numel() else torch.zeros(())
                 if not size <= LARGEST:  # NaN too
                     raise Unfit(name)
@@ -324,10 +326,9 @@ class Grower:
             memory = [memory_of(self.values[n]) for n in [*names, *(i.name for i in self.inputs)]]
             if memory.count(memory[doubled]) > 1:
                 doubled = None
-        form = self.choose(7)
-        return pruned(
-            Program(tuple(self.inputs), tuple(self.lines), outputs, form, module, doubled)
-        )
+        form, backwards = self.choose(7), self.of("one", "one", "one", "again", "each")
+        lines = tuple(self.lines)
+        return pruned(Program(tuple(self.inputs), lines, outputs, form, module, doubled, backwards))
 
     def _outputs(self) -> list[str]:
         inputs = {i.name for i in self.inputs}
@@ -354,7 +355,7 @@ class Grower:
     def _dressed(self, name: str) -> str:
         """Mostly the value itself."""
         value = self.values[name]
-        form = self.choose(12)
+        form = self.choose(14)
         if form == 8 and value.dim():
             return f"{name}[0]"
         if form == 9 and value.is_floating_point():
@@ -363,6 +364,10 @@ class Grower:
             return f"{name}.detach()"
         if form == 11 and value.is_floating_point():
             return f"{name} > 0.1"
+        if form == 12 and value.dim():
+            return f"{name}.argmax(-1)"
+        if form == 13 and value.is_floating_point():
+            return f"({name} * 4).round().long()"
         return name
 
 

@@ -7,16 +7,22 @@ import random
 import warnings
 from collections.abc import Collection, Mapping
 
+from fuzz_functorch import FUNCTORCH
 from fuzz_grower import KNOWN_BUGS, Choose, Grower, Maker, Unfit
+from fuzz_holes import HOLED
 from fuzz_operators import OPERATORS
 from fuzz_pointwise import POINTWISE
+from fuzz_positions import POSITIONS
 from fuzz_programs import Program
 from fuzz_regions import SPECIAL
 from fuzz_tensors import TENSORS
 from fuzz_views import VIEWS
 from fuzz_writes import WRITES
 
-EXPRESSIONS: dict[str, Maker] = {**OPERATORS, **VIEWS, **TENSORS, **SPECIAL, **POINTWISE}
+RARE = (SPECIAL, FUNCTORCH, POSITIONS, HOLED)  # each a kind of its own, or it would drown
+EXPRESSIONS: dict[str, Maker] = {**OPERATORS, **VIEWS, **TENSORS, **POINTWISE}
+for _rows in RARE:
+    EXPRESSIONS.update(_rows)
 
 # The kinds of lines, the likelier ones several times; a kind is drawn first, then a row.
 PRODUCTS = {k: EXPRESSIONS[k] for k in (
@@ -26,10 +32,10 @@ NEW = {k: EXPRESSIONS[k] for k in ("created", "filled", "cast", "in_half", "accu
 OTHERS = {
     k: v
     for k, v in EXPRESSIONS.items()
-    if not any(k in table for table in (PRODUCTS, VIEWS, NEW, SPECIAL))
+    if not any(k in table for table in (PRODUCTS, VIEWS, NEW, *RARE))
 }
 KINDS: tuple[Mapping[str, Maker], ...] = (
-    OTHERS, PRODUCTS, VIEWS, WRITES, NEW, OTHERS, PRODUCTS, VIEWS, WRITES, SPECIAL, WRITES,
+    OTHERS, PRODUCTS, VIEWS, WRITES, NEW, OTHERS, PRODUCTS, VIEWS, WRITES, WRITES, *RARE,
 )  # fmt: skip
 HEADERS = (
     "with torch.no_grad():",

@@ -114,7 +114,8 @@ class Input:
 
     Attributes:
         kind: "leaf" (needs a gradient), "inner" (a result of the caller's; it may be written),
-            "plain" (no gradient), "parameter", "buffer", "index", "mask".
+            "plain" (no gradient), "parameter", "buffer", "index", "mask", "holes" (no gradient,
+            some elements are NaN).
         size: its shape; -1 stands for the batch.
     """
 
@@ -130,6 +131,8 @@ class Input:
         value = torch.randn(size, generator=generator, dtype=torch.float32)
         if self.kind == "mask":
             return value > 0
+        if self.kind == "holes":
+            return value.masked_fill(value > 0.7, torch.nan)
         return value * (0.4 if self.kind == "parameter" else 1.0)
 
     @property
@@ -161,6 +164,8 @@ class Program:
         returned: the expressions that are returned; `form`: in what structure.
         module: whether the parameters and buffers belong to a module whose forward this is.
         doubled: the number of the result that the caller writes in place, or None.
+        backwards: "one" of all results together; "again": two of it, on one graph; "each": one
+            after the other of each result, on one graph.
     """
 
     inputs: tuple[Input, ...]
@@ -169,6 +174,12 @@ class Program:
     form: int = 0
     module: bool = False
     doubled: int | None = None
+    backwards: str = "one"
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether some of the data are NaN."""
+        return any(item.kind == "holes" for item in self.inputs)
 
     def source(self, wide: bool = False) -> str:
         names = ", ".join(i.name for i in self.inputs)
@@ -210,6 +221,8 @@ class Program:
             f"# {i.name}: {i.kind} {['B' if s == -1 else s for s in i.size]}" for i in self.inputs
         ]
         how = [f"# parameters and buffers are those of a module: {self.module}"]
+        if self.backwards != "one":
+            how.append(f"# backwards: {self.backwards}")
         if self.doubled is not None:
             how.append(f"# the caller doubles result {self.doubled} in place")
         text = self.source()
@@ -289,6 +302,8 @@ def reductions(program: Program) -> Iterator[Program]:
         yield replace(program, module=False)
     if program.doubled is not None:
         yield replace(program, doubled=None)
+    if program.backwards != "one":
+        yield replace(program, backwards="one")
     if program.form:
         yield replace(program, form=0)
     for k, item in enumerate(program.inputs):

@@ -34,7 +34,8 @@ class Observed:
 class Noise(TorchDispatchMode):
     """Disturbs every new or written floating-point value by `amount` roundings, and watches sizes.
 
-    Zeros stay: a mask or a padding is no less exact in FP16.
+    Zeros stay: a mask or a padding is no less exact in FP16. So do values that come of no input,
+    such as positions and what is computed of them alone, and the bounds of a clamp hold.
     """
 
     def __init__(self, amount: float, seed: int = 0, scale: float = 1.0) -> None:
@@ -43,16 +44,35 @@ class Noise(TorchDispatchMode):
         self.generator = torch.Generator().manual_seed(seed)
         self.backward = False
         self.largest = {False: 0.0, True: 0.0}
+        # Memory that comes of no input. The storages are kept, so that no other gets their place.
+        self.exact: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         schema = func._schema
+        if self._is_exact(args, kwargs, results) or "empty" in schema.name:
+            return results  # what memory held before is no value
         flat = results if isinstance(results, (tuple, list)) else (results,)
         for result, returned in zip(flat, schema.returns, strict=False):
             if returned.alias_info is None or returned.alias_info.is_write:
                 for value in result if isinstance(result, (tuple, list)) else (result,):
                     self.disturb(value)
+                    if self.amount and func is torch.ops.aten.clamp.default:
+                        value.clamp_(*args[1:])
         return results
+
+    def _is_exact(self, args: Any, kwargs: Any, results: Any) -> bool:
+        """Whether results come of no input: note so."""
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        exact = all(x.untyped_storage()._cdata in self.exact for x in given)
+        for x in made:
+            storage = x.untyped_storage()
+            if exact:
+                self.exact[storage._cdata] = storage
+            else:
+                self.exact.pop(storage._cdata, None)
+        return exact
 
     def disturb(self, value: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.float64:
@@ -137,11 +157,21 @@ def _call(
     loss = [_weighted(x, k) for k, x in enumerate(roots) if x.is_floating_point()]
     backward()
     if loss:
-        torch.autograd.backward(loss)
+        _differentiate(loss, program.backwards)
     for item, leaf in zip(program.inputs, leaves, strict=True):
         if item.trained:
             values[f"gradient of {item.name}"] = leaf.grad
     return Observed(facts, values)
+
+
+def _differentiate(losses: list[torch.Tensor], how: str) -> None:
+    """See `Program.backwards`."""
+    if how == "each":
+        for k, loss in enumerate(losses):
+            loss.backward(retain_graph=k < len(losses) - 1)
+        return
+    for k in range(2 if how == "again" else 1):
+        torch.autograd.backward(losses, retain_graph=how == "again" and not k)
 
 
 def _weighted(x: torch.Tensor, k: int) -> torch.Tensor:

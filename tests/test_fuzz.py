@@ -16,6 +16,7 @@ from collections import Counter
 from typing import Any
 
 import fuzz_judge
+import fuzz_runs
 import pytest
 import torch
 from fuzz_judge import Setting, Wrong, judge
@@ -213,3 +214,44 @@ def test_a_wrong_factor_is_caught(factor: float, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mpcompile, "mpcompile", wrong)
     monkeypatch.setattr(mpcompile, "compiled_plans", lambda run: [])
     assert len(caught(programs)) >= 4
+
+
+def test_a_dead_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where torch loses it, too, and where noise leaves three digits in ten."""
+    program = differentiable(1)[0]
+    original = fuzz_judge.Compiled.__call__
+
+    def dead(self: Any, *args: Any) -> Any:
+        observed = original(self, *args)
+        for name, value in observed.values.items():
+            if name.startswith("gradient") and value is not None:
+                value.zero_()
+        return observed
+
+    monkeypatch.setattr(fuzz_judge.Compiled, "__call__", dead)
+    monkeypatch.setattr(fuzz_judge, "FACTOR", 1e3)  # so that any error is allowed
+    with pytest.raises(Wrong, match="exactly zero"):
+        judge(program, Setting())
+
+
+def test_new_kinds_are_drawn() -> None:
+    """What programs do that the tables of operators don't say."""
+    programs = [from_seed(k) for k in range(60)]
+    assert {p.backwards for p in programs} == {"one", "again", "each"}
+    assert any(p.has_holes for p in programs)
+
+
+def test_positions_are_not_disturbed() -> None:
+    """What comes of no input is exact; what an input joins is not, nor is what it is written to."""
+    steps = torch.arange(8, dtype=torch.float64) * 0.7
+    with fuzz_runs.Noise(2.0):
+        exact = torch.arange(8, dtype=torch.float64) * 0.7
+    assert torch.equal(exact, steps)
+    x = torch.rand(8, dtype=torch.float64)
+    with fuzz_runs.Noise(2.0):
+        given = torch.ones(8, dtype=torch.float64)
+        given[2:].copy_(x[2:])
+        disturbed = given * 0.5
+        bounded = (x + 5).clamp(0, 1 - 1e-4)
+    assert not torch.equal(disturbed[2:], x[2:] * 0.5)
+    assert float(bounded.max()) <= 1 - 1e-4

@@ -91,6 +91,12 @@ class Capabilities:
         """Whether fused attention is slower in `dtype` than two products around a softmax."""
         return False
 
+    def miscounts_shallow_volumes(self, dtype: torch.dtype) -> bool:
+        """Whether weight gradients of convolutions over three dimensions come out wrong in `dtype`
+        where the kernel is larger than the volume is without its padding.
+        """
+        return False
+
     def accumulate_in_fp32(self) -> None:
         """Make libraries accumulate products of low dtypes in FP32: a setting of the process."""
 

@@ -10,6 +10,7 @@ import torch
 
 from .capabilities import Capabilities
 from .instructions import cpu_flags, cpu_units, vectors
+from .torch_faults import SHALLOW_VOLUMES
 
 __all__ = ["CPU"]
 
@@ -53,6 +54,10 @@ class CPU(Capabilities):
     def has_slow_attention(self, dtype: torch.dtype) -> bool:
         """True for BF16: its backward runs at a fraction of FP32's speed (torch 2.13)."""
         return dtype is torch.bfloat16
+
+    def miscounts_shallow_volumes(self, dtype: torch.dtype) -> bool:
+        """True for BF16, in the releases of torch whose oneDNN has this fault."""
+        return dtype is torch.bfloat16 and SHALLOW_VOLUMES.is_here()
 
     def is_there(self) -> bool:
         """Always."""

@@ -36,6 +36,7 @@ from ..state.second_backward import noticed
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, JointPasses, with_joint_passes
+from .write_order import inductor_for
 
 
 def emit(
@@ -172,9 +173,9 @@ def _inductor(
     """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
     if inner is not None:
         joint = replace(joint, halves=())  # `inner` is shown what the partitioner made
-    whole = torch._TorchCompileInductorWrapper(mode, with_joint_passes(options, joint), None)
+    whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
-        return whole
+        return whole  # type: ignore[no-any-return]
     from torch._inductor.compile_fx import compile_fx  # takes a second to import
 
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)

@@ -39,10 +39,10 @@ class By(enum.Enum):
     """Who decided a node's precision; this says who may still change it.
 
     TABLE     the operator's row in the table; guards and the planner may decide otherwise.
-    KERNEL    the device has no kernel in the low dtype.
+    KERNEL    the device has no kernel in the low dtype, or torch has a wrong one.
     ALIAS     the value shares memory with another.
     GUARD     the low dtype can't hold the values.
-    POLICY    the user, whom nothing overrules.
+    POLICY    the user, whom only a wrong kernel overrules.
     REGION    an autocast region of the user's program.
     CAPTURED  the value must stay as it was captured.
     UPDATE    part of an in-place update of parameters.

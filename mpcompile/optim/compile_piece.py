@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from .. import ir
 from ..emit.inference import Function, compile_inference, options_for_joins
+from ..emit.write_order import inductor_for
 from ..ir.fakes import like
 from .pieces import Piece, is_held, signature
 
@@ -90,7 +91,7 @@ def _inductor(piece: Piece, emit: Emit, sizes: Sizes) -> Function:
     threads = _ONE_THREAD if piece.is_small else {}
     joined = options_for_joins(gm.graph, values[0].device)
     options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
-    patches = torch._TorchCompileInductorWrapper(emit.mode, options, None).config
+    patches = inductor_for(emit.mode, options).config
     inputs = zip(gm.graph.find_nodes(op="placeholder"), piece.inputs, strict=True)
     static = [node for node, given in inputs if is_held(given)]
     return compile_inference(gm, values, mode, static=static, shares_memory=False, patches=patches)

@@ -174,10 +174,15 @@ def _einsum(node: fx.Node) -> Product | None:
 # -- convolutions, attention, recurrent layers ----------------------------------------------------
 
 
-def _convolution(node: fx.Node) -> Product | None:
-    transposed = "transpose" in ir.op_name(node)
+def is_transposed(node: fx.Node) -> bool:
+    """Whether a convolution is a transposed one."""
     if "transposed" in [argument.name for argument in node.target._schema.arguments]:  # type: ignore[union-attr]
-        transposed = bool(ir.argument(node, "transposed"))
+        return bool(ir.argument(node, "transposed"))
+    return "transpose" in ir.op_name(node)
+
+
+def _convolution(node: fx.Node) -> Product | None:
+    transposed = is_transposed(node)
     value, weight, bias = (ir.argument(node, name) for name in ("input", "weight", "bias"))
     groups = ir.argument(node, "groups")
     spatial = (None,) * (len(ir.shape(weight)) - 2)

@@ -24,6 +24,7 @@ from .. import backend, ir
 from ..devices.registry import capabilities
 from ..emit.inference import Function, compile_inference, options_for_joins
 from ..emit.joint import JointPasses, with_joint_passes
+from ..emit.write_order import inductor_for
 from ..errors import CannotRewrite
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..settings import Settings
@@ -143,10 +144,9 @@ def compiled(
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
     device = backend.place_of([n.meta["val"] for n in inputs])
-    patches = torch._TorchCompileInductorWrapper(
+    patches = inductor_for(
         settings.mode,
         with_joint_passes({**options_for_joins(graph.graph, device), **options}, joint),
-        None,
     ).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
         return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches))
