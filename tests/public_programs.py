@@ -37,6 +37,7 @@ class Script:
             one updates its parameters itself, at a rate of its own.
         clip: the norm to which the script clips gradients.
         state: what the loop starts with.
+        parts: modules of a model that Dynamo leaves to Python, to be compiled each by itself.
     """
 
     models: Callable[[], Models]
@@ -45,6 +46,7 @@ class Script:
     optimizers: Callable[[Models, float], Sequence[Optimizer]]
     clip: float | None = None
     state: Callable[[Models], tuple[Any, ...]] = lambda models: ()
+    parts: Callable[[Models], list[nn.Module]] | None = None
 
 
 SCRIPTS = {
@@ -73,11 +75,11 @@ SCRIPTS = {
     ),
     "word_transformer": Script(
         public_words.transformer, public_words.batch, public_words.transformer_step,
-        public_words.adamw, clip=0.25,
+        public_words.adamw, clip=0.25, parts=public_words.layers,
     ),
     "vector_quantize": Script(
         public_quantize.autoencoder, public_quantize.batch, public_quantize.step,
-        public_quantize.adamw,
+        public_quantize.adamw, parts=public_quantize.convolutions,
     ),
     "clip": Script(
         public_clip.clip, public_clip.batch, public_clip.step, public_clip.adamw,

@@ -23,6 +23,7 @@ States = Sequence[Mapping[str, Tensor]]
 
 FP64, AUTOCAST, FP32 = "fp64", "autocast", "fp32"
 WAYS = ("O1", "O2", "whole O1", "whole O2")
+PARTS = ("parts O1", "parts O2")
 
 PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward",
             "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")  # fmt: skip
@@ -75,7 +76,7 @@ class Running:
         step: takes a batch and the loop's state.
         plans: the plans of what was compiled until now.
         around: the context of each step.
-        scales: of each model.
+        scales: of each parameter.
         max_norm: to which the gradients will have been clipped, though they don't show it.
     """
 
@@ -85,7 +86,7 @@ class Running:
     state: tuple[Any, ...]
     plans: Callable[[], list[GraphPlan]] = list
     around: Callable[[], Any] = contextlib.nullcontext
-    scales: list[LossScale] = field(default_factory=list)
+    scales: Mapping[nn.Parameter, LossScale] = field(default_factory=dict)
     max_norm: float | None = None
 
     def load(self, states: States) -> None:
@@ -108,7 +109,7 @@ class Running:
             for name, p in model.named_parameters():
                 if p.requires_grad:
                     scaled = p.grad is not None and p.grad.dtype is torch.float16
-                    scale = self.scales[i].used if scaled else 1.0
+                    scale = self.scales[p].used if scaled else 1.0
                     found[f"{i}.{name}"] = None if p.grad is None else p.grad.double() / scale
         if self.max_norm is not None:
             norm = nn.utils.get_total_norm([g for g in found.values() if g is not None])
@@ -130,7 +131,7 @@ def running(
 
     Args:
         script, states: what is run.
-        way: FP64, FP32, AUTOCAST or one of WAYS.
+        way: FP64, FP32, AUTOCAST, or one of WAYS or PARTS.
         dtype: the low dtype, unless it is FP64 or FP32.
         rate: a factor for the learning rates.
         emit: for `mpcompile()`.
@@ -140,16 +141,18 @@ def running(
         model.load_state_dict(state)
     if way == FP64:
         own = [model.double() for model in own]
-    level = way.removeprefix("whole ")
-    whole = way != level
+    kind, _, level = way.rpartition(" ")
+    whole = kind == "whole"
 
     def scale() -> Any:
         return LossScale.dynamic(init_scale=SCALE) if dtype is torch.float16 else "dynamic"
 
     options: dict[str, Any] = {"level": level, "dtype": dtype, "emit": emit}
-    compiled = own
-    if way in WAYS and not whole:
-        compiled = [mpcompile(model, loss_scale=scale(), **options) for model in own]
+    compiled: list[nn.Module] = []
+    if way in (*WAYS, *PARTS) and not whole:
+        compiled = list(own) if kind == "" else script.parts(own)  # type: ignore[misc]
+        for part in compiled:
+            mpcompile(part, loss_scale=scale(), **options)
     optimizers = list(script.optimizers(own, rate))
     inside = None  # the norm to which an optimizer clips; elsewhere the step itself does
     if level == "O2":
@@ -160,17 +163,17 @@ def running(
         if script.clip is not None and inside is None:
             nn.utils.clip_grad_norm_(parameters, script.clip)
 
-    step = script.step(compiled, optimizers, clip)
+    step = script.step(own, optimizers, clip)
     plans: Callable[[], list[GraphPlan]] = list
-    scales: list[LossScale] = []
+    parameters = [p for model in own for p in model.parameters()]
+    scales: dict[nn.Parameter, LossScale] = {}
     if whole:
         step = mpcompile(step, loss_scale=scale(), **options)
-        scales = [loss_scale_of(step)] * len(own)
+        scales = dict.fromkeys(parameters, loss_scale_of(step))
         plans = lambda: compiled_plans(step)  # noqa: E731
-    elif way in WAYS:
-        scales = [loss_scale_of(model) for model in compiled]
+    elif compiled:
+        scales = {p: loss_scale_of(part) for part in compiled for p in part.parameters()}
         plans = lambda: [plan for model in compiled for plan in compiled_plans(model)]  # noqa: E731
-    parameters = [p for model in own for p in model.parameters()]
     around = _around(way, dtype, parameters)
     return Running(script, own, step, script.state(own), plans, around, scales, inside)
 
