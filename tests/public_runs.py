@@ -23,7 +23,7 @@ States = Sequence[Mapping[str, Tensor]]
 
 FP64, AUTOCAST, FP32 = "fp64", "autocast", "fp32"
 WAYS = ("O1", "O2", "whole O1", "whole O2")
-PARTS = ("parts O1", "parts O2")
+PARTS = ("parts O1",)
 
 PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward",
             "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")  # fmt: skip
