@@ -145,6 +145,22 @@ def test_layers_compiled_each_by_itself(name: str, dtype: torch.dtype, way: str)
     compare(name, dtype, way, [])
 
 
+INDUCTOR = [
+    ("mnist", torch.float16, "O2"),
+    ("vae", torch.bfloat16, "O1"),
+    ("nanogpt", torch.bfloat16, "O2"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+@pytest.mark.usefixtures("own_inductor_cache")
+@pytest.mark.sampled(len(INDUCTOR))
+@pytest.mark.parametrize(("name", "dtype", "way"), INDUCTOR)
+def test_under_inductor(name: str, dtype: torch.dtype, way: str) -> None:
+    with torch._inductor.config.patch(fallback_random=True):  # dropout as elsewhere
+        compare(name, dtype, way, [], emit="inductor")
+
+
 def says(name: str, dtype: torch.dtype, way: str) -> list[str]:
     """What the warnings of a script say, one each."""
     in_pieces = IN_PIECES.get(name) or (dtype is torch.float16 and IN_PIECES_FP16.get(name))
@@ -153,7 +169,9 @@ def says(name: str, dtype: torch.dtype, way: str) -> list[str]:
     return [f"% of the product FLOPs .*{OUTSIDE[name]}"] if name in OUTSIDE else []
 
 
-def compare(name: str, dtype: torch.dtype, way: str, warned: list[str]) -> None:
+def compare(
+    name: str, dtype: torch.dtype, way: str, warned: list[str], emit: str = "aot_eager"
+) -> None:
     script = SCRIPTS[name]
     states, draws = begun(script)
     right = measure(running(script, states, FP64), states, [widened(b) for b in draws])
@@ -161,7 +179,7 @@ def compare(name: str, dtype: torch.dtype, way: str, warned: list[str]) -> None:
     plain = measure(running(script, states, FP32), states, draws)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MPCompileWarning)
-        run = running(script, states, way, dtype)
+        run = running(script, states, way, dtype, emit=emit)
         ours = measure(run, states, draws)
     said = [str(w.message) for w in caught]
     assert len(said) == len(warned), said
