@@ -119,9 +119,10 @@ def errors(found: Measured, reference: Measured) -> dict[str, float]:
         off = square = torch.zeros((), dtype=torch.float64)
         for name, wanted in right.items():
             got = ours[name]
-            assert (got is None) == (wanted is None), f"{name} has no gradient: {got is None}"
+            assert (got is None) == (wanted is None), f"{name}: a gradient is missing"
             if got is None or wanted is None:
                 continue
+            assert bool(got.isfinite().all()), f"{name}: not finite"
             assert bool(got.any()) or not bool(wanted.any()), f"{name}: all zero"
             wrong = (got - wanted).square().sum()
             off, square = off + wrong, square + wanted.square().sum()
