@@ -132,14 +132,14 @@ def errors(found: Measured, reference: Measured) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch, as oneDNN is left out
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("name", "dtype", "way"), ROWS)
 def test_a_script_trains(name: str, dtype: torch.dtype, way: str) -> None:
     compare(name, dtype, way, says(name, dtype, way))
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype", "way"), rows(OUTSIDE, PARTS))
 def test_layers_compiled_each_by_itself(name: str, dtype: torch.dtype, way: str) -> None:
     """As the warning advises where Dynamo leaves them to Python."""
