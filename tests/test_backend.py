@@ -67,6 +67,24 @@ def test_a_graph_that_updates_parameters_says_so() -> None:
     assert plan.left.startswith("it updates parameters in place")
 
 
+def test_an_update_by_hand_in_grad_mode_is_one() -> None:
+    """As a language model's loop does it, with clipping, behind a backward that ends a graph."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 2.0)
+
+    def update(loss: torch.Tensor) -> torch.Tensor:
+        nn.utils.clip_grad_norm_([weight], 1.0)
+        weight.data.add_(weight.grad, alpha=-1.0)
+        return loss.detach()
+
+    run = mpcompile(update, emit="eager", strict=True)
+    run((weight * 1).sum())
+    (plan,) = compiled_plans(run)
+    assert plan.left is not None
+    assert plan.left.startswith("it updates parameters in place")
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 0.5))
+
+
 def test_the_plan_names_every_pass_that_changed_the_graph() -> None:
     """The one that folds checkpoints back, which comes after the plan is read, too."""
     layer = nn.Linear(4, 4)

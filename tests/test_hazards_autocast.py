@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, Compared, assert_near, check, leaf
 from torch import nn
 
-from mpcompile import compiled_plans, mpcompile
+from mpcompile import compiled_plans, explain, mpcompile
 
 
 def planned(result: Compared, op: str) -> list[str]:
@@ -163,3 +163,46 @@ def test_a_custom_operator_gets_the_dtype_it_was_given() -> None:
     x = torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled(x), program(x), rtol=0, atol=0)
+
+
+class Broken(nn.Module):
+    """A function with a graph break, called in a region that another function opens."""
+
+    def __init__(self, dtype: torch.dtype | None, decorated: bool) -> None:
+        super().__init__()
+        self.first, self.kept, self.last = (nn.Linear(16, 16) for _ in range(3))
+        self.region = torch.autocast("cpu", dtype, enabled=dtype is not None)
+        self.decorated = decorated
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.kept(x)
+        torch._dynamo.graph_break()
+        return self.kept(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.decorated:
+            x = self.region(self.inside)(x)
+        else:
+            with self.region:
+                x = self.inside(x)
+        return self.last(x.float())
+
+
+@pytest.mark.parametrize("decorated", [True, False], ids=["decorator", "with"])
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(None, "f32"), (torch.bfloat16, "bf16")], ids=["disabled", "bf16"]
+)
+@LEVELS
+def test_graph_break_below_the_function_that_opens_a_region(
+    level: str, dtype: torch.dtype | None, kept: str, decorated: bool
+) -> None:
+    """The graphs inside name no region: Python enters it."""
+    model, x = Broken(dtype, decorated), leaf(8, 16)
+    explained = explain(model, x, dtype=torch.float16, level=level)
+    with torch.autocast("cpu", enabled=False):  # the caller's changes nothing
+        result = check(model, x, level=level, tolerance=5e-2)
+    assert planned(result, "linear") == ["f16", kept, kept, "f16"]
+    assert [n.planned[:3] for n in explained.nodes if n.op == "aten::linear"] == [
+        n.planned[:3] for plan in result.plans for n in plan.nodes if n.op == "aten::linear"
+    ]

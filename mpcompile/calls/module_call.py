@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from ..capture.regions import noting_regions
 from ..emit.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
 from ..errors import MPCompileError
 from ..ranks import fsdp
@@ -51,7 +52,8 @@ def running(
     contexts and with these settings (`traced_with`), without the caller's autocast, and an
     MPCompileError is raised as it is, without Dynamo's wrapper.
     """
-    inner = traced_with(compiled, *contexts, **settings) if contexts or settings else compiled
+    inner = noting_regions(compiled)
+    inner = traced_with(inner, *contexts, **settings) if contexts or settings else inner
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import fx
 
 from ..ir import Region, is_opaque
 from ..ir.targets import AUTOCAST, ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
+from .regions import region_around
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Place:
 def record_modes(graph: fx.Graph, devices: frozenset[str]) -> None:
     """Write each node's grad mode and autocast region into its meta; drop the autocast nodes."""
     grad = True
-    stack: list[tuple[bool, torch.dtype | None] | None] = [None]
+    stack = [region_around(devices)]
     program = [n for n in graph.nodes if not is_opaque(n) or n.target not in AUTOCAST]
     for node in program:
         if node.target is SET_GRAD_ENABLED:

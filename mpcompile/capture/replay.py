@@ -10,9 +10,10 @@ The interpreter handles itself what a replay would lose:
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
   passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
-* Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`). An
-  autocast around the whole call is ignored: the program is captured in FP32 all the same. Only an
-  opaque node is run inside the region that it stood in.
+* Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`), which
+  may be around the whole graph (`regions.py`). An autocast around the whole call is ignored: the
+  program is captured in FP32 all the same. Only an opaque node is run inside the region that it
+  stood in.
 
 Torch internals used here were read in torch 2.13 and exist in 2.11.
 """

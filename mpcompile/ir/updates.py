@@ -19,14 +19,15 @@ import torch
 from torch import fx
 
 from .. import ir
-from .targets import SET_GRAD_ENABLED
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph of Dynamo's is an optimizer's step: autograd is off throughout, and
-    something is written into a leaf that requires a gradient.
+    """Whether a graph of Dynamo's is an optimizer's step, or does one's work by hand: autograd
+    tracks nothing in it, and something is written into a leaf that requires a gradient.
     """
-    if torch.is_grad_enabled() or gm.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
+    operators = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    made = (t for node in operators for t in ir.tensors_of(node.meta.get("example_value")))
+    if any(t.requires_grad and not t.is_leaf for t in made):
         return False
     placeholders = gm.graph.find_nodes(op="placeholder")
     held = [(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]

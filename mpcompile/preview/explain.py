@@ -31,6 +31,7 @@ from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
 from ..calls.outside import Outside, aside
 from ..capture.provenance import names_in
+from ..capture.regions import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..emit.tracing_settings import VALUE_SIZES, traced_with
@@ -195,7 +196,7 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
 
     # Dynamo keeps each backend that it was given for as long as the process runs.
     planner_now = weakref.ref(planner)
-    name, run = type(twin).__name__, compiled_apart(twin, backend, "plan")
+    name, run = type(twin).__name__, noting_regions(compiled_apart(twin, backend, "plan"))
     rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
     run = traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
     if widens_inputs(twin):

@@ -88,7 +88,8 @@ def _wrap_backward(function: Any) -> None:
                 ctx = _Copied(ctx, donated)
         return backward(ctx, *gradients)
 
-    function.backward = staticmethod(sparing)
+    # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function.
+    function.backward = staticmethod(torch.compiler.disable(sparing))
 
 
 # classes of AOTAutograd whose backward is wrapped

@@ -1,0 +1,220 @@
+"""MNIST, DCGAN and VAE in the manner of pytorch/examples, and what one step of theirs does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Models = Sequence[nn.Module]
+NOISE, FILTERS, PIXELS, LATENT = 16, 8, 144, 8
+
+# -- MNIST -----------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3, 1), nn.Conv2d(8, 16, 3, 1)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(256, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        x = self.fc2(self.dropout2(x))
+        return F.log_softmax(x, dim=1)
+
+
+def mnist() -> list[nn.Module]:
+    return [Classifier()]
+
+
+def mnist_batch() -> tuple[Tensor, ...]:
+    """A bright row or column, whose number is the class."""
+    y = torch.randint(10, (16,))
+    x = 0.1 * torch.randn(16, 1, 12, 12)
+    x[torch.arange(16), 0, y + 1] += 1.5
+    return x, y
+
+
+def adadelta(models: Models, rate: float) -> list[Optimizer]:
+    return [torch.optim.Adadelta(models[0].parameters(), lr=1.0 * rate)]
+
+
+def mnist_step(
+    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, ...]]:
+    (model,), (optimizer,) = models, optimizers
+
+    def step(data: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(data), target)
+        loss.backward()
+        optimizer.step()
+        return (loss.detach(),)
+
+    return step
+
+
+# -- DCGAN -----------------------------------------------------------------------------------------
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.ConvTranspose2d(NOISE, FILTERS * 2, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(FILTERS * 2),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(FILTERS * 2, FILTERS, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(FILTERS),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(FILTERS, 3, 4, 2, 1, bias=False),
+            nn.Tanh(),
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        made: Tensor = self.main(noise)
+        return made
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(3, FILTERS, 4, 2, 1, bias=False),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(FILTERS, FILTERS * 2, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(FILTERS * 2),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(FILTERS * 2, 1, 4, 1, 0, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.main(images).view(-1, 1).squeeze(1)
+
+
+def _start(module: nn.Module) -> None:
+    kind = type(module).__name__
+    if kind.find("Conv") != -1:
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif kind.find("BatchNorm") != -1:
+        nn.init.normal_(module.weight, 1.0, 0.02)
+        nn.init.zeros_(module.bias)
+
+
+def dcgan() -> list[nn.Module]:
+    """The generator and the discriminator."""
+    return [Generator().apply(_start), Discriminator().apply(_start)]
+
+
+def dcgan_batch() -> tuple[Tensor, ...]:
+    """Stripes, and noise for as many images."""
+    phase = torch.rand(16, 1, 1, 1) * 6
+    stripes = torch.sin(torch.arange(16.0) + phase).expand(16, 3, 16, 16)
+    return stripes + 0.05 * torch.randn(16, 3, 16, 16), torch.randn(16, NOISE, 1, 1)
+
+
+def adams(models: Models, rate: float) -> list[Optimizer]:
+    return [
+        torch.optim.Adam(model.parameters(), lr=2e-4 * rate, betas=(0.5, 0.999)) for model in models
+    ]
+
+
+def dcgan_step(
+    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, ...]]:
+    (net_g, net_d), (optimizer_g, optimizer_d) = models, optimizers
+    criterion = nn.BCELoss()
+
+    def step(real: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        net_d.zero_grad()
+        label = torch.full((real.size(0),), 1, dtype=real.dtype, device=real.device)
+        err_real = criterion(net_d(real), label)
+        err_real.backward()
+        fake = net_g(noise)
+        label.fill_(0)
+        err_fake = criterion(net_d(fake.detach()), label)
+        err_fake.backward()
+        err_d = err_real + err_fake
+        optimizer_d.step()
+        net_g.zero_grad()
+        label.fill_(1)
+        err_g = criterion(net_d(fake), label)
+        err_g.backward()
+        optimizer_g.step()
+        return (err_d.detach() + err_g.detach(),)
+
+    return step
+
+
+# -- VAE -------------------------------------------------------------------------------------------
+
+
+class VAE(nn.Module):
+    """`noise` stands in for what `reparameterize` draws, whose values depend on its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(PIXELS, 64)
+        self.fc21, self.fc22 = nn.Linear(64, LATENT), nn.Linear(64, LATENT)
+        self.fc3, self.fc4 = nn.Linear(LATENT, 64), nn.Linear(64, PIXELS)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.relu(self.fc1(x))
+        return self.fc21(hidden), self.fc22(hidden)
+
+    def reparameterize(self, mu: Tensor, logvar: Tensor, noise: Tensor | None) -> Tensor:
+        std = torch.exp(0.5 * logvar)
+        eps = torch.randn_like(std) if noise is None else noise
+        return mu + eps * std
+
+    def decode(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        mu, logvar = self.encode(x.view(-1, PIXELS))
+        return self.decode(self.reparameterize(mu, logvar, noise)), mu, logvar
+
+
+def vae() -> list[nn.Module]:
+    return [VAE()]
+
+
+def vae_batch() -> tuple[Tensor, ...]:
+    x, _ = mnist_batch()
+    return x.clamp(0, 1), torch.randn(16, LATENT)
+
+
+def adam(models: Models, rate: float) -> list[Optimizer]:
+    return [torch.optim.Adam(models[0].parameters(), lr=1e-3 * rate)]
+
+
+def vae_loss(made: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
+    bce = F.binary_cross_entropy(made, x.view(-1, PIXELS), reduction="sum")
+    kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+    return bce + kld
+
+
+def vae_step(
+    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, ...]]:
+    (model,), (optimizer,) = models, optimizers
+
+    def step(data: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        optimizer.zero_grad()
+        made, mu, logvar = model(data, noise)
+        loss = vae_loss(made, data, mu, logvar)
+        loss.backward()
+        optimizer.step()
+        return (loss.detach(),)
+
+    return step

@@ -1,0 +1,94 @@
+"""Ten public training scripts, each written anew and small: the models' idioms and the loop's.
+
+A script says how its models, batches and optimizers are made, and what one step of its loop does.
+The step is plain PyTorch: whoever runs it hands it models that are compiled or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import public_clip
+import public_dit
+import public_images
+import public_language
+import public_mamba
+import public_quantize
+import public_words
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Models = Sequence[nn.Module]
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script.
+
+    Attributes:
+        models: makes the models, with random weights.
+        batch: draws what one step is given.
+        step: (models, optimizers, clip) -> the step. It takes the batch and the state that the
+            loop carries on, and returns the loss and that state.
+        optimizers: (models, a factor for the learning rates) -> the optimizers; a script without
+            one updates its parameters itself, at a rate of its own.
+        clip: the norm to which the script clips gradients.
+        state: what the loop starts with.
+        parts: modules of a model that Dynamo leaves to Python, to be compiled each by itself.
+    """
+
+    models: Callable[[], Models]
+    batch: Callable[[], tuple[Tensor, ...]]
+    step: Callable[[Models, Sequence[Optimizer], Callable[..., Any]], Step]
+    optimizers: Callable[[Models, float], Sequence[Optimizer]]
+    clip: float | None = None
+    state: Callable[[Models], tuple[Any, ...]] = lambda models: ()
+    parts: Callable[[Models], list[nn.Module]] | None = None
+
+
+SCRIPTS = {
+    "nanogpt": Script(
+        public_language.nano_gpt, public_language.nano_batch, public_language.nano_step,
+        public_language.adamw_groups, clip=1.0,
+    ),
+    "mingpt": Script(
+        public_language.min_gpt, public_language.min_batch, public_language.min_step,
+        public_language.adamw_groups, clip=1.0,
+    ),
+    "mnist": Script(
+        public_images.mnist, public_images.mnist_batch, public_images.mnist_step,
+        public_images.adadelta,
+    ),
+    "dcgan": Script(
+        public_images.dcgan, public_images.dcgan_batch, public_images.dcgan_step,
+        public_images.adams,
+    ),
+    "vae": Script(
+        public_images.vae, public_images.vae_batch, public_images.vae_step, public_images.adam,
+    ),
+    "word_lstm": Script(
+        public_words.lstm, public_words.batch, public_words.lstm_step, public_words.by_hand,
+        clip=0.25, state=public_words.first_hidden,
+    ),
+    "word_transformer": Script(
+        public_words.transformer, public_words.batch, public_words.transformer_step,
+        public_words.adamw, clip=0.25, parts=public_words.layers,
+    ),
+    "vector_quantize": Script(
+        public_quantize.autoencoder, public_quantize.batch, public_quantize.step,
+        public_quantize.adamw, parts=public_quantize.convolutions,
+    ),
+    "clip": Script(
+        public_clip.clip, public_clip.batch, public_clip.step, public_clip.adamw,
+    ),
+    "dit": Script(
+        public_dit.dit, public_dit.batch, public_dit.step, public_dit.adamw,
+    ),
+    "mamba": Script(
+        public_mamba.mamba, public_mamba.batch, public_mamba.step, public_mamba.adamw,
+        clip=1.0,
+    ),
+}  # fmt: skip
