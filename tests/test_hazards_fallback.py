@@ -26,12 +26,13 @@ def test_tensor_subclass_is_left_in_fp32() -> None:
 
 
 def test_fallback_keeps_an_ambient_autocast() -> None:
-    """Compiled unchanged means: as torch.compile would have."""
+    """Compiled unchanged, as torch.compile would have, where mpcompile is only its backend."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.vmap(lambda row: w @ row)(x)
 
-    fast = mpcompile(program, dtype=torch.float16, emit="aot_eager")
+    options = {"dtype": torch.float16, "emit": "aot_eager"}
+    fast = torch.compile(program, backend="mpcompile", options=options)
     x, w = torch.randn(8, 16), torch.randn(16, 16)
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(match="under autocast"):
         out = fast(x, w)
