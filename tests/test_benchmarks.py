@@ -344,8 +344,9 @@ def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             assert not any(runs[found]["skipped"])
             assert runs[fixed]["again"] == 0
         large = data["runs"]["Autoencoder, summed squares"]
-        # 2**19, halved until it fits, less the headroom; the other one skips both of its steps.
-        assert large[found]["first"] == [2.0**16 / 2 ** large[found]["again"]]
+        # 2**19, halved until it fits, less the headroom; the other one skips both of its steps. One
+        # more run compares two scales.
+        assert large[found]["first"] == [2.0**16 / 2 ** (large[found]["again"] - 1)]
         assert large[fixed]["skipped"] == [2]
         assert data["loss_difference"]["MLP"][found] < 1e-3
     assert list(data["verdicts"].values()) == [True, True]

@@ -112,7 +112,7 @@ def test_a_profile_changes_no_number_of_stored_bytes() -> None:
 def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; nothing where there was nothing to decide."""
     monkeypatch.setattr(target.profile, "load", lambda device: TWO)
-    model = mpcompile.mpcompile(Two(), dtype=BF16, emit="eager")
+    model = mpcompile.mpcompile(Two(), emit="eager")  # BF16, on a CPU
     model(leaf(8, 16))
     (found,) = mpcompile.compiled_plans(model)
     by_name = {node["name"]: node for node in found.to_dict()["nodes"]}
