@@ -41,7 +41,7 @@ def test_a_first_compile_for_cuda_at_every_level(gpu: str) -> None:
 
 @each_gpu
 def test_nobody_waits_for_the_device(gpu: str) -> None:
-    """The first step finds the scale. From then on a generated step reads nothing; a plain
+    """The first steps find the scale. From then on a generated step reads nothing; a plain
     optimizer's step, which the host must be able to leave out, reads one flag.
     """
     for run in trained(gpu):
@@ -58,15 +58,23 @@ def test_gradients_are_where_they_should_be(gpu: str) -> None:
 
 @each_gpu
 def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product."""
+    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product; but copies of
+    what a kernel of the device itself lays out otherwise (flash attention's result, as its query).
+    """
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
     for run in trained(gpu):
         model, batch = MODELS[run["model"]]()
         planned = plan_for(
             model, *batch(), device=gpu, level=run["level"], mp_optimizer=run["generated"]
         )
-        assert [str(plan) for plan in planned.graphs] == [run["plan"]]
+        assert [_without_layouts(str(plan)) for plan in planned.graphs] == [
+            _without_layouts(run["plan"])
+        ]
         assert not planned.left
+
+
+def _without_layouts(plan: str) -> list[str]:
+    return [line for line in plan.splitlines() if "in the layout that it was captured" not in line]
 
 
 def plans(gpu: str) -> str:

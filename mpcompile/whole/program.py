@@ -28,6 +28,7 @@ from ..optim.compile_piece import Emit
 from ..optim.inputs import Setting
 from ..settings import Settings
 from ..state.loss_scale import LossScale
+from ..state.overflows import any_nonfinite
 from .forward import Forward, Ran, rewritten
 from .gradients import (
     Arrived,
@@ -246,10 +247,10 @@ class Program:
         overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
         for backward in running.backwards.values():
             for one in filter(None, backward.arrived):
-                if one.scale is not None and not bool(one.grad.isfinite().all()):
+                if one.scale is not None and bool(any_nonfinite([one.grad])):
                     overflowed.add(one.scale)
-        losses = [running.env[n] for b in running.backwards for n in _losses(b)]
-        return overflowed, not all(bool(loss.detach().isfinite().all()) for loss in losses)
+        losses = [running.env[n].detach() for b in running.backwards for n in _losses(b)]
+        return overflowed, bool(any_nonfinite(losses))
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
         running = _Running(dict(zip(self._placeholders, given, strict=True)), held)
