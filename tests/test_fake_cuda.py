@@ -58,8 +58,8 @@ def test_gradients_are_where_they_should_be(gpu: str) -> None:
 
 @each_gpu
 def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product; but copies of
-    what a kernel of the device itself lays out otherwise (flash attention's result, as its query).
+    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product. Left out are
+    copies of what a kernel of the device lays out otherwise: flash attention's result.
     """
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
     for run in trained(gpu):

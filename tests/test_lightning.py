@@ -56,7 +56,7 @@ def test_a_training_step_is_one_graph_with_its_loss(how: str, reference: Any) ->
         assert plan.counts()["LOW"] > 0
         assert plan.ends_with is None
         assert {"net.0", "net.2"} <= {node.module for node in plan.nodes}
-    assert loss_scale_of(module).state.good_steps == 12
+    assert loss_scale_of(module).skipped_steps == 0
     assert 0 < distance(module, reference) < CLOSE
 
 
@@ -152,9 +152,10 @@ def test_a_second_fit_keeps_graphs_and_scale() -> None:
     module, options = made(), plugin()
     fitted(module, **options)
     plans, good = len(compiled_plans(module)), loss_scale_of(module).state.good_steps
+    assert good > 0
     fitted(module, **options)
     assert len(compiled_plans(module)) == plans
-    assert loss_scale_of(module).state.good_steps == 2 * good
+    assert loss_scale_of(module).state.good_steps == good + 12  # the steps of a fit
 
 
 def test_another_trainer_compiles_a_module_anew() -> None:

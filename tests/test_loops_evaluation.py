@@ -189,19 +189,6 @@ def test_compiled_twice() -> None:
     assert (scale.skipped_steps, first.skipped_steps) == (1, 0)
 
 
-def test_torch_compile_around_a_compiled_model_traces_the_plain_one() -> None:
-    """As the README says: FP32, and the gradients right."""
-    model: Any = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
-    outer = torch.compile(model, backend="eager")
-    x, y = torch.randn(8, 16), torch.randint(4, (8,))
-    F.cross_entropy(outer(x), y).backward()
-    mine = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    F.cross_entropy(model.forward(x), y).backward()
-    torch.testing.assert_close(mine, [p.grad for p in model.parameters()])
-    assert not low_nodes(model)
-
-
 def test_a_model_already_half() -> None:
     """`model.half()` out of habit: refused at the call."""
     with pytest.raises(MPCompileError, match=r"model\.float\(\)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agree
@@ -31,10 +32,11 @@ class Speech(nn.Module):
 
 
 @since("2.13", "Dynamo itself can't trace these RNNs")
+@pytest.mark.filterwarnings("ignore:mpcompile. .* gru ran as torch runs them")  # a packed sequence
 @WAYS
 def test_convolution_packed_gru_and_ctc(way: Way) -> None:
     def loop(way: Way) -> None:
-        model = way.model(Speech())
+        model = way.model(Speech(), strict=False)
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=5.0)
         criterion = nn.CTCLoss(zero_infinity=True)
         data, targets = torch.randn(4, 4, 12, 40), torch.randint(1, 6, (4, 4, 5))

@@ -27,7 +27,7 @@ def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """
     operators = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     made = (t for node in operators for t in ir.tensors_of(node.meta.get("example_value")))
-    if any(t.requires_grad and not t.is_leaf for t in made):
+    if any(map(_is_tracked, made)):
         return False
     placeholders = gm.graph.find_nodes(op="placeholder")
     held = [(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
@@ -42,10 +42,21 @@ def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     return any(not leaves.isdisjoint(_written_memory(node)) for node in gm.graph.nodes)
 
 
+def _is_tracked(value: torch.Tensor) -> bool:
+    """Whether autograd has made it from something else that it tracks."""
+    try:
+        return value.requires_grad and not value.is_leaf
+    except RuntimeError:  # a view from within no_grad, of what was written since: nobody may use it
+        return False
+
+
 def _memory(node: fx.Node) -> Iterator[int]:
     """Identities of the memory of the tensors that Dynamo saw the node make; equal for aliases."""
     for tensor in ir.tensors_of(node.meta.get("example_value")):
-        if tensor.layout is torch.strided:
+        # Inside a functorch transform, a tensor of its own has no memory to ask for.
+        if tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
             yield int(tensor.untyped_storage()._cdata)
 
 
