@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from .edit import insert
 from .marks import Mark
 from .memory import shares_memory
+from .shapes import Size
 from .sizes import hint, known_equal
 from .values import aten, captured, is_getitem, tensor
 
@@ -36,9 +38,23 @@ def same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the strides are equal. (That of a dimension of one element says nothing.)"""
+    """Whether the strides are equal. (That of a dimension of one element says nothing.) A size that
+    depends on values is a new symbol in each run of its operator: it counts as the same.
+    """
+    pairs = zip(a.shape, b.shape, strict=True)
+    names = {_expression(x): _expression(y) for x, y in pairs}
+    names = {x: y for x, y in names.items() if not x.is_number}
+
+    def equal(x: Size, y: Size) -> bool:
+        renamed = _expression(x).xreplace(names) == _expression(y)
+        return known_equal(x, y) or bool(renamed)
+
     sizes = zip(b.shape, a.stride(), b.stride(), strict=True)
-    return all(known_equal(size, 1) or known_equal(old, new) for size, old, new in sizes)
+    return all(known_equal(size, 1) or equal(old, new) for size, old, new in sizes)
+
+
+def _expression(size: Size) -> sympy.Expr:
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def dense_in_order(node: fx.Node, like: torch.Tensor, name: str, decision: Mark) -> fx.Node:
