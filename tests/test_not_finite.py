@@ -60,6 +60,19 @@ def test_a_training_says_where_to_look(
     assert said in record.getMessage()
 
 
+def test_without_a_scale_none_is_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    """In BF16 no graph has one; an MPOptimizer skips the steps all the same."""
+    model = mpcompile(mlp(), dtype=torch.bfloat16, emit="eager")
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    for kind in ("inputs", "inputs", "good"):
+        x, y, _ = batch(kind)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    (record,) = said_in(caplog)
+    assert "no graph has a scale, so look at the data" in record.getMessage()
+
+
 def test_a_few_bad_batches_cost_steps_and_no_scale(caplog: pytest.LogCaptureFixture) -> None:
     """The scale goes on from where it was, and no line says that it is found so."""
     model = mpcompile(mlp(), **FP16)

@@ -342,6 +342,11 @@ class LossScale:
         """An optimizer's step was skipped, or taken."""
         if skipped:
             self.search.again()
+            if not self.overflows.began:  # an MPOptimizer's own scale, such as one in BF16
+                self.said.not_finite(
+                    "no graph has a scale, so look at the data, the targets and the loss; steps "
+                    "with such gradients are skipped"
+                )
         self.said.step(skipped)
 
     def stepped(self) -> None:
