@@ -147,7 +147,9 @@ def test_diagnose_looks_at_inputs_parameters_and_targets_first() -> None:
         torch.full((4, 4), NAN),
     )
     assert diagnose(mlp(), x, loss_fn=_loss_of(y)).notes == ()
-    (note,) = diagnose(mlp(), bad, loss_fn=_loss_of(y)).notes
+    report = diagnose(mlp(), bad, loss_fn=_loss_of(y))
+    assert "the loss is not finite, but no operator made it so\n\nnote: the inputs" in str(report)
+    (note,) = report.notes
     assert note == "the inputs hold NaN or infinity (input): look at the data"
     by_name = functools.partial(F.mse_loss, target=bad_y)
     for loss, name in ((_loss_of(bad_y), "targets"), (by_name, "target")):

@@ -67,7 +67,8 @@ def _faults(report: Report) -> Iterator[Part]:
     if not report.faults:
         finite = math.isfinite(report.losses["low"])
         looked = not report.graphs or any(graph.left is None for graph in report.graphs)
-        text = "no fault found" if looked else "nothing was looked at: no graph was rewritten"
+        text = "no fault found" if finite else "the loss is not finite, but no operator made it so"
+        text = text if looked else "nothing was looked at: no graph was rewritten"
         yield Text(text, style="green" if finite and looked else "bold red")
     for fault in report.faults:
         head, *rest = str(fault).splitlines()
