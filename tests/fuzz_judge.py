@@ -145,7 +145,8 @@ def compare(ours: Observed, wanted: Reference, verdict: Verdict) -> None:
             continue
         mine, exact = mine.double(), exact.double()
         norm = float(exact.nan_to_num(0.0).norm())
-        noise = max(_distance(n.values[name], exact) for n in wanted.noisy)
+        distances = [_distance(n.values[name], exact) for n in wanted.noisy]
+        noise = max(math.inf if math.isnan(d) else d for d in distances)
         tolerance = FACTOR * noise + FLOOR * norm
         verdict.judged += 1
         if tolerance > BLUNT * norm and norm:

@@ -41,7 +41,8 @@ def running_again(run: Callable[..., Any]) -> Callable[..., Any]:
         before = _nodes(args)
         results = run(*args)
         known = True
-        for function in _compiled(_nodes(results), before) - set(_wrapped):
+        # An input that the graph wrote to has a new history, too.
+        for function in _compiled(_nodes((*results, *args)), before) - set(_wrapped):
             _wrapped.add(function)
             _wrap_backward(function)
         return results
