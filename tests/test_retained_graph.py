@@ -129,3 +129,22 @@ def test_gradients_that_could_be_differentiated_raise_only_if_they_are(emit: str
         if emit == "aot_eager":
             with pytest.raises(MPCompileError, match="double backward"):
                 gradients[0].square().sum().backward()
+
+
+def test_of_an_input_that_the_graph_has_written() -> None:
+    """None of its results has a history; what the graph has made of the input has one."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        nn.functional.leaky_relu_(x)
+        return (x * 4).round().long()
+
+    fast = mpcompile(program, dtype=torch.float16, emit="aot_eager", loss_scale=1024.0)
+    for keeps in (False, True):
+        leaf = torch.linspace(-1, 1, 8, requires_grad=True)
+        x = leaf * 1
+        fast(x)
+        x.sum().backward(retain_graph=keeps)
+        if keeps:
+            x.sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, (1 + keeps) * torch.where(leaf > 0, 1.0, 0.01))
