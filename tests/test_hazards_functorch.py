@@ -152,6 +152,7 @@ def test_in_each_place(transform: Transformed, level: str) -> None:
     compare_gradients(Places(transform), level, "eager" if level == "O1" else "aot_eager")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_alone(transform: Transformed) -> None:
     compare_gradients(Alone(transform), "O2", "aot_eager")
