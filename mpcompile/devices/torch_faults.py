@@ -174,7 +174,7 @@ SHALLOW_VOLUMES = TorchFault(
     until=None,
     shows="2.11",
     way_round="`passes/graph/guard_kernels.py` computes these convolutions in FP32, whatever the "
-    "policy. In BF16 they would take about a third of the time.",
+    "policy. In BF16 they would be faster.",
     where=_has_bf16_vectors,
     probe=_shallow_gradient_is_wrong,
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..ir.fakes import duplicate
-from ..ir.units import function_of
+from ..ir.units import function_of, grad_fns
 
 __all__ = ["is_kept", "running_again"]
 
@@ -38,20 +38,16 @@ def running_again(run: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal known
         if known:
             return run(*args)
-        before = _nodes(args)
+        before = grad_fns(args)
         results = run(*args)
         known = True
         # An input that the graph wrote to has a new history, too.
-        for function in _compiled(_nodes((*results, *args)), before) - set(_wrapped):
+        for function in _compiled(grad_fns((*results, *args)), before) - set(_wrapped):
             _wrapped.add(function)
             _wrap_backward(function)
         return results
 
     return graph
-
-
-def _nodes(values: Sequence[Any]) -> set[Node]:
-    return {v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def _compiled(nodes: set[Node], before: set[Node]) -> set[Any]:
