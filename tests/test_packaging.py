@@ -31,6 +31,7 @@ PASSES = ROOT / "passes"
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
+    {"torch_inside"},
     {"_torch", "devices", "ranks"},
     {"operators"},
     {"profile"},

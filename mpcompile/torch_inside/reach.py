@@ -1,0 +1,131 @@
+"""How a private name of torch is taken: one that is gone raises when it is used, not on import.
+
+    backward = private(
+        "torch._dynamo.variables:TensorVariable.method_backward",
+        "notes that the traced function went backward",
+        Part.WHOLE_STEP,
+    )
+
+The import of mpcompile never fails for such a name. `NAMES` lists all that were taken so far.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import CannotRewrite
+
+__all__ = ["NAMES", "MissingInTorch", "Name", "Part", "private", "probe"]
+
+
+class Part(enum.Enum):
+    """What can't do without a name; the value says what happens where the name is gone."""
+
+    COMPILE = "nothing is compiled: mpcompile() raises"
+    INDUCTOR = 'emit="inductor" raises; emit="aot_eager" does without'
+    WHOLE_STEP = "whole steps run in pieces"
+    OPTIMIZER = "MPOptimizer raises; any torch.optim optimizer does without"
+    RECURRENT = "graphs with recurrent layers stay in FP32"
+    RANKS = "models of several processes are refused"
+    WATCH = "steps that are skipped are not explained or repaired"
+    EXPLAIN = "explain, diagnose and plans raise"
+    SAY = "a message says less"
+
+
+class MissingInTorch(CannotRewrite):
+    """A private name that this release of torch lacks; the message says which, and what for."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """One private name of torch's.
+
+    Attributes:
+        path: `"torch._dynamo.variables:TensorVariable.method_backward"`.
+        why: what it is for, as a phrase.
+        part: what can't do without it.
+        probe: raises if it is gone or does something else.
+    """
+
+    path: str
+    why: str
+    part: Part
+    probe: Callable[[], Any]
+
+
+NAMES: dict[str, Name] = {}
+"""All names that were taken or probed so far, by their paths."""
+
+
+def private(path: str, why: str, part: Part, *others: str) -> Any:
+    """A private name of torch's; one that raises `MissingInTorch` when it is used if it is gone.
+
+    Args:
+        path: `"module:name"`, or `"module:Class.name"`.
+        why: what it is for, as a phrase.
+        part: what can't do without it.
+        *others: what other releases call it, in the order to try them.
+    """
+    paths = (path, *others)
+
+    def look() -> Any:
+        for candidate in paths:
+            try:
+                return _resolved(candidate)
+            except (ImportError, AttributeError):
+                continue
+        raise _missing(path, why)
+
+    NAMES[path] = Name(path, why, part, look)
+    try:
+        return look()
+    except MissingInTorch:
+        return _Absent(path, (), {"_why": why})
+
+
+def probe(path: str, why: str, part: Part) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a function that tries a name that can't be taken by its path, such as an attribute
+    of an object, or what a name does. Any exception of its says that it isn't as it was read.
+    """
+
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        NAMES[path] = Name(path, why, part, function)
+        return function
+
+    return register
+
+
+def _resolved(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def _missing(path: str, why: str) -> MissingInTorch:
+    import torch
+
+    name = path.replace(":", ".")
+    return MissingInTorch(f"torch {torch.__version__} has no {name}, which {why}")
+
+
+class _Absent(type):
+    """Stands for a name that is gone: a class, so that it may be a base, or be asked by isinstance.
+    Whatever is done with it raises.
+    """
+
+    def _raise(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        taken = next(c for c in cls.__mro__ if "_why" in vars(c))  # not a class below it
+        raise _missing(taken.__name__, vars(taken)["_why"])
+
+    __call__ = __instancecheck__ = __subclasscheck__ = _raise
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself asks of any class
+            raise AttributeError(name)
+        cls._raise()
