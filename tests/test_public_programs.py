@@ -2,8 +2,9 @@
 FP32, and losses that fall as in FP32.
 
 Gradients are those of one step from the same weights, for several batches; an error is relative to
-FP64's gradients. By the median of the draws it is at most `MOST` times that of eager autocast over
-all parameters together; and so for each parameter, plus one rounding to the low dtype.
+FP64's gradients. Over all parameters together it is at most `MOST` times that of eager autocast on
+the same batch, by the median of the batches; and so for each parameter, plus one rounding to the
+low dtype.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def begun(script: Script) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, .
     ], draws
 
 
-def errors(found: Measured, reference: Measured) -> dict[str, float]:
-    """Medians over the draws, for each parameter and, by the name "", for all of them together."""
+def errors(found: Measured, reference: Measured) -> dict[str, list[float]]:
+    """Of each draw, for each parameter and, by the name "", for all of them together."""
     each: dict[str, list[float]] = {}
     for ours, right in zip(found.gradients, reference.gradients, strict=True):
         assert ours.keys() == right.keys()
@@ -127,7 +128,7 @@ def errors(found: Measured, reference: Measured) -> dict[str, float]:
             off, square = off + wrong, square + wanted.square().sum()
             each.setdefault(name, []).append(float((wrong / wanted.square().sum()).sqrt()))
         each.setdefault("", []).append(float((off / square).sqrt()))
-    return {name: median(values) for name, values in each.items()}
+    return each
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch, as oneDNN is left out
@@ -192,10 +193,11 @@ def in_fp32(run: Measured) -> int:
 
 def near(ours: Measured, peer: Measured, right: Measured, dtype: torch.dtype) -> None:
     found, allowed = errors(ours, right), errors(peer, right)
-    assert found[""] <= MOST * allowed[""], f"{found['']} against {allowed['']}"
-    for name, error in found.items():
-        most = MOST * allowed[name] + rounding(dtype)
-        assert error <= most, f"{name}: {error} against {allowed[name]}"
+    for name, each in found.items():
+        spare = rounding(dtype) if name else 0.0
+        # On the same batch: behind a ReLU, errors of one way differ by a factor of ten.
+        times = median((e - spare) / a for e, a in zip(each, allowed[name], strict=True))
+        assert times <= MOST, f"{name or 'all'}: {times:.2f} times {median(allowed[name]):.2g}"
 
 
 def follows(ours: Measured, peer: Measured, plain: Measured, dtype: torch.dtype) -> None:
