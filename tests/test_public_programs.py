@@ -196,8 +196,8 @@ def near(ours: Measured, peer: Measured, right: Measured, dtype: torch.dtype) ->
     for name, each in found.items():
         spare = rounding(dtype) if name else 0.0
         # On the same batch: behind a ReLU, errors of one way differ by a factor of ten.
-        times = median((e - spare) / a for e, a in zip(each, allowed[name], strict=True))
-        assert times <= MOST, f"{name or 'all'}: {times:.2f} times {median(allowed[name]):.2g}"
+        over = median(e - spare - MOST * a for e, a in zip(each, allowed[name], strict=True))
+        assert over <= 0, f"{name or 'all'}: {median(each):.2g} against {median(allowed[name]):.2g}"
 
 
 def follows(ours: Measured, peer: Measured, plain: Measured, dtype: torch.dtype) -> None:
