@@ -202,9 +202,10 @@ def _ddp() -> None:
             loss = ddp(torch.ones(1, 1)).sum()
             assert seen == [ddp]
             reducing: list[bool] = []
-            ddp.module.bias.register_hook(lambda _: reducing.append(is_reducing(ddp)))
+            for parameter in ddp.parameters():
+                parameter.register_hook(lambda _: reducing.append(is_reducing(ddp)))
             loss.backward()
-            assert (reducing, is_reducing(ddp), active_ddp()) == ([True], False, None)
+            assert (reducing, is_reducing(ddp), active_ddp()) == ([False, True], False, None)
 
 
 @probe("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "shards parameters", Part.RANKS)
