@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside import Outside
 
 __all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]
@@ -40,7 +41,7 @@ def entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]
 
 def enter_by_itself(module: nn.Module) -> None:
     """Have Dynamo compile the calls of this module that it meets outside of a graph."""
-    module._compiled_call_impl = entry(type(module)._call_impl, module)
+    set_compiled_call(module, entry(plain_call(type(module)), module))
 
 
 def looked_into(call: Callable[[], Any], module: nn.Module) -> Outside:
@@ -112,5 +113,5 @@ def _entered(outside: Outside, but: nn.Module | None) -> list[nn.Module]:
 
 def _without(callers: Iterable[nn.Module], but: nn.Module | None) -> nn.Module | None:
     """The outermost of these modules whose call is not compiled yet."""
-    free = [m for m in callers if m._compiled_call_impl is None and m is not but]
+    free = [m for m in callers if compiled_call(m) is None and m is not but]
     return free[-1] if free else None

@@ -15,7 +15,7 @@ doesn't do.
   graph ends at it.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 * TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
-  plain module or function. (`_get_tracing_state` was read in torch 2.13 and exists in 2.11.)
+  plain module or function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from ..capture.regions import noting_regions
 from ..emit.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
@@ -34,6 +33,9 @@ from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..state import foreign, parameters
+from ..torch_inside.dynamo_names import BackendCompilerFailed
+from ..torch_inside.modes import torchscript_trace
+from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import widened, widens_inputs
 from .looking import Looking, enter_by_itself, entry
@@ -64,9 +66,7 @@ def running(
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (
-            torch._C._get_tracing_state() is not None
-        ):  # TorchScript traces operators: those of the plain function
+        if torchscript_trace() is not None:  # it traces operators: those of the plain function
             return plain(*args, **kwargs)
         call = inner
         if looking is not None and not torch.compiler.is_compiling() and looking.due:
@@ -128,8 +128,8 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # TorchScript traces operators: those of the plain module.
-        if torch._C._get_tracing_state() is not None:
-            return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
+        if torchscript_trace() is not None:
+            return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
             return self._apart(*args, **kwargs)
         return self._call(*args, **kwargs)
@@ -164,13 +164,13 @@ class ModuleCall:
         module = self._module
         check_engines(module)
         for part in parts_of(module):
-            if part._compiled_call_impl is None:
+            if compiled_call(part) is None:
                 self._compile_part(part)
         for part in self._looking.parts if self._looking is not None else ():
             enter_by_itself(part)  # anew, as the module itself
         if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
-        return self._traced(self._method or type(module)._call_impl)
+        return self._traced(self._method or plain_call(type(module)))
 
     def _compile_part(self, part: nn.Module) -> None:
         """Compile the call of a module inside of this one. If it is not sharded, and a graph is
@@ -179,15 +179,14 @@ class ModuleCall:
         if not fsdp.is_sharded(part):
             enter_by_itself(part)
             return
-        part._compiled_call_impl = ends_graph(
-            ModuleCall(
-                part,
-                self._compile_kwargs,
-                reads_copies=self._reads_copies,
-                check=lambda _: None,
-                called=lambda _: True,
-            )
+        call = ModuleCall(
+            part,
+            self._compile_kwargs,
+            reads_copies=self._reads_copies,
+            check=lambda _: None,
+            called=lambda _: True,
         )
+        set_compiled_call(part, ends_graph(call))
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
@@ -234,9 +233,7 @@ class ModuleCall:
             self._forward = forward
 
     def _hooks_now(self) -> tuple[int, ...]:
-        module = self._module
-        kinds = (module._forward_pre_hooks, module._forward_hooks,
-                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
+        kinds = hooks_around(self._module)
         return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
 
     def _owners_now(self) -> list[int]:

@@ -5,8 +5,6 @@ with the frames that are called there, but not with those of torch's own layers:
 them. So the first training calls of a model, and the first in evaluation, are looked at
 (`looking.py`): the operators that reach PyTorch from Python while no graph runs, and nothing
 compiles, run outside.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
 from ..ir import hint, tensors_of
+from ..torch_inside.autograd import current_node
+from ..torch_inside.modes import TorchDispatchMode, current_mode
 
 __all__ = ["Outside", "aside", "counted"]
 
@@ -103,7 +102,7 @@ class Outside(TorchDispatchMode):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Don't look: a graph runs, or something compiles."""
-        on_top = _get_current_dispatch_mode() is self
+        on_top = current_mode() is self
         if on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._aside += 1
@@ -120,8 +119,8 @@ class Outside(TorchDispatchMode):
         """Run an operator, and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        flops = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if flops is None or self._aside or torch._C._current_autograd_node() is not None:
+        flops = flop_registry.get(getattr(func, "overloadpacket", None))
+        if flops is None or self._aside or current_node() is not None:
             return result  # a backward within the forward, where it has a node
         first = next(tensors_of(result))
         callers = tuple(_objects(sys._getframe(1)))

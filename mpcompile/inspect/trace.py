@@ -5,19 +5,20 @@
     mpcompile_plan         the plan, as JSON; of a graph that was left in FP32, the reason
     mpcompile_step         the program of a compiled optimizer step
 
-`trace_structured` calls the functions that make the texts only while a trace is written. It was
-read in torch 2.13, and takes the same arguments in 2.11.
+`trace_structured` calls the functions that make the texts only while a trace is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
 from torch import fx
-from torch._logging._internal import trace_structured
 
 from .. import ir
+from ..torch_inside.dynamo_names import trace_structured
+from ..torch_inside.reach import MissingInTorch
 from .graph_plan import GraphPlan
 
 
@@ -35,12 +36,13 @@ def trace_step(gm: fx.GraphModule) -> None:
 
 
 def _artifact(name: str, text: Callable[[], str], *, encoding: str = "string") -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"mpcompile_{name}", "encoding": encoding},
-        payload_fn=text,
-        expect_trace_id=False,  # no compile of Dynamo's surrounds that of an optimizer's step
-    )
+    with contextlib.suppress(MissingInTorch):
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"mpcompile_{name}", "encoding": encoding},
+            payload_fn=text,
+            expect_trace_id=False,  # no compile of Dynamo's surrounds that of an optimizer's step
+        )
 
 
 def _with_reasons(plan: GraphPlan) -> str:
