@@ -1,4 +1,4 @@
-"""Dynamo while it traces: its variables, what it notes of the program, and its settings for that."""
+"""Dynamo while it traces: its variables, what it notes of a program, and its settings for that."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.utils import counters
     from torch._dynamo.variables import TensorVariable, torch_function
     from torch._dynamo.variables.optimizer import OptimizerVariable
 else:
@@ -41,6 +42,7 @@ else:
         "torch._dynamo.source:ConstantSource", "names a size that is no input", Part.OPTIMIZER
     )
     tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
+    counters = private("torch._dynamo.utils:counters", "counts what Dynamo did", Part.EXPLAIN)
     TensorVariable = private(
         "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
     )
@@ -61,6 +63,7 @@ __all__ = [
     "TensorifyScalarRestartAnalysis",
     "callback_handler",
     "config",
+    "counters",
     "graph_break",
     "reset_code",
     "torch_function",
