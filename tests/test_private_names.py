@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def own_names() -> frozenset[str]:
 )
 def test_only_the_room_takes_private_names(path: Path) -> None:
     assert list(taken(ast.parse(path.read_text()), own_names())) == []
+
+
+def test_the_room_takes_no_name_twice() -> None:
+    trees = (ast.parse(path.read_text()) for path in ROOM.glob("*.py"))
+    paths = Counter(path for tree in trees for _, path in imported(tree) if is_torchs(path))
+    assert {path for path, count in paths.items() if count > 1} == set()
 
 
 @pytest.mark.parametrize(
