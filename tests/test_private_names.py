@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_packaging import PACKAGE, ROOT, sources
 
+from mpcompile.torch_inside.reach import NAMES
+
 ROOM = PACKAGE / "torch_inside"
 # Attributes of torch's objects that something of ours is called, too.
 TORCHS = {"_base", "_buffers", "_enabled", "_modules", "_parameters", "_values", "_version"}
@@ -102,6 +104,11 @@ def own_names() -> frozenset[str]:
 )
 def test_only_the_room_takes_private_names(path: Path) -> None:
     assert list(taken(ast.parse(path.read_text()), own_names())) == []
+
+
+@pytest.mark.parametrize("path", sorted(NAMES))
+def test_each_is_as_it_was_read(path: str) -> None:
+    NAMES[path].probe()
 
 
 def test_the_room_takes_no_name_twice() -> None:
