@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_packaging import PACKAGE, ROOT, sources
+
+from mpcompile.torch_inside.reach import NAMES
 
 ROOM = PACKAGE / "torch_inside"
 # Attributes of torch's objects that something of ours is called, too.
@@ -17,14 +20,6 @@ TORCHS = {"_base", "_buffers", "_enabled", "_modules", "_parameters", "_values",
 OTHERS = {"_getframe", "_load_scaler", "_mpcompile_version", "_save_scaler", "_trainer"}
 # Operators are private in name only: ATen's schema says what they do.
 OPERATORS = ("torch.ops.", "aten.", "functional.")
-# These move into the room, too.
-LATER = {
-    PACKAGE / name
-    for name in (
-        "capture/breaks.py", "capture/rebound.py", "emit/retrace.py", "emit/tracing_settings.py",
-        "optim/compile_piece.py", "optim/trace_context.py", "whole/tracing.py",
-    )
-}  # fmt: skip
 
 
 def is_private(name: str) -> bool:
@@ -104,16 +99,22 @@ def own_names() -> frozenset[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in sources() if not p.is_relative_to(ROOM) and p not in LATER],
+    [p for p in sources() if not p.is_relative_to(ROOM)],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_only_the_room_takes_private_names(path: Path) -> None:
     assert list(taken(ast.parse(path.read_text()), own_names())) == []
 
 
-@pytest.mark.parametrize("path", sorted(LATER), ids=lambda p: p.stem)
-def test_what_is_left_is_listed(path: Path) -> None:
-    assert list(taken(ast.parse(path.read_text()), own_names())), f"take {path} out of LATER"
+@pytest.mark.parametrize("path", sorted(NAMES))
+def test_each_is_as_it_was_read(path: str) -> None:
+    NAMES[path].probe()
+
+
+def test_the_room_takes_no_name_twice() -> None:
+    trees = (ast.parse(path.read_text()) for path in ROOM.glob("*.py"))
+    paths = Counter(path for tree in trees for _, path in imported(tree) if is_torchs(path))
+    assert {path for path, count in paths.items() if count > 1} == set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Dynamo while it traces: its variables, what it notes of a program, and its settings for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo import graph_break
+    from torch._dynamo.callback import CallbackArgs, callback_handler
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.variables import TensorVariable, torch_function
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+else:
+    _EFFECTS = "notes what the traced program sets"
+    reset_code = private(
+        "torch._C._dynamo.eval_frame:reset_code", "drops what was compiled", Part.COMPILE
+    )
+    graph_break = private("torch._dynamo:graph_break", "ends a graph", Part.WHOLE_STEP)
+    CallbackArgs = private(
+        "torch._dynamo.callback:CallbackArgs", "says which compile begins", Part.COMPILE
+    )
+    callback_handler = private(
+        "torch._dynamo.callback:callback_handler", "calls back as a compile begins", Part.COMPILE
+    )
+    TensorifyScalarRestartAnalysis = private(
+        "torch._dynamo.exc:TensorifyScalarRestartAnalysis", "traces a program anew", Part.COMPILE
+    )
+    OutputGraph = private("torch._dynamo.output_graph:OutputGraph", _EFFECTS, Part.WHOLE_STEP)
+    SideEffects = private("torch._dynamo.side_effects:SideEffects", _EFFECTS, Part.WHOLE_STEP)
+    tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
+    TensorVariable = private(
+        "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
+    )
+    torch_function = private(
+        "torch._dynamo.variables:torch_function", "traces subclasses of tensors", Part.WHOLE_STEP
+    )
+    OptimizerVariable = private(
+        "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
+    )
+
+CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
+"""The method of `OutputGraph` that refuses results whose graph a backward has used up."""
+
+__all__ = [
+    "CHECK_OUTPUTS",
+    "CallbackArgs",
+    "OptimizerVariable",
+    "OutputGraph",
+    "SideEffects",
+    "TensorVariable",
+    "TensorifyScalarRestartAnalysis",
+    "callback_handler",
+    "graph_break",
+    "reset_code",
+    "torch_function",
+    "traced_code",
+    "traced_output",
+]
+
+
+def traced_code() -> CodeType | None:
+    """The code that Dynamo is tracing, inside of a backend; None outside of it.
+
+    `reset_code` of it drops all that was compiled of it, so that its next call is traced anew. The
+    compiled code may be running while this happens.
+    """
+    translator = _translator()
+    return None if translator is None else translator.f_code
+
+
+def traced_output() -> OutputGraph | None:
+    """Dynamo's record of what it is tracing in this thread; None if that is nothing."""
+    translator = _translator()
+    return None if translator is None else translator.output
+
+
+def _translator() -> Any:
+    return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
+
+
+@probe("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
+def _hides() -> None:
+    assert "grad" in torch_function.banned_attrs
