@@ -289,13 +289,13 @@ def op_key(op: Any) -> str:
 
     Overloads share a rule, so the overload name is dropped.
     """
-    if isinstance(op, OpOverload):
-        return schema(op).name
-    if isinstance(op, OpOverloadPacket):
-        return packet_name(op)
-    if isinstance(op, HigherOrderOperator):
-        return f"higher_order::{op.name()}"
     if not isinstance(op, str):
+        if isinstance(op, OpOverload):
+            return schema(op).name
+        if isinstance(op, OpOverloadPacket):
+            return packet_name(op)
+        if isinstance(op, HigherOrderOperator):
+            return f"higher_order::{op.name()}"
         raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")
     if "::" in op:
         namespace, name = op.split("::", 1)
