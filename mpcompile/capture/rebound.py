@@ -96,13 +96,13 @@ def check_torch() -> None:
 def _is_followed() -> bool:
     """Whether Dynamo sets and reads the gradient of the input in a small program."""
 
-    def program(p: torch.Tensor) -> torch.Tensor:
+    def program(p: Any) -> Any:
         with torch.no_grad():
             p -= 1
-            p.grad = p.grad + 1  # type: ignore[operator]
+            p.grad = p.grad + 1
             return p.grad + 1
 
-    p = torch.zeros(1, requires_grad=True)
+    p: Any = torch.zeros(1, requires_grad=True)
     p.grad = torch.zeros(1)
     with gradients_of_rebound():
         result = torch.compile(program, backend="eager")(p)
