@@ -23,7 +23,7 @@ from .calls.say_outside import gains, say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
-from .capture.rebound import gradients_of_rebound
+from .capture.rebound import check_torch, gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
 from .emit.frozen import see_what_trains
 from .emit.tracing_settings import VALUE_SIZES
@@ -174,6 +174,7 @@ def _compiled_function(
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
+    check_torch()
 
     def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
         # Between backward and step is code of the user's, who was promised true gradients.
