@@ -40,7 +40,7 @@ from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.tracing_settings import or_broken
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
-from .inspect.advice import say_nothing_runs_low
+from .inspect.advice import say_nothing_runs_low, say_products_stay
 from .inspect.graph_plan import GraphPlan, plan_of_left
 from .inspect.log_graph import log_graph
 from .inspect.trace import trace_graph
@@ -265,11 +265,15 @@ def rewrite(
 def _heed_the_device(
     captured: fx.GraphModule, plan: GraphPlan, config: Config, device: torch.device
 ) -> None:
-    """Warn if a setting of the device may round sums, or if the device gains nothing by `low`."""
+    """Say so if a setting of the device may round sums, if the device gains nothing by `low`, or if
+    products stay in FP32 where it would.
+    """
     check_accumulation(device, config.low)
     nothing_low = not config.promised and not plan.counts().get("LOW")
     if nothing_low and any(product(node) is not None for node in captured.graph.nodes):
         say_nothing_runs_low(capabilities(device).word, config.low)
+    if config.promised:
+        say_products_stay(plan.nodes)
 
 
 def note_read_in_full(
