@@ -73,10 +73,6 @@ def _is_in_place(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _IN_PLACE
 
 
-# Dynamo's reading of an attribute: `var_getattr` up to torch 2.13, `tp_getattro_impl` from 2.14 on.
-GETATTR = "var_getattr" if hasattr(TensorVariable, "var_getattr") else "tp_getattro_impl"
-
-
 def check_torch() -> None:
     """Raise MPCompileError if gradients can't be followed with this torch.
 
