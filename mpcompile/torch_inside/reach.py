@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import CannotRewrite
+from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["NAMES", "MissingInTorch", "Name", "Part", "private", "probe"]
+__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "private", "probe"]
 
 
 class Part(enum.Enum):
@@ -36,8 +36,11 @@ class Part(enum.Enum):
     SAY = "a message says less"
 
 
-class MissingInTorch(CannotRewrite):
-    """A private name that this release of torch lacks; the message says which, and what for."""
+class MissingInTorch(CannotRewrite, MPCompileError):
+    """A private name that this release of torch lacks; the message says which, and what for.
+
+    A reason to do without, where there is a way to; an error for the user everywhere else.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class Name:
 NAMES: dict[str, Name] = {}
 """All names that were taken or probed so far, by their paths."""
 
+GONE: list[Name] = []
+"""Those of them that this torch lacks, as was seen when they were taken."""
+
 
 def private(path: str, why: str, part: Part, *others: str) -> Any:
     """A private name of torch's; one that raises `MissingInTorch` when it is used if it is gone.
@@ -80,10 +86,11 @@ def private(path: str, why: str, part: Part, *others: str) -> Any:
                 continue
         raise _missing(path, why)
 
-    NAMES[path] = Name(path, why, part, look)
+    name = NAMES[path] = Name(path, why, part, look)
     try:
         return look()
     except MissingInTorch:
+        GONE.append(name)
         return _Absent(path, (), {"_why": why})
 
 
