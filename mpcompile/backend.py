@@ -35,7 +35,7 @@ from .capture.on_fakes import unseen
 from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
-from .emit.emitter import emit
+from .emit.emitter import check_how, emit
 from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
@@ -51,12 +51,14 @@ from .ir.inputs import GraphInputs
 from .ir.updates import is_update
 from .padding.products import product
 from .planner.target import Target, target_of
+from .ranks.refuse import check_ranks
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
 from .state import copies, fit_scale, hooks, parameters, shardings
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
+from .torch_inside.reach import MissingInTorch
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
 Listener = Callable[[GraphPlan], None]
@@ -81,6 +83,8 @@ def mpcompile_backend(
     true = request.pop("_true_gradients", False)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     settings = replace(settings, names=names, true_gradients=true)
+    check_how(settings.emit)
+    check_ranks()
     uncalled.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
@@ -99,9 +103,11 @@ def _compile_or_fall_back(
     try:
         with or_broken(gm):
             return _compile(gm, example_inputs, settings)
-    except (MPCompileError, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
+    except RestartAnalysis:  # Dynamo traces once more
         raise
     except Exception as error:
+        if isinstance(error, MPCompileError) and not isinstance(error, MissingInTorch):
+            raise
         reason = reason_of(error)
         if settings.strict:
             raise MPCompileError(

@@ -41,6 +41,8 @@ from ..ir.targets import (
 )
 from ..ir.units import grad_fns
 from ..rules import PACKETS
+from ..torch_inside.health import why_off
+from ..torch_inside.reach import Part
 from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque_calls import opaque_call
 from .place import Place
@@ -123,8 +125,11 @@ class Replay(fx.Interpreter):
             return Replay(body, self.place).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return opaque_call(self.current, self.place, args, kwargs)
-        if target in PACKETS and self.place.autocast() is not None:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        if target in PACKETS:
+            if (why := why_off(Part.RECURRENT)) is not None:
+                raise CannotRewrite(f"{Part.RECURRENT.value} on this torch ({why})")
+            if self.place.autocast() is not None:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         graph = current_tracer().graph
         before, known = len(graph.nodes), grad_fns((args, kwargs))
         with known_as_before((args, kwargs)):

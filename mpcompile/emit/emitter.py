@@ -35,6 +35,8 @@ from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
+from ..torch_inside.health import refuse, why_off
+from ..torch_inside.reach import Part
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
@@ -141,7 +143,7 @@ def _untouched(
     Under autocast an RNN may return another dtype than its input has, so the code behind it can't
     be compiled before the RNN has run.
     """
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() and why_off(Part.RECURRENT) is None:
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
             return _rewritten(gm, example_inputs, compile_graph)
@@ -185,6 +187,16 @@ def _inductor(
     # The backward is handed to `inner` now, not when somebody calls `backward()`.
     settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     return functorch.patch(settings)(compiler)  # type: ignore[no-any-return]
+
+
+def check_how(how: str) -> None:
+    """Refuse `emit="inductor"` where Inductor isn't what it was.
+
+    Raises:
+        MPCompileError: the message says what is wrong.
+    """
+    if how == "inductor":
+        refuse(Part.INDUCTOR, 'emit="inductor"', 'pass emit="aot_eager"')
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import MPCompileError
+from ..torch_inside.health import refuse
+from ..torch_inside.reach import Part
 from . import fsdp
+
+
+def check_ranks() -> None:
+    """Refuse to compile for several processes on a torch where that is known to be wrong.
+
+    Raises:
+        MPCompileError: this process is in a group; the message says what is wrong.
+    """
+    if dist.is_available() and dist.is_initialized():
+        instead = "train in one process, or without mpcompile"
+        refuse(Part.RANKS, "mpcompile for the processes of a group", instead)
 
 
 def check_engines(model: nn.Module) -> None:

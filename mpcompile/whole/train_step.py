@@ -34,6 +34,8 @@ from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
+from ..torch_inside.health import why_off
+from ..torch_inside.reach import MissingInTorch, Part
 from .backend import WholeBackend
 from .calls import NotThisTime, Outdated
 from .tracing import keeps, traceable_optimizers
@@ -87,6 +89,7 @@ class TrainStep:
             whole, self._own, traceable_optimizers, gradients_of_rebound,
             trace_autograd_ops=True, allow_rnn=True,
         )  # fmt: skip
+        self._off = why_off(Part.WHOLE_STEP)
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then
         self._anew, self._bound = anew, WeakIdKeyDictionary()
@@ -110,6 +113,8 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.left is not None:
             return self._pieces(*args, **kwargs)
+        if self._off is not None:
+            return self._leave(CannotRewrite(self._off), args, kwargs)
         while True:
             self._backend.began = False
             try:
@@ -137,7 +142,7 @@ class TrainStep:
                 cause = _cause(error)
                 if isinstance(cause, StateAppeared):
                     break
-                if isinstance(cause, MPCompileError):
+                if isinstance(cause, MPCompileError) and not isinstance(cause, MissingInTorch):
                     raise
                 return self._leave(cause, args, kwargs)
         known = len(self._plans)
