@@ -37,6 +37,7 @@ from .state import hooks, parameters
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
 from .torch_inside.health import refuse
+from .torch_inside.modules import set_compiled_call, unwrapped
 from .torch_inside.reach import Part
 from .whole.train_step import TrainStep, goes_backward
 
@@ -140,10 +141,8 @@ def _compiled(
             looked=None if settings.level is Level.O0 else _looked(settings, record),
         )
         for module in (first, *others):
-            # `nn.Module.compile` sets `_compiled_call_impl` (torch 2.13; since 2.2). A call of the
-            # module runs it; pickling and deepcopy drop it: it adds nothing to the module's state.
             call = compiled_call(module)
-            module._compiled_call_impl = call if module is first else ends_graph(call.__call__)
+            set_compiled_call(module, call if module is first else ends_graph(call.__call__))
         if has_steps(first):
             compile_steps(first, compiled_call)
         _records[model] = record
@@ -332,7 +331,7 @@ def studied(model: Any, who: str) -> nn.Module:
             f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "
             "compiled_plans(function) has the plans after its first call"
         )
-    inner = getattr(model, "_orig_mod", model)
+    inner = unwrapped(model)
     return inner if isinstance(inner, nn.Module) else model
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis
 
 from . import (
     ir,
@@ -58,6 +57,8 @@ from .settings import Settings
 from .state import copies, fit_scale, hooks, parameters, shardings
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
+from .torch_inside.amp import autocast_off
+from .torch_inside.dynamo_names import RestartAnalysis
 from .torch_inside.reach import MissingInTorch
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
@@ -256,7 +257,7 @@ def rewrite(
     spent = time.perf_counter() - start
     if repairs is not None:
         config = replace(config, repaired=repairs.in_graph(captured.graph))
-    with unseen(), torch._C._DisableAutocast():
+    with unseen(), autocast_off():
         return captured, pipeline.run(
             captured,
             config,

@@ -31,7 +31,6 @@ from mpcompile.emit.joint import (
     joint_passes,
     with_joint_passes,
 )
-from mpcompile.emit.write_order import PRE_FUSION
 from mpcompile.passes.joint.fill_zeros import fill_zeros
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
@@ -39,6 +38,7 @@ from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
+from mpcompile.torch_inside.inductor import PRE_FUSION
 
 OURS = JointPasses(joint=(widen_weight_gradients,))
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,))

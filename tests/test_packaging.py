@@ -52,7 +52,7 @@ LAYERS = (
     {"check", "demo"},
     {"cli"},
 )
-PASSES_MAY_IMPORT = {"errors", "devices", "rules", "ir", "padding", "planner"}
+PASSES_MAY_IMPORT = {"errors", "torch_inside", "devices", "rules", "ir", "padding", "planner"}
 
 
 def height(unit: str) -> int:

@@ -23,8 +23,9 @@ from mpcompile.devices.torch_faults import (
     TorchFault,
 )
 from mpcompile.emit import write_order
-from mpcompile.emit.write_order import PRE_FUSION, KeepOrder, inductor_for
+from mpcompile.emit.write_order import KeepOrder, inductor_for
 from mpcompile.passes.graph.guard_kernels import guard_kernels
+from mpcompile.torch_inside.inductor import PRE_FUSION
 
 VERSION = torch.__version__
 

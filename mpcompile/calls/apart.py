@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._dynamo import pgo
+
+from ..torch_inside.dynamo_names import get_code_state, no_recompile_limit
+from ..torch_inside.modules import plain_call
 
 __all__ = ["compiled_apart", "nothing_happened"]
 
@@ -30,10 +32,11 @@ def compiled_apart(
     module: nn.Module, backend: Callable[..., Any], purpose: str
 ) -> Callable[..., Any]:
     """The module's call, compiled for fixed sizes under a name of its own, with `purpose` in it."""
+    call = plain_call(type(module))
 
     # As in module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return call(module, *args, **kwargs)
 
     name = f"{purpose}_{next(_numbers)}_of_{type(module).__name__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
@@ -45,7 +48,7 @@ def _unlimited(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The same without Dynamo's limits, which earlier compiles may have reached."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+        with no_recompile_limit():
             return compiled(*args, **kwargs)
 
     return run
@@ -55,7 +58,7 @@ def _unlimited(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def nothing_happened() -> Iterator[None]:
     """Restore the random states, and the sizes from which Dynamo infers which are dynamic."""
     state, numbers = random.getstate(), np.random.get_state()
-    sizes = pgo.get_code_state()
+    sizes = get_code_state()
     before = copy.deepcopy(sizes)
     try:
         with torch.random.fork_rng(devices=[]):

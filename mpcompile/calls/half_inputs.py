@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..ir.dtypes import HALF
+from ..torch_inside import pytree
 
 __all__ = ["widened", "widens_inputs"]
 

@@ -15,7 +15,7 @@ doesn't do.
   graph ends at it.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 * TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
-  plain module or function. (`_get_tracing_state` was read in torch 2.13 and exists in 2.11.)
+  plain module or function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from ..capture.regions import noting_regions
 from ..emit.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
@@ -35,6 +34,9 @@ from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..state import foreign, parameters
+from ..torch_inside.dynamo_names import BackendCompilerFailed
+from ..torch_inside.modes import torchscript_trace
+from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import widened, widens_inputs
 from .outside import Outside, aside
@@ -57,9 +59,7 @@ def running(
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (
-            torch._C._get_tracing_state() is not None
-        ):  # TorchScript traces operators: those of the plain function
+        if torchscript_trace() is not None:  # it traces operators: those of the plain function
             return plain(*args, **kwargs)
         try:
             if foreign.is_under_autocast():
@@ -131,8 +131,8 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # TorchScript traces operators: those of the plain module.
-        if torch._C._get_tracing_state() is not None:
-            return (self._method or type(self._module)._call_impl)(self._module, *args, **kwargs)
+        if torchscript_trace() is not None:
+            return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
             return self._apart(*args, **kwargs)
         return self._call(*args, **kwargs)
@@ -182,18 +182,18 @@ class ModuleCall:
         module = self._module
         check_engines(module)
         for part in parts_of(module):
-            if part._compiled_call_impl is None:
-                part._compiled_call_impl = self._of_part(part)
+            if compiled_call(part) is None:
+                set_compiled_call(part, self._of_part(part))
         if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
-        return self._traced(self._method or type(module)._call_impl)
+        return self._traced(self._method or plain_call(type(module)))
 
     def _of_part(self, part: nn.Module) -> Callable[..., Any]:
         """The call of a module inside of this one. If it is not sharded, and a graph is traced
         around it, it becomes part of that graph; otherwise Dynamo compiles it as a frame.
         """
         if not fsdp.is_sharded(part):
-            return _entry(type(part)._call_impl, part)
+            return _entry(plain_call(type(part)), part)
         return ends_graph(
             ModuleCall(
                 part,
@@ -248,9 +248,7 @@ class ModuleCall:
             self._forward = forward
 
     def _hooks_now(self) -> tuple[int, ...]:
-        module = self._module
-        kinds = (module._forward_pre_hooks, module._forward_hooks,
-                 module._backward_pre_hooks, module._backward_hooks)  # fmt: skip
+        kinds = hooks_around(self._module)
         return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
 
     def _owners_now(self) -> list[int]:

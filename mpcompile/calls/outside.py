@@ -4,8 +4,6 @@ Dynamo leaves a frame to Python where it can't break the graph: in a loop, above
 that are called there are not compiled, and no graph knows of them. So one training call of a model,
 and one call in evaluation, are looked at: the operators that reach PyTorch from Python while no
 graph runs, and nothing compiles, run outside.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
 from ..ir import hint, tensors_of
+from ..torch_inside.autograd import current_node
+from ..torch_inside.modes import TorchDispatchMode, current_mode
 
 __all__ = ["Outside", "aside", "counted"]
 
@@ -92,7 +91,7 @@ class Outside(TorchDispatchMode):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Don't look: a graph runs, or something compiles."""
-        on_top = _get_current_dispatch_mode() is self
+        on_top = current_mode() is self
         if on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._aside += 1
@@ -109,8 +108,8 @@ class Outside(TorchDispatchMode):
         """Run an operator, and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        flops = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if flops is None or self._aside or torch._C._current_autograd_node() is not None:
+        flops = flop_registry.get(getattr(func, "overloadpacket", None))
+        if flops is None or self._aside or current_node() is not None:
             return result  # a backward within the forward, where it has a node
         first = next(tensors_of(result))
         if first.dtype in _WIDE:

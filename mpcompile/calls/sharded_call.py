@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..ranks import fsdp
+from ..torch_inside.modules import plain_call
 
 Function = Callable[..., Any]
 
@@ -29,7 +30,7 @@ def between_hooks(module: nn.Module, forward: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _replaced(module, forward):
-            return module._call_impl(*args, **kwargs)
+            return plain_call(module)(*args, **kwargs)
 
     return ends_graph(call)
 

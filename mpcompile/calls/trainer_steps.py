@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError, MPCompileWarning
+from ..torch_inside.modules import COMPILED_CALL, compiled_call, plain_call, set_compiled_call
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -47,11 +48,11 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
     """Compile, in place, what a trainer runs of a LightningModule.
 
     Args:
-        module: the module, whose `_compiled_call_impl` is set already.
+        module: the module, whose compiled call is set already.
         compiled: (module, method=None) -> the compiled call of a module, or of a method, given
             unbound.
     """
-    module._compiled_call_impl = _Forward(module, module._compiled_call_impl)
+    set_compiled_call(module, _Forward(module, compiled_call(module)))
     _keep_out_of_graphs(_metrics(module))
     vars(module)["__getstate__"] = _PlainState(module)
     logs = _Logs(module)
@@ -63,7 +64,7 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
             continue
         if name == "training_step" and not module.automatic_optimization:
             for called in _called_submodules(module):
-                called._compiled_call_impl = compiled(called)
+                set_compiled_call(called, compiled(called))
             setattr(module, name, StepCall(module, name, method, method, None))
         else:
             run = compiled(module, method=_unbound(method))
@@ -89,8 +90,8 @@ def _metrics(module: nn.Module) -> list[Any]:
 def _keep_out_of_graphs(metrics: list[Any]) -> None:
     """Let metrics run as they are: their lists and counters would compile a step anew and anew."""
     for metric in metrics:
-        if metric._compiled_call_impl is None:
-            metric._compiled_call_impl = torch.compiler.disable(metric._call_impl)
+        if compiled_call(metric) is None:
+            set_compiled_call(metric, torch.compiler.disable(plain_call(metric)))
             metric.update = torch.compiler.disable(metric.update)
             vars(metric)["__getstate__"] = _PlainState(metric)
 
@@ -121,7 +122,7 @@ class _PlainState:
         state = type(self._module).__getstate__(self._module)
         if not isinstance(state, dict):  # of the user's own making
             return state
-        ours = ("__getstate__", "_compiled_call_impl")
+        ours = ("__getstate__", COMPILED_CALL)
         state = {name: value for name, value in state.items() if name not in ours}
         steps = {name: step for name, step in state.items() if isinstance(step, StepCall)}
         if steps and get_spawning_popen() is not None:
@@ -186,7 +187,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._is_redirected():
-            return self._module._call_impl(*args, **kwargs)
+            return plain_call(self._module)(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

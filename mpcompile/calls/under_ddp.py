@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..ranks import ddp
 from ..state import reductions
 from ..state.loss_scale import LossScale
+from ..torch_inside.distributed import active_ddp
 from .graph_call import is_leaf
 
 __all__ = ["noticing_ddp"]
@@ -40,7 +40,7 @@ def noticing_ddp(
     wish = reductions.gradients_in(low, scale)
 
     def run(*args: Any) -> Any:
-        module = ddp.active()
+        module = active_ddp()
         if module is not None and torch.is_grad_enabled():
             reductions.enter(module, [args[i] for i in leaves], wish, scale, hooked=hooked)
         return call(*args)

@@ -26,8 +26,8 @@ from ..observe.faults import find
 from ..observe.record import Record
 from ..observe.watch import Watch
 from ..pipeline import Kept
-from ..state.scale_search import backward_running
 from ..state.trouble import Trouble
+from ..torch_inside.autograd import running_backward
 from .in_fp32 import InFP32
 
 __all__ = ["Look", "Watched"]
@@ -108,7 +108,7 @@ class Watched:
             results = Watch(self.rewritten, look.low).run(*inputs)
             look.again.watch(results)
         except Exception as error:  # whatever it is, it isn't the user's: training goes on
-            if backward_running() != -1:
+            if running_backward() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
             why = _text(error)
         else:

@@ -4,8 +4,6 @@ Dynamo gives a backend torch functions, tensor methods and higher-order operator
 graph under `make_fx(pre_dispatch=True)`. The result is one finite vocabulary of ATen operators. It
 is still above autograd (AOTAutograd derives the backward from the rewritten graph) and above the
 choice of an attention kernel (which depends on the dtypes that the passes choose).
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -17,15 +15,17 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CannotRewrite
 from ..ir import attribute, storage
 from ..ir.fakes import fake_twin
 from ..state import foreign
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.autograd import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden
+from ..torch_inside.fakes import FakeTensor, TracingContext
+from ..torch_inside.modes import is_traceable_wrapper_subclass
+from ..torch_inside.ops import OpOverload, schema
 from .place import Place, record_modes
 from .provenance import Names, complete_module_paths, copy_provenance, nobody, source
 from .replay import Replay
@@ -66,7 +66,7 @@ def capture(
     for _, dtype, _ in place.autocasts:
         foreign.say_autocast(dtype)
     with (
-        torch._C._DisableAutocast(),
+        autocast_off(),
         fx_traceback.preserve_node_meta(),
         context.fake_mode,
         _modes_kept(),
@@ -107,15 +107,15 @@ def _modes_kept() -> Iterator[None]:
     """Restore modes that a failed replay leaves changed: no_grad, and functorch's ban of hooks on
     saved tensors.
     """
-    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    forbidden = saved_hooks_forbidden()
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
             yield
         finally:
             if forbidden is None:
-                torch._C._autograd._saved_tensors_hooks_enable()
+                allow_saved_hooks()
             else:
-                torch._C._autograd._saved_tensors_hooks_disable(forbidden)
+                forbid_saved_hooks(forbidden)
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -126,8 +126,8 @@ def _is_impure(node: fx.Node) -> bool:
     """
     if node.op in ("placeholder", "output"):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable or node.is_impure()
+    if isinstance(node.target, OpOverload):
+        return schema(node.target).is_mutable or node.is_impure()
     return node.op != "get_attr"
 
 

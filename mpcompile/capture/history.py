@@ -1,7 +1,4 @@
-"""Keeps what autograd knows of a value through the replay: the node it is, and its backward.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Keeps what autograd knows of a value through the replay: the node it is, and its backward."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
-from torch.utils import _pytree as pytree
 
 from ..ir import is_getitem, written
 from ..ir.units import grad_fns
+from ..torch_inside import pytree
 
 
 def current_tracer() -> Any:

@@ -1,7 +1,4 @@
-"""Runs operators on fakes, while a graph is captured and rewritten, unseen by the caller.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Runs operators on fakes, while a graph is captured and rewritten, unseen by the caller."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._guards import TracingContext
+
+from ..torch_inside.autograd import top_saved_hooks
+from ..torch_inside.fakes import TracingContext
 
 
 @contextlib.contextmanager
@@ -23,7 +22,7 @@ def unseen() -> Iterator[None]:
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     with contextlib.ExitStack() as hidden:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if top_saved_hooks(True) is not None:
             same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             hidden.enter_context(same)
         if mode is not None and mode.shape_env is not None:

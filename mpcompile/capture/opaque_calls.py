@@ -1,7 +1,4 @@
-"""Calls that can't be replayed as ATen: one opaque node each, with the call that Dynamo wrote.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Calls that can't be replayed as ATen: one opaque node each, with the call that Dynamo wrote."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
-from torch.utils import _pytree as pytree
 
 from ..errors import CannotRewrite
 from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
 from ..ir.units import is_tracked
+from ..torch_inside import pytree
+from ..torch_inside.modes import torch_functions_off
 from .history import current_tracer
 from .place import Place
 
@@ -53,7 +51,7 @@ def opaque_call(
     example = node.meta.get("example_value")  # none: the call returns nothing
     noted = what != "functorch"
     tracked = torch.is_grad_enabled() and is_tracked((args, kwargs))
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+    with disable_proxy_modes_tracing(), torch_functions_off():
         result = pytree.tree_map(
             lambda v: _fresh(v, v.requires_grad if noted else tracked) if _is_tensor(v) else v,
             example,

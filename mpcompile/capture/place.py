@@ -1,7 +1,4 @@
-"""Where a node stands in the program: its grad mode, autocast region and activation checkpoints.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Where a node stands in the program: its grad mode, autocast region and activation checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a captured graph keeps from Dynamo's: the sources of inputs, their names, static marks.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""What a captured graph keeps from Dynamo's: the sources of inputs, their names, static marks."""
 
 from __future__ import annotations
 
@@ -12,8 +9,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.utils import _pytree as pytree
+
+from ..torch_inside import pytree
+from ..torch_inside.graphs import (
+    ConstantSource,
+    rename,
+    set_source,
+    set_sources,
+    source_of,
+    sources_of,
+)
 
 
 def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
@@ -22,18 +27,18 @@ def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     theirs = gm.graph.find_nodes(op="placeholder")
     ours = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(theirs, ours, strict=True):
-        new._dynamo_source = getattr(old, "_dynamo_source", None)
-        new._rename(_readable(source(new), old.name))
+        set_source(new, source_of(old))
+        rename(new, _readable(source(new), old.name))
         new.target = new.name
         for key in ("tensor_dict", "stack_trace", "nn_module_stack"):
             if key in old.meta:
                 new.meta[key] = old.meta[key]
     traced.meta["mp_output_dtypes"] = _output_dtypes(gm)
-    known = getattr(gm, "_param_name_to_source", {})
+    known = sources_of(gm)
     names = [n for n, _ in (*traced.named_parameters(), *traced.named_buffers())]
-    traced._param_name_to_source = {  # type: ignore[assignment]
-        name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names
-    }
+    set_sources(
+        traced, {name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names}
+    )
 
 
 # id of a parameter -> its dotted name in the model; empty where the model isn't known.
@@ -100,7 +105,7 @@ def _below(path: str, roots: Mapping[str, str]) -> str:
 
 def source(placeholder: fx.Node) -> str:
     """Dynamo's expression of an input: `L['self']._modules['fc']._parameters['weight']`."""
-    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    name = getattr(source_of(placeholder), "name", "")
     return str(name() if callable(name) else name)  # a method in 2.11, a property in 2.13
 
 

@@ -8,8 +8,6 @@ Torch counts how deep regions are nested. Those that are deeper than the compile
 model's own; those of its caller change nothing. Two things this can't tell. The count knows no
 device, so a region for another one than the graph's counts as well. And Dynamo doesn't guard on
 it: a function that runs in such a region and elsewhere keeps the graphs that it got first.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations

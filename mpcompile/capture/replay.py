@@ -14,8 +14,6 @@ The interpreter handles itself what a replay would lose:
   may be around the whole graph (`regions.py`). An autocast around the whole call is ignored: the
   program is captured in FP32 all the same. Only an opaque node is run inside the region that it
   stood in.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..errors import CannotRewrite
 from ..ir import Region
@@ -41,14 +38,16 @@ from ..ir.targets import (
 )
 from ..ir.units import grad_fns
 from ..rules import PACKETS
+from ..torch_inside import pytree
+from ..torch_inside.autograd import GET_DATA
+from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.health import why_off
+from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
 from ..torch_inside.reach import Part
 from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque_calls import opaque_call
 from .place import Place
 
-# What Dynamo calls for `x.data`.
-_GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -117,13 +116,13 @@ class Replay(fx.Interpreter):
         assert self.current is not None
         if target is CHECKPOINT:
             return self._inline_checkpoint(args, kwargs)
-        if target is _GET_DATA:
+        if target is GET_DATA:
             # `x.data`: the tracer sees no operator in it, and takes the result for a constant.
             return args[0].detach()
         if target is INVOKE_SUBGRAPH:
             body, _identifier, *operands = args
             return Replay(body, self.place).run(*operands)
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             return opaque_call(self.current, self.place, args, kwargs)
         if target in PACKETS:
             if (why := why_off(Part.RECURRENT)) is not None:
@@ -142,7 +141,7 @@ class Replay(fx.Interpreter):
 
     def _inline_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body, *operands = args
-        keys = ("_checkpoint_context_fn",)
+        keys = (CHECKPOINT_CONTEXT,)
         region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
         graph = current_tracer().graph
         before = len(graph.nodes)
@@ -191,8 +190,8 @@ _PRODUCTS = frozenset(
 def _is_product(node: fx.Node) -> bool:
     """Whether the node makes a new tensor of a product of its operands: not `out=`."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._opname in _PRODUCTS and not target._schema.is_mutable
+    if isinstance(target, OpOverload):
+        return target.overloadpacket.__name__ in _PRODUCTS and not schema(target).is_mutable
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name in _PRODUCTS and "out" not in node.kwargs
 
@@ -202,6 +201,6 @@ def _is_torchs(node: fx.Node) -> bool:
     module = getattr(node.target, "__module__", None) or "torch"
     package = ".".join(module.split(".")[:3])
     custom = package.startswith("torch._ops.") and package != "torch._ops.aten"
-    higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    higher = isinstance(node.target, HigherOrderOperator)
     own = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator")
     return node.op in ("call_function", "call_method") and own and not custom and not higher

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..api import compiled_plans, mpcompile
 from ..errors import MPCompileError, MPCompileWarning
@@ -24,6 +23,7 @@ from ..inspect.graph_plan import PlanNode
 from ..pipeline import MAY_BE_DISABLED
 from ..rules.policy import Policy
 from ..settings import OPTIONS
+from ..torch_inside import pytree
 
 # These passes replace operators, so that a policy which names those no longer finds them.
 RENAMING = ("expand_attention", "fuse_head", "narrow_softmax")

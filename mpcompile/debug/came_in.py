@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..state.not_finite import is_bad
+from ..torch_inside import pytree
 from .sides import Sides
 
 __all__ = ["not_finite_in"]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..api import pinned_in, recorded, studied
@@ -31,6 +30,7 @@ from ..observe.watch import relative_error
 from ..rules.policy import Level
 from ..settings import OPTIONS, Settings, check_module
 from ..state import parameters
+from ..torch_inside import pytree
 from .came_in import not_finite_in
 from .checks import check_loss_fn, check_trained
 from .low_side import low_dtype_of, run_low

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..backend import config_for, device_of, reason_of, rewrite
@@ -35,6 +34,8 @@ from ..planner.target import target_of
 from ..rules.policy import Config, Level
 from ..settings import Settings
 from ..state.repairs import Repairs
+from ..torch_inside import pytree
+from ..torch_inside.modules import buffers_of
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]
@@ -85,13 +86,13 @@ class _State:
     """The buffers and other attributes of a model and its submodules, but for the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.own = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+        self.own = [(m, dict(vars(m)), dict(buffers_of(m))) for m in model.modules()]
         self.tensors = [(b, b.clone()) for b in model.buffers()]
 
     def restore(self) -> None:
         """Make the model hold them again."""
         for module, attributes, buffers in self.own:
-            for now, before in ((vars(module), attributes), (module._buffers, buffers)):
+            for now, before in ((vars(module), attributes), (buffers_of(module), buffers)):
                 for name in [name for name in now if name not in before]:
                     del now[name]
                 changed = [name for name in before if now.get(name, self) is not before[name]]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..torch_inside.amp import autocast_off
 from .instructions import cpu_flags
 
 __all__ = [
@@ -71,7 +72,7 @@ def _number(version: str) -> tuple[int, int]:
 
 def _pooled_gradient_is_zero() -> bool:
     """Two convolutions under a pool, compiled by torch alone; their gradients are not zero."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch._C._DisableAutocast():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast_off():
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(),
@@ -112,7 +113,7 @@ def _zeros_are_reused() -> bool:
         total: torch.Tensor = found[0] + found[1]
         return total
 
-    with torch.enable_grad(), torch._C._DisableAutocast():
+    with torch.enable_grad(), autocast_off():
         x = torch.ones(16, 16, requires_grad=True)
         try:
             torch.compile(program)(x, x).sum().backward()
@@ -139,7 +140,7 @@ def _recomputed_from_a_written_input() -> bool:
         (result * torch.linspace(-1, 1.5, 64).view(2, 4, 8)).sum().backward()
         return weight.grad  # type: ignore[return-value]
 
-    with torch.enable_grad(), torch._C._DisableAutocast():
+    with torch.enable_grad(), autocast_off():
         exact = gradient(program)
         mine = gradient(torch.compile(program, backend="aot_eager"))
     return not bool((mine - exact).norm() < 0.1 * exact.norm())

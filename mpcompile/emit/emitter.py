@@ -10,8 +10,6 @@ also takes a graph as Dynamo wrote it: one that can't be captured is emitted unc
 * *Autocast* is off while the graph is traced and while it runs, even if the caller has it on: the
   graph itself states every dtype.
 * *RNNs* run on the device's own kernel, outside of the compiled pieces (`islands.py`).
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from .._version import __version__
@@ -35,7 +29,11 @@ from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
+from ..torch_inside import aot
+from ..torch_inside.amp import autocast_is_on, autocast_off
+from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.health import refuse, why_off
+from ..torch_inside.inductor import compile_fx
 from ..torch_inside.reach import Part
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
@@ -75,8 +73,8 @@ def emit(
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
         RuntimeError: an unknown mode or option (Inductor's own message).
     """
-    autocast = torch._C._is_any_autocast_enabled() and not untouched
-    with torch._C._DisableAutocast() if autocast else contextlib.nullcontext():
+    autocast = autocast_is_on() and not untouched
+    with autocast_off() if autocast else contextlib.nullcontext():
         if how == "eager":
             run: Callable[..., Any] = _as_it_is(gm)
         else:
@@ -112,8 +110,8 @@ def _keep_random_state(gm: fx.GraphModule) -> None:
 
 
 def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    if "_checkpoint_context_fn" in body.meta:
-        kwargs["context_fn"] = body.meta["_checkpoint_context_fn"]
+    if CHECKPOINT_CONTEXT in body.meta:
+        kwargs["context_fn"] = body.meta[CHECKPOINT_CONTEXT]
     return checkpoint(body, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
 
 
@@ -143,7 +141,7 @@ def _untouched(
     Under autocast an RNN may return another dtype than its input has, so the code behind it can't
     be compiled before the RNN has run.
     """
-    if not torch._C._is_any_autocast_enabled() and why_off(Part.RECURRENT) is None:
+    if not autocast_is_on() and why_off(Part.RECURRENT) is None:
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
             return _rewritten(gm, example_inputs, compile_graph)
@@ -181,12 +179,10 @@ def _inductor(
     whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
         return whole  # type: ignore[no-any-return]
-    from torch._inductor.compile_fx import compile_fx  # takes a second to import
-
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
     # The backward is handed to `inner` now, not when somebody calls `backward()`.
-    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    return functorch.patch(settings)(compiler)  # type: ignore[no-any-return]
+    eager = aot.settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    return eager(compiler)  # type: ignore[no-any-return]
 
 
 def check_how(how: str) -> None:
@@ -219,11 +215,11 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
     from stored values, except if the backward must write it out as a whole: the operands of
     products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
     """
-    return functorch.patch(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
+    return aot.settings(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    compile_graph = aot_autograd(
+    compile_graph = aot.aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
         partition_fn=AndThen(None, (keep_written_inputs,)), keep_inference_input_mutations=True,
     )  # fmt: skip
@@ -235,14 +231,12 @@ def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
     (Inductor's code calls no operator that autocast changes.)
     """
-    run = _without_autocast(boxed_nop(gm, list(example_inputs)))
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return aot.boxed(_without_autocast(aot.boxed_nop(gm, list(example_inputs))))
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with autocast_off():
             return function(*args)
 
     return run

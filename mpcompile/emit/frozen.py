@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from ..torch_inside.dynamo_names import guard_every_tensor
+
 __all__ = ["see_what_trains"]
 
 
 def see_what_trains() -> None:
     """Make Dynamo check every tensor: a setting of the process, made before anything compiles."""
     if torch.__version__ < "2.12":
-        torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+        guard_every_tensor()

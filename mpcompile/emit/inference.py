@@ -2,8 +2,6 @@
 
 So are compiled the pieces of an optimizer's step (`optim/compile_piece.py`) and whole training
 steps (`whole/one_graph.py`).
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -13,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import ir
 from ..devices.registry import capabilities
 from ..ir import aten
+from ..torch_inside import aot
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
+from ..torch_inside.graphs import STATIC_INPUT, set_source, set_sources
+from ..torch_inside.inductor import compile_fx, compile_fx_inner, has_setting
 
 # Takes a list of the inputs, which it may empty, and returns all results.
 Function = Callable[[list[Any]], Sequence[Any]]
@@ -29,12 +28,8 @@ _JOINS = (aten.cat.default, aten.stack.default)
 
 # The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
 _JOINED = 400
-_MULTI_TENSOR = {
-    # Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.11.
-    name: _JOINED
-    for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
-    if hasattr(inductor, name)
-}
+# Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.11.
+_FUSED = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
 
 
 def compile_inference(
@@ -70,10 +65,10 @@ def compile_inference(
 
     with (
         torch.no_grad(),
-        torch._C._DisableAutocast(),
+        autocast_off(),
         tracing(TracingContext(mode)),
         # A cache hit would return the whole function without a call of `compile_inner`.
-        torch._functorch.config.patch(enable_autograd_cache=False),
+        aot.settings(enable_autograd_cache=False),
     ):
         wrapped: Any = compile_fx(gm, list(values), compile_inner, config_patches=patches)
     if shares_memory or counts[1:] != counts[:1]:
@@ -89,7 +84,8 @@ def options_for_joins(graph: fx.Graph, device: torch.device) -> Mapping[str, int
     each is one kernel: that one searches all inputs for each element of the result.
     """
     short = all(ir.value(n).numel() <= _JOINED for n in graph.nodes if n.target in _JOINS)
-    return _MULTI_TENSOR if short and capabilities(device).multi_tensor else {}
+    fuses = short and capabilities(device).multi_tensor
+    return dict.fromkeys(filter(has_setting, _FUSED), _JOINED) if fuses else {}
 
 
 def _mark(gm: fx.GraphModule, static: Sequence[fx.Node]) -> None:
@@ -97,11 +93,11 @@ def _mark(gm: fx.GraphModule, static: Sequence[fx.Node]) -> None:
     CUDA graphs don't record a graph that writes to any other input.
     """
     gm.meta["dynamo_compile_id"] = None
-    gm._param_name_to_source = {}  # type: ignore[assignment]
+    set_sources(gm, {})
     for node in gm.graph.find_nodes(op="placeholder"):
-        node._dynamo_source = None
+        set_source(node, None)
     for node in static:
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        node.meta["tensor_dict"] = {STATIC_INPUT: "unguarded"}
 
 
 def _count(gm: fx.GraphModule) -> tuple[int, int]:

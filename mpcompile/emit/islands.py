@@ -35,8 +35,6 @@ does between any two compiled functions. The functionalize pass leaves few such 
 NOTE [Why not an opaque operator] One custom operator for each RNN would keep the graph whole, but
 its backward would have to save all that each device's kernel saves (cuDNN's reserve, oneDNN's
 workspace, one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -50,13 +48,15 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, tracing
 
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
 from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import PACKETS, RNN_OPS
+from ..torch_inside.autograd import set_grad_enabled
+from ..torch_inside.fakes import TracingContext, enable_python_dispatcher, tracing
+from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
+from ..torch_inside.ops import schema
 
 aten = torch.ops.aten
 
@@ -239,8 +239,8 @@ def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModul
     for node in section.inputs:
         placeholder = new[node] = graph.placeholder(node.name)
         placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
-        source = node._dynamo_source if node.op == "placeholder" else None  # type: ignore[attr-defined]
-        placeholder._dynamo_source = source
+        source = source_of(node) if node.op == "placeholder" else None
+        set_source(placeholder, source)
     grad = section.grad
     if not section.island and grad is not base:
         graph.call_function(SET_GRAD_ENABLED, (grad,))
@@ -259,9 +259,9 @@ def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModul
 
     piece = fx.GraphModule(gm, graph)
     piece.meta = dict(gm.meta)
-    sources = cast("dict[str, Any]", gm._param_name_to_source)
+    sources = sources_of(gm)
     names = [name for name, _ in (*piece.named_parameters(), *piece.named_buffers())]
-    piece._param_name_to_source = {name: sources[name] for name in names}  # type: ignore[assignment]
+    set_sources(piece, {name: sources[name] for name in names})
     return piece
 
 
@@ -279,7 +279,7 @@ def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> N
 
 
 def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = (argument.name for argument in target._schema.arguments)
+    names = (argument.name for argument in schema(target).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -388,7 +388,7 @@ def _runner(
             for i in done:
                 values[i] = None
         if leave is not None:
-            torch._C._set_grad_enabled(leave)
+            set_grad_enabled(leave)
         return pick_results(values)
 
     return run

@@ -5,8 +5,6 @@ after its own passes on it, so GEMMs are already padded and chains of casts merg
 halves run behind the partitioner, which its `custom_partitioner_fn` calls; the last ones as its
 `post_grad_custom_post_pass`, on a graph that is about to be lowered. Their source is part of the
 key of Inductor's caches. No global setting is changed.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -19,13 +17,6 @@ from typing import Any
 from uuid import uuid4
 
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config as inductor
-from torch._inductor.custom_graph_pass import (
-    CustomGraphPass,
-    CustomPartitionerFn,
-    get_hash_for_files,
-)
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
@@ -34,6 +25,9 @@ from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Config, Level
+from ..torch_inside import inductor
+from ..torch_inside.aot import min_cut_rematerialization_partition
+from ..torch_inside.inductor import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 
 OPTION = "joint_custom_post_pass"
 LOWERED = "post_grad_custom_post_pass"
@@ -41,7 +35,7 @@ PARTITIONER = "custom_partitioner_fn"
 # The effect of a pass depends on its own file and on the modules it calls in these rooms.
 _ASKED = tuple(
     str(file)
-    for room in ("devices", "ir")
+    for room in ("devices", "ir", "torch_inside")
     for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
 )
 
@@ -100,7 +94,7 @@ def with_joint_passes(
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
 
     def setting(name: str) -> Any:
-        return given.get(name, getattr(inductor, name))
+        return given.get(name, inductor.setting(name))
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:

@@ -7,8 +7,6 @@ Autograd numbers the nodes that it records. AOTAutograd notes that number on eac
 forward that it traces, beside the name of our node (`"from_node"`), and on each node of the
 backward. A forward node that autograd doesn't record carries the number of the one before it, so
 the first with a number is the one that autograd recorded.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations

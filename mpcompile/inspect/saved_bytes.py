@@ -8,8 +8,6 @@ Counted is each tensor that the forward returns only for the backward, once for 
 counts as the whole tensor that it is a view of). Not counted are inputs of the graph and views of
 them: the model's parameters and buffers, the batch, and the working copies of an `MPOptimizer`,
 which exist anyway.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -23,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 
 from ..ir import hint
+from ..torch_inside.aot import boxed
+from ..torch_inside.fakes import TracingContext
+from ..torch_inside.ops import OpOverload
 
 __all__ = ["Saved", "counter", "saved_by"]
 
@@ -65,8 +65,7 @@ def counter(found: list[Saved]) -> Callable[..., Any]:
             args.clear()
             return gm(*inputs)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return boxed(call)
 
     return compile_graph
 
@@ -96,7 +95,7 @@ def _root(node: fx.Node) -> fx.Node:
 def _is_view(node: fx.Node) -> bool:
     if node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _describe(node: fx.Node) -> Saved:

@@ -5,8 +5,7 @@
     mpcompile_plan         the plan, as JSON; of a graph that was left in FP32, the reason
     mpcompile_step         the program of a compiled optimizer step
 
-`trace_structured` calls the functions that make the texts only while a trace is written. It was
-read in torch 2.13, and takes the same arguments in 2.11.
+`trace_structured` calls the functions that make the texts only while a trace is written.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import json
 from collections.abc import Callable
 
 from torch import fx
-from torch._logging._internal import trace_structured
 
 from .. import ir
+from ..torch_inside.dynamo_names import trace_structured
 from .graph_plan import GraphPlan
 
 

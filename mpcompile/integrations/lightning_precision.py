@@ -18,6 +18,7 @@ from ..api import loss_scale_of, mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
 from ..state.clipping import clip_grad_norm_, clip_grad_value_
+from ..torch_inside.modules import compiled_call
 
 # The modules that a plugin has compiled: another Trainer's may compile them anew.
 _by_plugins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -49,7 +50,7 @@ class CompiledPrecision:
         Raises:
             MPCompileError: the module, or one inside of it, is compiled already; or it can't be.
         """
-        compiled = [path for path, m in module.named_modules() if m._compiled_call_impl is not None]
+        compiled = [path for path, m in module.named_modules() if compiled_call(m) is not None]
         if compiled and module not in _by_plugins:
             raise MPCompileError(
                 f"Trainer(plugins={self!r}): {type(module).__name__} is compiled already "

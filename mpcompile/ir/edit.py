@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
+from ..torch_inside.fakes import enable_python_dispatcher
+from ..torch_inside.graphs import set_source
+from ..torch_inside.ops import schema
 from .marks import Mark, set_mark
 from .shapes import Path
 from .values import fake_mode, positions
@@ -33,7 +35,7 @@ def set_operand(node: fx.Node, path: Path, value: fx.node.Argument) -> None:
     if position < len(node.args):
         node.update_arg(position, _replaced(node.args[position], rest, value))
         return
-    name = node.target._schema.arguments[position].name  # type: ignore[union-attr]
+    name = schema(node.target).arguments[position].name
     node.update_kwarg(name, _replaced(node.kwargs.get(name), rest, value))
 
 
@@ -47,7 +49,7 @@ def _replaced(argument: fx.node.Argument, path: list[int], value: fx.node.Argume
 
 def argument(node: fx.Node, name: str) -> Any:
     """An operator's argument by its name in the schema; its default where it isn't given."""
-    for position, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, declared in enumerate(schema(node.target).arguments):
         if declared.name == name:
             if position < len(node.args):
                 return node.args[position]
@@ -57,7 +59,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def position_of(node: fx.Node, name: str) -> int:
     """The place of an argument in the operator's schema."""
-    names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [declared.name for declared in schema(node.target).arguments]
     return names.index(name)
 
 
@@ -106,7 +108,7 @@ def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> f
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
-    node._dynamo_source = None
+    set_source(node, None)
     # "tensor_dict" is where Dynamo notes that a parameter keeps its address.
     kept = ("mp_captured", "tensor_meta", "tensor_dict")
     node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)

@@ -1,7 +1,5 @@
 """FakeTensors of a graph's inputs, as AOTAutograd makes them (same mode, same symbols for sizes),
 and new tensors with the layout of a given one.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -10,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ..torch_inside.fakes import FakeTensor, TracingContext
 
 
 def fake_twin(value: Any, context: TracingContext) -> Any:

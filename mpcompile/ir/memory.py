@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .. import rules
+from ..torch_inside.tensors import storage_of
 from .values import (
     attribute,
     captured,
@@ -26,7 +27,7 @@ def storage(node: fx.Node) -> int | None:
     value = captured(node)
     if value is None or value.layout is not torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(value)
 
 
 def shares_memory(a: fx.Node, b: fx.Node) -> bool:
@@ -37,7 +38,7 @@ def shares_memory(a: fx.Node, b: fx.Node) -> bool:
 def memory(value: Any) -> set[int]:
     """Identities of the memory of a value or, if it is a sequence, of its parts."""
     strided = (t for t in tensors_of(value) if t.layout is torch.strided)
-    return {int(t.untyped_storage()._cdata) for t in strided}
+    return {storage_of(t) for t in strided}
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from ..torch_inside.graphs import rename
 from .edit import refresh
 from .marks import Role, added, set_mark
 from .step import Slot, StepNotes
@@ -24,7 +25,7 @@ def slots(graph: fx.Graph) -> dict[Slot, fx.Node]:
 def set_slot(node: fx.Node, slot: Slot) -> None:
     """Set the slot of an input of a step's graph, and name the input after it."""
     node.meta["mp_slot"] = slot
-    node._rename(str(slot))
+    rename(node, str(slot))
 
 
 def slot_of(node: fx.Node) -> Slot:

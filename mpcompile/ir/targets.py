@@ -1,21 +1,21 @@
-"""Call targets of torch, other than ATen operators, that several rooms look for in a graph.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Call targets of torch, other than ATen operators, that several rooms look for in a graph."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
+from ..torch_inside.amp import enter_autocast, exit_autocast
+from ..torch_inside.autograd import set_grad_enabled
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+ENTER_AUTOCAST = enter_autocast
+EXIT_AUTOCAST = exit_autocast
 AUTOCAST = (ENTER_AUTOCAST, EXIT_AUTOCAST)
 
-SET_GRAD_ENABLED = torch._C._set_grad_enabled
+SET_GRAD_ENABLED = set_grad_enabled
 
 
 def nesting(node: fx.Node) -> int:

@@ -28,14 +28,14 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..operators import library
 from ..rules import RNN_OPS
+from ..torch_inside import pytree
+from ..torch_inside.autograd import function_of
+from ..torch_inside.fakes import DataDependentOutputException, enable_python_dispatcher
 from .fakes import like
 from .inputs import GraphInputs
 
@@ -246,16 +246,6 @@ def complaints(gm: fx.GraphModule) -> Iterator[str]:
 
 
 _STEPS: dict[Any, int] = {library.ScaleGrad: 1, library.UnscaleGrad: -1}
-
-
-def function_of(grad_fn: GradFn) -> Any:
-    """The autograd.Function whose backward a node of autograd's graph runs, or None.
-
-    The names were read in torch 2.13 and exist in 2.11.
-    """
-    if not isinstance(grad_fn, torch.autograd.function.BackwardCFunction):
-        return None
-    return type(grad_fn)._forward_cls  # type: ignore[attr-defined]
 
 
 @functools.cache

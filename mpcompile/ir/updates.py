@@ -6,8 +6,6 @@ those are computed from, must never be rounded. Two checks ensure that:
 * `is_update`: Dynamo's graph is an optimizer's step as a whole. It is compiled unchanged.
 * `nodes_of_updates`: in any other graph, a value written into a parameter or a gradient, and the
   values it is computed from, keep their dtypes.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..torch_inside.tensors import is_functorch_wrapped_tensor, storage_of
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -54,10 +53,8 @@ def _memory(node: fx.Node) -> Iterator[int]:
     """Identities of the memory of the tensors that Dynamo saw the node make; equal for aliases."""
     for tensor in ir.tensors_of(node.meta.get("example_value")):
         # Inside a functorch transform, a tensor of its own has no memory to ask for.
-        if tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
-            tensor
-        ):
-            yield int(tensor.untyped_storage()._cdata)
+        if tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor):
+            yield storage_of(tensor)
 
 
 def _written_memory(node: fx.Node) -> set[int]:

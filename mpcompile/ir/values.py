@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from .. import rules
 from ..rules.policy import op_key
+from ..torch_inside.fakes import FakeTensor, FakeTensorMode
+from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
 from .fakes import like
 from .shapes import Size
 
@@ -21,9 +22,7 @@ aten = torch.ops.aten
 
 def is_op(node: fx.Node) -> bool:
     """Whether the node calls an operator that computes: not a placeholder, getitem, mode switch."""
-    return node.op == "call_function" and isinstance(
-        node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
-    )
+    return node.op == "call_function" and isinstance(node.target, (OpOverload, HigherOrderOperator))
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -184,8 +183,8 @@ def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
 def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
     """(schema position, argument) of positional and keyword arguments alike."""
     yield from enumerate(node.args)
-    if node.kwargs and isinstance(node.target, torch._ops.OpOverload):
-        names = [argument.name for argument in node.target._schema.arguments]
+    if node.kwargs and isinstance(node.target, OpOverload):
+        names = [argument.name for argument in schema(node.target).arguments]
         for name, argument in node.kwargs.items():
             yield (names.index(name) if name in names else -1), argument
     else:

@@ -11,10 +11,10 @@ from math import isfinite, isinf, isnan
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..ir.dtypes import HALF
+from ..torch_inside import pytree
 from .case import NEAR, Case, dtype_of, low_name, readers, text
 from .fault import Fault, Kind
 from .numbers import Numbers

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..ir.dtypes import HALF
 from ..ir.units import GradFn, grad_fns
+from ..torch_inside import pytree
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.autograd import version
+from ..torch_inside.ops import OpOverload, schema
 from .numbers import Numbers, Shares, floats_of, histogram
 from .record import BackwardStep, Record
 
@@ -47,7 +50,7 @@ class Watch(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the graph on these inputs; the caller's grad mode is as before."""
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()), torch._C._DisableAutocast():
+            with torch.set_grad_enabled(torch.is_grad_enabled()), autocast_off():
                 return super().run(*args, **kwargs)
         finally:
             # Autograd's nodes hold this object, by its hooks: what it holds of them is never freed.
@@ -187,11 +190,11 @@ class Exact(Keeping):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results, in the dtypes of the FP32 program. Writes reach the inputs."""
         wide = [_in_fp64(x) for x in args]
-        before = [x._version if isinstance(x, torch.Tensor) else 0 for x in wide]
+        before = [version(x) if isinstance(x, torch.Tensor) else 0 for x in wide]
         results = super().run(*wide, **kwargs)
         with torch.no_grad():
-            for x, y, version in zip(args, wide, before, strict=True):
-                if y is not x and y._version != version:
+            for x, y, written in zip(args, wide, before, strict=True):
+                if y is not x and version(y) != written:
                     x.copy_(y)
         dtypes = _captured_results(self.module)
         return [_narrowed(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
@@ -202,14 +205,13 @@ class Exact(Keeping):
 
     def computed(self, n: fx.Node) -> Any:
         """The result of a node in FP64."""
-        if n.op == "get_attr":
-            return _in_fp64(super().computed(n))
-        return super().computed(n)
+        result = super().computed(n)
+        return _in_fp64(result) if n.op == "get_attr" else result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator with every floating-point dtype replaced by FP64."""
         wide_args, wide_kwargs = pytree.tree_map(_wide_dtype, (args, kwargs))
-        mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        mutable = isinstance(target, OpOverload) and schema(target).is_mutable
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ..devices.registry import capabilities
+from ..torch_inside.tensors import check
 
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
 
@@ -154,11 +155,11 @@ def _chunks(
 
 
 def _check(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    torch._check(x.dim() == weight.dim() == 2, lambda: "x and weight must be matrices")
-    torch._check(x.dtype == weight.dtype, lambda: f"x is {x.dtype}, weight {weight.dtype}")
-    torch._check(target.dtype == torch.int64, lambda: f"target must be int64, not {target.dtype}")
-    torch._check(x.shape[0] == target.shape[0], lambda: "x and target differ in their rows")
-    torch._check(x.shape[1] == weight.shape[1], lambda: "x and weight differ in their columns")
+    check(x.dim() == weight.dim() == 2, lambda: "x and weight must be matrices")
+    check(x.dtype == weight.dtype, lambda: f"x is {x.dtype}, weight {weight.dtype}")
+    check(target.dtype == torch.int64, lambda: f"target must be int64, not {target.dtype}")
+    check(x.shape[0] == target.shape[0], lambda: "x and target differ in their rows")
+    check(x.shape[1] == weight.shape[1], lambda: "x and weight differ in their columns")
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..torch_inside.tensors import sparse_values
+
 _LIBRARY = torch.library.Library("mpcompile", "DEF")
 _LIBRARY.define("scale_grad(Tensor(a) x, Tensor scale) -> Tensor(a)")
 _LIBRARY.define("unscale_grad(Tensor(a) x, Tensor scale, Tensor found) -> Tensor(a)")
@@ -61,7 +63,7 @@ class UnscaleGrad(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return None, None, None
-        values = grad._values() if grad.is_sparse else grad  # nn.Embedding(sparse=True)
+        values = sparse_values(grad) if grad.is_sparse else grad  # nn.Embedding(sparse=True)
         overflow = values.isfinite().logical_not().any().to(torch.float32)
         # Scales are powers of two by default, so the product with the inverse is exact.
         return grad * scale.reciprocal(), None, overflow

@@ -14,18 +14,21 @@ from typing import Any
 
 import torch
 
+from ..torch_inside.modes import below_autograd
+from ..torch_inside.ops import schema
+
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 def _rnn_layer(*args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with below_autograd(), torch.enable_grad():
         return _FORWARD(*args)
 
 
 def _rnn_layer_backward(*args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return tuple(grad.contiguous() for grad in _BACKWARD(*args))
 
 
@@ -36,7 +39,7 @@ def _fake_backward(*args: Any) -> Any:
 
 
 def _define(name: str, torchs: Any, run: Any, fake: Any) -> Any:
-    _LIBRARY.define(name + str(torchs._schema).removeprefix(torchs._schema.name))
+    _LIBRARY.define(name + str(schema(torchs)).removeprefix(schema(torchs).name))
     _LIBRARY.impl(name, run, "CPU")
     torch.library.register_fake(f"mpcompile::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.mpcompile, name).default

@@ -6,8 +6,6 @@
                 first one, and so it isn't in the optimizer's own state before
 
 So one program does for every set of missing gradients.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -17,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..ir.step import Slot
 from ..ranks.shards import local
+from ..torch_inside.autograd import keep_versions
+from ..torch_inside.tensors import copy_all
 from .first_state import initialise_state
 from .inputs import Member
 from .key import StepKey
@@ -69,7 +68,7 @@ class Absent:
         """See which parameters have no gradient now, and tell the step. Returns their indices."""
         now = [member.param.grad is None for member in self.members]
         if now != self.now:
-            torch._foreach_copy_(self._flags, [self._values[absent] for absent in now])
+            copy_all(self._flags, [self._values[absent] for absent in now])
             self.now = now
         return frozenset(i for i, absent in enumerate(now) if absent)
 
@@ -132,7 +131,7 @@ class Absent:
             for t in (local(member.param), other)
             if t is not None
         ]
-        with _unsafe_preserve_version_counter(tuple(tensors)):
+        with keep_versions(tuple(tensors)):
             yield
 
 

@@ -4,8 +4,6 @@ A step asks this of every parameter and every gradient, with cold caches: each a
 tensor costs. So torch's own guards are asked first, one call for all of them. They compare more
 than is needed here (classes, `requires_grad`, the thread's dispatch keys), so a "no" of theirs only
 means that the facts themselves are compared.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
+
+from ..torch_inside.tensors import TensorGuards
 
 Fact = Callable[[torch.Tensor], Any]
 

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from ..emit.emitter import check_how, check_inductor
 from ..errors import MPCompileError, did_you_mean
 from ..ranks.shards import Connected, connect
-from ..ranks.zero import is_zero, overlaps
+from ..ranks.zero import is_zero
 from ..state.loss_scale import LossScale
+from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
 from ..torch_inside.reach import Part
 from .trace_context import raw_step
@@ -93,7 +94,7 @@ def check(
 def _check_wrapper(name: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that steps another one, unless it is ZeRO's. Raises MPCompileError."""
     if is_zero(optimizer):
-        if overlaps(optimizer):
+        if overlaps_backward(optimizer):
             raise MPCompileError(
                 f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
                 "backward, before anyone knows whether their gradients overflowed; use "

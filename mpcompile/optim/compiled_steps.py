@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CannotRewrite, MPCompileWarning
 from ..state import parameters
 from ..state.loss_scale import LossScale
+from ..torch_inside.modes import modes_off
 from .absent import Absent
 from .apart import ParametersMix
 from .compile_piece import Emit
@@ -112,7 +112,7 @@ class CompiledSteps:
         elif self._patterns >= _MOST:
             self._warn_of_too_many(part)
             return None
-        with _disable_current_modes():  # tracing uses its own FakeTensors
+        with modes_off():  # tracing uses its own FakeTensors
             wide = known.absent is not None if known is not None else self._patterns >= _EXACT
             step = self._compiled_wide(key, part, whole, own) if wide and self._apart else None
             if step is not None:

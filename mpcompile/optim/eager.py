@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import local
 from ..state import guard
+from ..torch_inside.amp import autocast_off
 from .first_state import give_gradient
 from .key import StepKey
 from .results import Results
@@ -62,7 +63,7 @@ def eager_step(
     try:
         for param, grad in zip(params, true, strict=True):
             give_gradient(param, grad)
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), autocast_off():
             raw_step(type(optimizer))(optimizer)
     finally:
         for param, (before, dtype) in zip(params, stored, strict=True):

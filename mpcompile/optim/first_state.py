@@ -11,16 +11,17 @@ import torch
 from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded
+from ..torch_inside.optimizers import init_group
 from .inputs import Member
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
     """Make the state that a first step would make, so that the step can be traced with it there.
 
-    torch.optim's classes make it in `_init_group` (torch 2.11 to 2.13). SGD's momentum starts as a
+    torch.optim's classes make it in a method of their own. SGD's momentum starts as a
     copy of the gradient; without dampening, a start at zero gives the same after one step.
     """
-    init = getattr(optimizer, "_init_group", None)
+    init = init_group(optimizer)
     ours = getattr(init, "__module__", "").startswith("torch.optim.")  # not a user's
     for group in optimizer.param_groups:
         if init is not None and ours:

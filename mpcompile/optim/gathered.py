@@ -4,8 +4,6 @@
 
 A backward makes new gradients each time. Where they are small, one copy of all of them costs less
 than to hand each to the pieces that read it, and one norm of the vector less than a norm of each.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.fakes import like
 from ..ir.step import Gradient, Slot
 from ..ranks.shards import is_sharded, local
+from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.tensors import copy_all
 from .inputs import Member
 
 _MOST = 1 << 12  # elements: a larger copy takes longer than what it saves
@@ -75,11 +74,11 @@ class Gathered:
         if not self._places:
             return
         if gradients is not None:
-            torch._foreach_copy_(self._places, [gradients[i] for i in self._indices])
+            copy_all(self._places, [gradients[i] for i in self._indices])
         else:
             # members have gradients
             grads: list[torch.Tensor] = [param.grad for param in self._params]  # type: ignore[misc]
-            torch._foreach_copy_(self._places, [*map(local, grads)] if self._sharded else grads)
+            copy_all(self._places, [*map(local, grads)] if self._sharded else grads)
 
 
 def _gradient(member: Member) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""The inputs of a step's graph: the slot of each, and the fake value it is traced with.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""The inputs of a step's graph: the slot of each, and the fake value it is traced with."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 
 from ..ir.fakes import like
 from ..ir.step import Slot
 from ..ranks.shards import local
+from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.graphs import ConstantSource
 
 
 class Member(NamedTuple):

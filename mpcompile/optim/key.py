@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 from torch.optim import Optimizer
 
 from ..ir.step import Gradient
@@ -17,6 +16,7 @@ from ..state import copies, parameters
 from ..state.copies import WorkingCopy
 from ..state.loss_scale import LossScale
 from ..state.low_gradients import on_one_scale
+from ..torch_inside.tensors import make_contiguous_strides_for
 from .inputs import Member
 from .members import pattern_of
 

@@ -17,6 +17,7 @@ from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..state import copies, foreign, guard, parameters
 from ..state.loss_scale import LossScale
+from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
 from .compiled_steps import CompiledSteps
@@ -171,7 +172,7 @@ class MPOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # for its own schedulers
+        note_step(self._inner)  # for its own schedulers
         if is_zero(self._inner):
             step_with(self._inner, self._step_part, raw_step(type(self._inner)))
         else:

@@ -31,6 +31,7 @@ from torch import fx
 from .. import ir
 from ..ir import aten
 from ..ir.step import Slot
+from ..torch_inside.ops import OpOverload
 
 MEASURE, COLLECT, AGREE, PREPARE, SCALARS, UPDATE, COMMIT = range(7)
 # For fewer elements than this, waking other threads costs more than the update.
@@ -240,7 +241,7 @@ def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
     if len(layouts) != 1 or large[0].numel() < 2 or not _is_dense(large[0]):
         return False
     for node in nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return False
         if _reduces_all(node):
             continue
@@ -255,7 +256,7 @@ def _is_flat(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node computes each element from the same elements of its inputs."""
-    return isinstance(node.target, torch._ops.OpOverload) and (
+    return isinstance(node.target, OpOverload) and (
         torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
     )
 

@@ -13,6 +13,7 @@ from torch import fx
 from .. import ir
 from ..emit.inference import Function
 from ..ir.step import Slot
+from ..torch_inside.tensors import copy_all
 from .compile_piece import Emit, compile_on_vectors, compile_piece
 from .pieces import Piece, Split, signature
 
@@ -136,7 +137,7 @@ class Program:
             call(env)
         if self.targets:
             values = [env[v] if isinstance(v, fx.Node) else v for v in self.values]
-            torch._foreach_copy_(self.targets, values)
+            copy_all(self.targets, values)
 
 
 def _params_of(piece: Piece) -> frozenset[int]:

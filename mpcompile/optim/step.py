@@ -17,6 +17,8 @@ from ..ir.step import Ranks, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..state import guard
 from ..state.copies import WorkingCopy
+from ..torch_inside.amp import autocast_is_on, autocast_off
+from ..torch_inside.autograd import set_grad_enabled
 from . import pipeline
 from .absent import Absent
 from .apart import refuse_mixed
@@ -170,15 +172,15 @@ class CompiledStep:
             if used is not None:
                 env[used] = multipliers[k]
         grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
+        set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
         try:
-            with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING:
+            with autocast_off() if autocast_is_on() else _NOTHING:
                 if self.absent is None:
                     self._run_all(env)
                 else:
                     self._run_some(self.absent, env)
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            set_grad_enabled(grad_mode)
 
     def _run_all(self, env: dict[fx.Node, Any]) -> None:
         members = self.key.members

@@ -16,8 +16,6 @@ end. The graph is exactly the optimizer's arithmetic, also for a user's own clas
   it in eager mode, and stored in its own dtype.
 * Steps that can't be a graph are refused: those that change state or settings kept as Python
   numbers, branch on a tensor's value, or change tensors that belong to no parameter.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
@@ -38,6 +35,7 @@ from .. import ir
 from ..errors import CannotRewrite
 from ..ir import aten
 from ..ir.step import Slot
+from ..torch_inside.fakes import DataDependentOutputException
 from .inputs import Inputs, Member, Setting
 from .shadow import Shadow
 from .trace_context import tracing

@@ -27,6 +27,7 @@ from .. import ir
 from ..ir import aten
 from ..ir.shapes import Lanes, Path, Size
 from ..rules.labels import DIMS
+from ..torch_inside.amp import autocast_off
 
 Held = Mapping[int, Lanes]  # dimension -> the lanes at its end
 
@@ -136,7 +137,7 @@ def _at_lanes(node: fx.Node, contents: Mapping[Path, float | None]) -> float | N
     args, kwargs = map_aggregate((node.args, node.kwargs), lane)
     if rule.converts:
         args = (args[0], torch.float32)
-    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast():
+    with torch.inference_mode(False), torch.enable_grad(), autocast_off():
         try:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             slopes = _slopes(result, lanes)

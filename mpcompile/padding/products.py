@@ -19,6 +19,7 @@ from torch import fx
 from .. import ir
 from ..ir.shapes import Labels, Path, Product, Size
 from ..rules.labels import NAMED, signature
+from ..torch_inside.ops import schema
 
 _GEMM_DIMS = ("batch", "m", "n", "k")
 
@@ -176,7 +177,7 @@ def _einsum(node: fx.Node) -> Product | None:
 
 def is_transposed(node: fx.Node) -> bool:
     """Whether a convolution is a transposed one."""
-    if "transposed" in [argument.name for argument in node.target._schema.arguments]:  # type: ignore[union-attr]
+    if "transposed" in [argument.name for argument in schema(node.target).arguments]:
         return bool(ir.argument(node, "transposed"))
     return "transpose" in ir.op_name(node)
 
@@ -271,7 +272,7 @@ def _recurrent(node: fx.Node) -> Product:
     both = 2 if ir.argument(node, "bidirectional") else 1
     layers = ir.argument(node, "num_layers")
     step = len(params) // (layers * both)  # tensors of one direction of one layer
-    packed = "batch_sizes" in [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    packed = "batch_sizes" in [argument.name for argument in schema(node.target).arguments]
     value = node.args[0]
     assert isinstance(value, fx.Node)
     *steps, width = ir.shape(value)

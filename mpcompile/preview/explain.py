@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
@@ -40,6 +38,8 @@ from ..inspect.plan import ModuleLine, OutsideLine, Plan
 from ..planner.target import target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
+from ..torch_inside.dynamo_names import BackendCompilerFailed
+from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException
 from .failures import described, place
 from .leave_no_trace import no_trace
 from .planner import Planner

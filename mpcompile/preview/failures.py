@@ -7,7 +7,8 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch._dynamo.exc import TorchRuntimeError
+
+from ..torch_inside.dynamo_names import TorchRuntimeError
 
 __all__ = ["described", "place"]
 

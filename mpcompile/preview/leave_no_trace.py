@@ -2,8 +2,6 @@
 
 Meanwhile Python's cyclic garbage collector is off: tracing makes many objects, nearly all of which
 live to its end, and looking through them again and again would take a tenth of the time and more.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ import copy
 import gc
 from collections.abc import Iterator
 
-from torch._dynamo.eval_frame import cached_backends
-from torch._dynamo.utils import counters
-
 from ..calls.apart import nothing_happened
+from ..torch_inside.dynamo_names import cached_backends, counters
 
 __all__ = ["no_trace"]
 

@@ -3,8 +3,6 @@
 The copies are FakeTensors: they take no memory, and computing with them takes no time. Changes to
 the copy don't reach the model's parameters, buffers, gradients or attributes. Tensors on "meta" get
 stand-ins on the CPU, so a model that is too large for this machine may be made on "meta".
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..errors import MPCompileError
+from ..torch_inside import pytree
+from ..torch_inside.fakes import FakeTensorMode
 
 _CPU = torch.device("cpu")
 

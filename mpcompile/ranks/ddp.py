@@ -4,8 +4,6 @@ Its reducer copies each gradient that autograd has stored into a bucket of FP32 
 full buckets over the ranks, and writes the averages back. It hooks into autograd from C++, so from
 Python only three things show: which DDP's forward is running, whether its next backward is to
 reduce, and what a communication hook is called with.
-
-Torch internals used here were read in torch 2.13; they are the same in 2.11.
 """
 
 from __future__ import annotations
@@ -22,6 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import MPCompileError
+from ..torch_inside.autograd import call_after_backward
+from ..torch_inside.distributed import (
+    has_comm_hook,
+    is_joined,
+    parameters_of,
+    reduces_in_python,
+    register_comm_hook,
+)
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
@@ -30,11 +36,6 @@ _HOPS = 3
 # The groups of modules: see `hold_group`.
 _held: list[tuple[weakref.ref[DistributedDataParallel], dist.ProcessGroup]] = []
 atexit.register(_held.clear)
-
-
-def active() -> DistributedDataParallel | None:
-    """The DDP whose forward is running, or None."""
-    return DistributedDataParallel._active_ddp_module
 
 
 def check(module: DistributedDataParallel) -> None:
@@ -48,7 +49,7 @@ def check(module: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: "
             "leave it out, mpcompile chooses the dtypes"
         )
-    if module._use_python_reducer:
+    if reduces_in_python(module):
         raise MPCompileError(
             "mpcompile can't see what DistributedDataParallel's Python reducer averages: leave "
             "torch._dynamo.config.optimize_ddp at True, or set it to False, before DDP is made"
@@ -61,7 +62,7 @@ def check_forward(module: DistributedDataParallel) -> None:
     Raises:
         MPCompileError: it runs in `module.join()`.
     """
-    if module._join_config.enable:
+    if is_joined(module):
         raise MPCompileError(
             "a compiled model can't train in DistributedDataParallel.join(): a rank that has no "
             "batch takes no step, so its loss scale would not move with the others'. Give all "
@@ -103,27 +104,17 @@ def will_reduce(module: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and module.require_backward_grad_sync
 
 
-def is_reducing(module: DistributedDataParallel) -> bool:
-    """Whether a reduction has begun and not ended: some gradients are still to be averaged."""
-    try:
-        module.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
-
-
 def reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters whose gradients it averages."""
-    return [p for p in module._module_parameters if p.requires_grad]
+    return [p for p in parameters_of(module) if p.requires_grad]
 
 
 def after_reduction(function: Callable[[], None]) -> None:
     """Call `function` at the end of the backward that is running, behind DDP's own callbacks."""
-    engine = torch.autograd.Variable._execution_engine
 
     def hop(left: int) -> None:
         if left:
-            engine.queue_callback(lambda: hop(left - 1))
+            call_after_backward(lambda: hop(left - 1))
         else:
             function()
 
@@ -153,7 +144,7 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
     """Let `choose` say how each bucket travels, from the next backward on. Returns False, and
     changes nothing, where the module has a communication hook already.
     """
-    if module._comm_hooks:
+    if has_comm_hook(module):
         return False
     group, ranks = module.process_group, module.process_group.size()
 
@@ -162,7 +153,7 @@ def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
 
     try:
         # Not module.register_comm_hook: pickles and copies of the module would hold the hook.
-        dist._register_comm_hook(module.reducer, None, hook)  # type: ignore[attr-defined]
+        register_comm_hook(module.reducer, None, hook)
     except RuntimeError:  # a built-in hook is there
         return False
     return True

@@ -7,8 +7,6 @@ the bytes.
 They stand in for FSDP's own (`set_custom_all_gather`, `set_custom_reduce_scatter`), which see one
 flat FP32 tensor for a group of parameters, and give back FP32. What is gathered low is rounded to
 the low dtype, so only parameters that graphs cast to it are.
-
-Internals of torch were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -19,11 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+
+from ..torch_inside.distributed import (
     DefaultAllGather,
     DefaultReduceScatter,
+    comms_of,
+    set_all_gather,
+    set_reduce_scatter,
+    shard_of,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from ..torch_inside.tensors import copy_all
 
 
 @dataclass
@@ -51,14 +54,15 @@ def wire_of(group: Any) -> Wire:
     """How this group travels, for the caller to change. The group uses it where it communicates in
     torch's own way so far: a user's own (`set_custom_all_gather`) stays, and carries FP32.
     """
-    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+    gather, reduce = comms_of(group)
+    for comm in (gather, reduce):
         if isinstance(comm, (_LowAllGather, _LowReduceScatter)):
             return comm.wire
     wire = Wire(group)
-    if type(group._all_gather_comm) is DefaultAllGather:
-        group._all_gather_comm = _LowAllGather(wire)
-    if type(group._reduce_scatter_comm) is DefaultReduceScatter:
-        group._reduce_scatter_comm = _LowReduceScatter(wire)
+    if type(gather) is DefaultAllGather:
+        set_all_gather(group, _LowAllGather(wire))
+    if type(reduce) is DefaultReduceScatter:
+        set_reduce_scatter(group, _LowReduceScatter(wire))
     return wire
 
 
@@ -79,11 +83,11 @@ class _LowAllGather(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         ranks, rank = group.size(), group.rank()
         packed, parts = self._packed(sizes, lows, ranks, input_tensor.device)
-        torch._foreach_copy_([part[rank] for part in parts], list(input_tensor.split(sizes)))
+        copy_all([part[rank] for part in parts], list(input_tensor.split(sizes)))
         # Its end is awaited here, as the result is widened: on a GPU by the stream, not the host.
         super().__call__(packed.view(-1), packed[rank], group)
         whole = list(output_tensor.view(ranks, -1).split(sizes, dim=1))
-        torch._foreach_copy_(whole, parts)
+        copy_all(whole, parts)
         return None
 
     def _layout(self) -> tuple[list[int], list[torch.dtype | None]]:
@@ -91,12 +95,7 @@ class _LowAllGather(DefaultAllGather):
         (None: FP32), in the order in which FSDP concatenates them.
         """
         holders = self.wire.group.fsdp_params
-        shards = [
-            h._sharded_param_data
-            if h.sharded_state == ShardedState.SHARDED
-            else h._sharded_post_forward_param_data
-            for h in holders
-        ]
+        shards = map(shard_of, holders)
         return [s.numel() for s in shards], [self.wire.gathered.get(id(h)) for h in holders]
 
     def _packed(

@@ -1,7 +1,4 @@
-"""Refuse what mpcompile can't train together with torch's distributed engines.
-
-Internals of torch were read in torch 2.13; they are the same in 2.11.
-"""
+"""Refuse what mpcompile can't train together with torch's distributed engines."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import MPCompileError
+from ..torch_inside.distributed import FSDP_MARK
 from ..torch_inside.health import refuse
 from ..torch_inside.reach import Part
 from . import fsdp
@@ -45,7 +43,7 @@ def check_engines(model: nn.Module) -> None:
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
-    marked = [m for m in model.modules() if getattr(m, fsdp.MARK, False)]
+    marked = [m for m in model.modules() if getattr(m, FSDP_MARK, False)]
     known = {m for root in fsdp.sharded_modules() for m in root.modules()} if marked else set()
     if _is_fsdp1(model) or not known.issuperset(marked):
         raise MPCompileError(

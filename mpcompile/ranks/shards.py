@@ -2,9 +2,6 @@
 
 Each rank holds a *local* tensor of a DTensor: a shard, or a whole replica. Here stands how they
 lie, and which process groups together connect all ranks that hold a part.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11: `DTensor._local_tensor`, which
-unlike `to_local()` is the same object in each call and takes part in no autograd graph.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MPCompileError
+from ..torch_inside.distributed import LOCAL
 from .agree import Ranks
 
 
@@ -35,7 +33,7 @@ def _dtensors() -> tuple[type, ...]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: of a DTensor its local tensor, else the tensor itself."""
     # Each step asks this of each tensor: an attribute is found faster than the class.
-    held: Any = getattr(tensor, "_local_tensor", None)
+    held: Any = getattr(tensor, LOCAL, None)
     if held is None:
         return tensor
     wait = getattr(held, "wait", None)  # an AsyncCollectiveTensor: still on its way

@@ -2,10 +2,7 @@
 
 It holds all parameters, and in `optim` an optimizer of the user's class over this rank's partition
 of them. Its step brings the settings of the param groups into that one, steps it, and broadcasts
-each rank's partition to the others.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11: the attributes `optim` and
-`_overlap_with_ddp`, and that the step calls `self.optim.step()` once.
+each rank's partition to the others (read in torch 2.13; the same in 2.11).
 """
 
 from __future__ import annotations
@@ -24,11 +21,6 @@ def is_zero(optimizer: Optimizer) -> bool:
     """Whether an optimizer is a ZeroRedundancyOptimizer."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
-
-
-def overlaps(optimizer: Any) -> bool:
-    """Whether a ZeroRedundancyOptimizer updates inside of the backward (`overlap_with_ddp`)."""
-    return bool(optimizer._overlap_with_ddp)
 
 
 def partition_of(optimizer: Any) -> Optimizer:

@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from ..devices.generators import unchanged
+from ..torch_inside import pytree
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.ops import OpOverload
 from .lookup import castable, rule_for
 
 _CAP = 8
@@ -39,7 +41,7 @@ _answers: dict[Any, bool] = {}
 def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
     """Whether the node's operator runs in `low` on `device`, forward and backward. Cached."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return True
     key = (target, low, device.type, _signature(node))
     if key not in _answers:
@@ -61,9 +63,7 @@ def _signature(node: fx.Node) -> str:
     return str(map_aggregate((node.args, node.kwargs), part))
 
 
-def _runs(
-    node: fx.Node, target: torch._ops.OpOverload, low: torch.dtype, device: torch.device
-) -> bool:
+def _runs(node: fx.Node, target: OpOverload, low: torch.dtype, device: torch.device) -> bool:
     for cap, tracked in _TRIES:
         if _is_accepted(node, target, low, device, cap, tracked):
             return True
@@ -74,7 +74,7 @@ def _runs(
 
 def _is_accepted(
     node: fx.Node,
-    target: torch._ops.OpOverload,
+    target: OpOverload,
     dtype: torch.dtype,
     device: torch.device,
     cap: int | None,
@@ -112,7 +112,7 @@ def _aside(device: torch.device) -> Iterator[None]:
         unchanged([device]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch._C._DisableAutocast(),
+        autocast_off(),
     ):
         warnings.simplefilter("ignore")
         yield

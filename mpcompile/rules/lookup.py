@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import MPCompileError, did_you_mean
+from ..torch_inside.ops import HigherOrderOperator, OpOverload, overload_name, schema
 from .labels import DIMS, NAMED, signature
 from .policy import Precision, op_exists, op_key
 from .rule import UNKNOWN, Recurrent, Rule
@@ -22,11 +23,11 @@ _MADE_OF_PRODUCTS = frozenset(("imatmul", "higher_order::flex_attention"))
 
 def rule_for(op: object) -> Rule:
     """The row of an operator (OpOverload), or `UNKNOWN`. A user's row beats the table's."""
-    if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+    if not isinstance(op, (OpOverload, HigherOrderOperator)):
         return UNKNOWN
     key = op_key(op)
-    if isinstance(op, torch._ops.OpOverload) and key not in _REGISTERED:
-        return TABLE.get(f"{key}.{op._overloadname}") or _row(key)
+    if isinstance(op, OpOverload) and key not in _REGISTERED:
+        return TABLE.get(f"{key}.{overload_name(op)}") or _row(key)
     return _row(key)
 
 
@@ -64,11 +65,11 @@ def digit_args(op: object) -> frozenset[int]:
 
 def written_args(op: object) -> frozenset[int]:
     """Positions of the arguments an operator writes to, declared in its schema or not."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return frozenset()
     declared = {
         i
-        for i, argument in enumerate(op._schema.arguments)
+        for i, argument in enumerate(schema(op).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     return frozenset(declared) | _places(op, rule_for(op).writes)
@@ -118,10 +119,10 @@ def _row(key: str) -> Rule:
 @functools.cache
 def _places(op: object, names: str) -> frozenset[int]:
     """Positions of some arguments, given by their names in the operator's schema."""
-    if not names or not isinstance(op, torch._ops.OpOverload):
+    if not names or not isinstance(op, OpOverload):
         return frozenset()
     wanted = names.split()
-    return frozenset(i for i, a in enumerate(op._schema.arguments) if a.name in wanted)
+    return frozenset(i for i, a in enumerate(schema(op).arguments) if a.name in wanted)
 
 
 def _check_facts(key: str, facts: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ def _argument_names(key: str) -> set[str]:
     namespace, name = key.split(".")[0].split("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     overloads = (getattr(packet, overload) for overload in packet.overloads())
-    return {argument.name for overload in overloads for argument in overload._schema.arguments}
+    return {argument.name for overload in overloads for argument in schema(overload).arguments}
 
 
 # -- recurrent operators --------------------------------------------------------------------------

@@ -18,6 +18,13 @@ import torch
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.model import Profile
+from ..torch_inside.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    packet_name,
+    schema,
+)
 from . import policy_file
 from .formats import Format
 
@@ -282,11 +289,11 @@ def op_key(op: Any) -> str:
 
     Overloads share a rule, so the overload name is dropped.
     """
-    if isinstance(op, torch._ops.OpOverload):
-        return op._schema.name
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return op._qualified_op_name
-    if isinstance(op, torch._ops.HigherOrderOperator):
+    if isinstance(op, OpOverload):
+        return schema(op).name
+    if isinstance(op, OpOverloadPacket):
+        return packet_name(op)
+    if isinstance(op, HigherOrderOperator):
         return f"higher_order::{op.name()}"
     if not isinstance(op, str):
         raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")

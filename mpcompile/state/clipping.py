@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..torch_inside.tensors import norm_of_each
 from .copies import copies_of
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, on_one_scale
@@ -122,7 +123,7 @@ def _true_norm(stored: _Stored, norm_type: float) -> torch.Tensor:
     squares overflows.
     """
     multiplier = on_one_scale(stored)  # first: it may rewrite gradients
-    each = torch._foreach_norm([grad for _, grad in stored], norm_type, torch.float32)
+    each = norm_of_each([grad for _, grad in stored], norm_type, torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
     return norm / multiplier if norm_type != 0 else norm  # of order 0 it counts gradients
 

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
+from ..torch_inside.autograd import version
+from ..torch_inside.tensors import suggest_memory_format
 from . import gradient_readers, parameters
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, Multiplied
@@ -83,7 +84,7 @@ class MasterWeight(nn.Parameter):
         return copied
 
 
-_DATA: Any = torch._C.TensorBase.data
+_DATA: Any = torch.Tensor.data
 
 
 def memory_for(
@@ -121,7 +122,7 @@ class WorkingCopy:
         """Cast the copy anew if the master may have changed since it was written."""
         facts = master.__dict__
         untouched = facts.get("_mp_written") is False and "_mp_handles" not in facts
-        if untouched and self._seen == (master.data_ptr(), master._version):
+        if untouched and self._seen == (master.data_ptr(), version(master)):
             return  # as mostly: each forward asks this of each parameter
         exposed = not isinstance(master, MasterWeight) or master.may_be_written()
         if exposed and self.awaited and self._holds(master):
@@ -158,7 +159,7 @@ class WorkingCopy:
 
 
 def _state(master: torch.Tensor) -> tuple[int, int]:
-    return master.data_ptr(), master._version
+    return master.data_ptr(), version(master)
 
 
 def copies_of(parameter: torch.Tensor) -> Mapping[torch.dtype, WorkingCopy]:

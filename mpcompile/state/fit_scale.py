@@ -34,6 +34,7 @@ from .. import ir
 from ..devices.generators import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
+from ..torch_inside.autograd import base_of
 from .found_scale import first_tried, give_up, keep
 from .loss_scale import LossScale
 from .not_finite import Seen
@@ -274,7 +275,7 @@ class _Fitted(torch.autograd.Function):
 
 def _base(result: torch.Tensor) -> torch.Tensor:
     """The tensor that autograd takes a result for a view of; the result itself if it is no view."""
-    base = result._base if result.requires_grad else None
+    base = base_of(result) if result.requires_grad else None
     return result if base is None else base
 
 

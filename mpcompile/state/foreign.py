@@ -9,8 +9,6 @@ scales, or dtypes chosen twice, without a word:
 * Autocast around the call: off inside of it, and said once. So the program that is compiled is the
   one without it, and so are the dtypes of its results. A `torch.compile(backend="mpcompile")` is
   traced before we are called; there it is off inside the graph, and results have its dtype.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
+from ..torch_inside.amp import UNSCALES, autocast_is_on, is_enabled
 from . import optimizers, parameters
 
 _SCALERS_STEP = torch.amp.GradScaler.step.__code__
-_UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 def look_for_scaler(optimizer: Optimizer) -> None:
@@ -85,7 +83,7 @@ def refuse_unscaling(optimizer: Optimizer, asking: FrameType) -> None:
     Raises:
         MPCompileError: says what to write instead.
     """
-    if asking.f_code is not _UNSCALES:
+    if asking.f_code is not UNSCALES:
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.grad is not None and p.grad.dtype is torch.float16 is not p.dtype for p in held):
@@ -124,14 +122,14 @@ def refuse_autocast_forward(module: nn.Module) -> None:
 def _autocasts(function: Any) -> list[Any]:
     """The enabled autocasts that a function made by autocast's decorator enters."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return [a for a in held if isinstance(a, torch.autocast) and a._enabled]
+    return [a for a in held if isinstance(a, torch.autocast) and is_enabled(a)]
 
 
 def is_under_autocast() -> bool:
     """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
     graph of somebody else's.)
     """
-    return not torch.compiler.is_compiling() and torch._C._is_any_autocast_enabled()
+    return not torch.compiler.is_compiling() and autocast_is_on()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:

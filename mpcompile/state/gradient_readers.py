@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from ..torch_inside.autograd import hooks_on
+
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether a hook on this parameter will be called with its gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return any(hooks_on(parameter))

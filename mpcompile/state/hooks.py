@@ -3,8 +3,6 @@
 They cost one look-up while no loss scale exists. While one does, a plain optimizer's step costs one
 host synchronisation, as GradScaler's does. An MPOptimizer's step checks on the device; these hooks
 skip it. Of a step's arguments they know the closure alone, and hand on all others.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import (
     Optimizer,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from ..ranks.zero import is_zero, partition_of
+from ..torch_inside.optimizers import global_hooks, has_hooks
 from . import copies, foreign, guard, optimizers, reductions, shardings
 from .scale_search import closure_runs
 
@@ -151,10 +148,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def has_others(optimizer: Optimizer) -> bool:
     """Whether hooks other than these run around the optimizer's steps."""
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, kind, None) for kind in kinds):
+    if has_hooks(optimizer):
         return True
     room = f"{__name__.partition('.')[0]}."  # ours need no step to be called
-    before, after = _global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values()
-    modules = [getattr(hook, "__module__", None) or "" for hook in (*before, *after)]
+    modules = [getattr(hook, "__module__", None) or "" for hook in global_hooks()]
     return not all(module.startswith(room) for module in modules)

@@ -26,14 +26,15 @@ import torch
 
 from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
-from ..ranks import ddp
 from ..ranks.agree import Ranks
+from ..torch_inside.autograd import running_backward
+from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
 from .said import Said
 from .scale_options import Setting, check
-from .scale_search import Search, backward_running
+from .scale_search import Search
 from .trouble import Trouble
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
@@ -282,11 +283,11 @@ class LossScale:
         Raises:
             MPCompileError: gradients that overflowed were used in an update written by hand.
         """
-        if self.overflows.reductions and ddp.active() is None:
+        if self.overflows.reductions and active_ddp() is None:
             return  # one rank's own forward, beside those that all ranks run
         self.live.forward_begins()
         self.loaded = False
-        running = backward_running()
+        running = running_backward()
         self.search.end_if_found(but_in=running)
         if running != -1:  # a checkpoint's forward: gradients are only half made
             return

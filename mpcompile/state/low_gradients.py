@@ -15,8 +15,6 @@ tells which of the two was done.
 
 A scaled gradient is stored with its multiplier. If the loss scale has moved since (another
 optimizer of the same scale stepped in between), the gradient is rescaled.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ import torch
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
+from ..torch_inside.autograd import running_backward, version, will_run
 from . import optimizers, parameters
 from .loss_scale import LossScale
 
@@ -107,7 +106,7 @@ class LowGradient:
         Args:
             scale: the loss scale inside the graph, or None.
         """
-        if self._aside and torch._C._current_graph_task_id() == -1:
+        if self._aside and running_backward() == -1:
             self._aside.clear()  # left by a backward that failed: none is running
         self._set_scale(scale if low else None)
         if not low:
@@ -168,7 +167,7 @@ class LowGradient:
         if multiplied is None:
             return grad
         self._look_at(node, master)
-        task = torch._C._current_graph_task_id()  # as torch.utils.checkpoint does
+        task = running_backward()
         if task not in self._aside:
             self._aside[task] = grad, multiplied
             return self._zero
@@ -188,7 +187,7 @@ class LowGradient:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
         """Called before autograd stores a gradient: return one to store instead, or None."""
-        aside = self._aside.pop(torch._C._current_graph_task_id(), None)
+        aside = self._aside.pop(running_backward(), None)
         master, arrived = self._master(), gradients[0]
         if arrived is None or master is None:
             return None
@@ -223,7 +222,7 @@ class LowGradient:
         """Note the gradient that was just stored, for `check_untouched`."""
         master = self._master()
         if master is not None and master.grad is not None:
-            self._arrived = weakref.ref(master.grad), master.grad._version
+            self._arrived = weakref.ref(master.grad), version(master.grad)
 
     # -- in a step ------------------------------------------------------------------------------
 
@@ -243,7 +242,7 @@ class LowGradient:
     def _was_changed(self, grad: torch.Tensor) -> bool:
         seen = self._arrived
         return self.stored is not None and (
-            seen is None or seen[0]() is not grad or seen[1] != grad._version
+            seen is None or seen[0]() is not grad or seen[1] != version(grad)
         )
 
     def _refuse_changed(self) -> NoReturn:
@@ -290,7 +289,7 @@ def _stores(node: Any) -> bool | None:
     the gradient instead (`torch.autograd.grad`).
     """
     try:
-        stores: bool = torch._C._will_engine_execute_node(node)
+        stores: bool = will_run(node)
     except RuntimeError:  # raised for a leaf whose gradient is returned
         return None
     return stores

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import MPCompileError
 from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
+from ..torch_inside.tensors import norm_of_each
 from .async_read import Later
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         by_device.setdefault(gradient.device, []).append(gradient)
     found = []
     for group in by_device.values():
-        most = torch.stack(torch._foreach_norm(group, float("inf")))
+        most = torch.stack(norm_of_each(group, float("inf")))
         found.append((most - most).any())
     first, *others = found
     for other in others:

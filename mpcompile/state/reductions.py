@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 
 from ..ranks import ddp
 from ..ranks.agree import Ranks
+from ..torch_inside.autograd import running_backward
+from ..torch_inside.distributed import is_reducing
 from . import copies, optimizers, parameters
 from .agreement import agree
 from .loss_scale import LossScale
@@ -192,7 +194,7 @@ class Reduction:
 
     def backward_runs(self) -> None:
         """A graph has run backward: look at the averages when the backward ends."""
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         if running != self._running:
             self._running = running
             ddp.after_reduction(self._look)
@@ -202,7 +204,7 @@ class Reduction:
         self._running = -1
         module = self._module()
         # A checkpoint with use_reentrant=True runs backwards within the backward.
-        if module is None or not self._expected or ddp.is_reducing(module):
+        if module is None or not self._expected or is_reducing(module):
             return
         scales = list(self._expected)
         self._expected.clear()

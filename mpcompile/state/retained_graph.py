@@ -5,29 +5,28 @@ A backward that Inductor compiles may write to tensors that its forward saved fo
 buffers"): less memory is taken. If the first backward of all keeps its graph, it is compiled
 without that; otherwise AOTAutograd raises where a later one keeps it. Here such a backward gets
 copies of these tensors instead. Who keeps no graph pays nothing.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..ir.fakes import duplicate
-from ..ir.units import function_of, grad_fns
+from ..ir.units import grad_fns
+from ..torch_inside.aot import CopiedContext, is_compiled
+from ..torch_inside.autograd import function_of, keeps_graph
 
 __all__ = ["is_kept", "running_again"]
 
 
 def is_kept() -> bool:
     """Whether the backward that runs in this thread keeps its graph."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps_graph()
 
 
 def running_again(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ def _compiled(nodes: set[Node], before: set[Node]) -> set[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(function := function_of(node), "_aot_id"):
+        if is_compiled(function := function_of(node)):
             found.add(function)
         left += [below for below, _ in node.next_functions if below is not None]
     return found
@@ -82,7 +81,7 @@ def _wrap_backward(function: Any) -> None:
             # AOTAutograd raises if it finds any. (Removed last: another thread may look, too.)
             metadata.bw_donated_idxs = []
             if donated:
-                ctx = _Copied(ctx, donated)
+                ctx = CopiedContext(ctx, donated, duplicate)
         return backward(ctx, *gradients)
 
     # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function.
@@ -91,25 +90,3 @@ def _wrap_backward(function: Any) -> None:
 
 # classes of AOTAutograd whose backward is wrapped
 _wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class _Copied:
-    """The context of a backward, with copies of the saved tensors of these numbers."""
-
-    def __init__(self, ctx: Any, numbers: Collection[int]) -> None:
-        self._ctx, self._numbers = ctx, numbers
-        self.saved_tensors = self._copied(ctx.saved_tensors)
-
-    @property
-    def _tensors_no_vc_check(self) -> tuple[Tensor, ...]:
-        """Those whose version isn't checked: they count on from the others."""
-        return self._copied(self._ctx._tensors_no_vc_check, len(self.saved_tensors))
-
-    def _copied(self, tensors: Sequence[Tensor], first: int = 0) -> tuple[Tensor, ...]:
-        return tuple(
-            duplicate(tensor) if number in self._numbers else tensor
-            for number, tensor in enumerate(tensors, first)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..torch_inside.autograd import call_after_backward, running_backward
+
 CALM = 8
 _MOST_FAILURES = 3
 
@@ -70,7 +72,7 @@ class Search:
             used: the scale tensor that its forward multiplied by; None: of a whole step.
             overflowed: it overflowed at the scale that was tried first.
         """
-        self._found_in = backward_running()
+        self._found_in = running_backward()
         if used is not None:
             self._searched[used] = True
         if overflowed:
@@ -162,20 +164,9 @@ def closure_runs(*, called_again: bool) -> Iterator[None]:
         _closure.called_again = before
 
 
-def backward_running() -> int:
-    """The number of the backward that runs in this thread, or -1 if none does.
-
-    Read as torch.utils.checkpoint reads it (torch 2.13; the same in 2.11).
-    """
-    return torch._C._current_graph_task_id()
-
-
 def after_backward(function: Callable[[], None]) -> None:
-    """Call `function` once the backward that runs in this thread has ended; at once if none does.
-
-    Done as DistributedDataParallel does it (torch 2.13; the same in 2.11).
-    """
-    if backward_running() == -1:
+    """Call `function` once the backward that runs in this thread has ended; at once if none does."""
+    if running_backward() == -1:
         function()
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(function)
+        call_after_backward(function)

@@ -7,8 +7,7 @@ nothing, silently). So under `create_graph=True` we make the results of the back
 
 AOTAutograd makes an autograd.Function for each graph that it compiles. The backward of this class
 is wrapped, once: a hook on the node of each call costs a small network a few percent of its step,
-since torch hands it all gradients. Other nodes get the hook. `_aot_id`, by which AOTAutograd's
-classes are known, was read in torch 2.13 and exists in 2.11.
+since torch hands it all gradients. Other nodes get the hook.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
-from ..ir.units import function_of
+from ..torch_inside.aot import is_compiled
+from ..torch_inside.autograd import function_of
 
 __all__ = ["notice", "noticed"]
 
@@ -69,13 +69,12 @@ def notice(results: Sequence[Any]) -> None:
 def _notice(nodes: set[Node]) -> bool:
     """Let the gradients of these raise. Returns whether those of any such nodes now do."""
     functions = [function_of(node) for node in nodes]
-    compiled = [hasattr(function, "_aot_id") for function in functions]
-    for node, function, is_compiled in zip(nodes, functions, compiled, strict=True):
-        if is_compiled:
+    for node, function in zip(nodes, functions, strict=True):
+        if is_compiled(function):
             _wrap_backward(function)
         else:
             node.register_hook(lambda gradients, _: _connected(gradients))
-    return bool(nodes) and all(compiled)
+    return bool(nodes) and all(map(is_compiled, functions))
 
 
 def _wrap_backward(function: Any) -> None:

@@ -5,9 +5,6 @@ are such tensors between two backwards, so anything compiled then (another batch
 after `D(fake.detach())`) would run in pieces, most of them in FP32. Neither Dynamo nor mpcompile
 needs a fake with a gradient, so Dynamo is told that these parameters, and no others, have none. A
 program that reads `p.grad` still gets the real one, which Dynamo takes from the program.
-
-Both modules below call `safe_grad` (read in torch 2.13; the same in 2.11). If it is missing, graphs
-break.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ import functools
 from typing import Any
 
 import torch
-from torch._dynamo.variables import builder
-from torch._subclasses import meta_utils
+
+from ..torch_inside.dynamo_names import wrap_safe_grad
 
 
 @functools.cache
@@ -25,10 +22,7 @@ def hide_low_gradients(of: type[torch.Tensor]) -> None:
     """Make tracers see no gradient on tensors of this class whose gradient has another dtype; takes
     effect once, for the process.
     """
-    for module in (builder, meta_utils):
-        known = getattr(module, "safe_grad", None)
-        if known is not None:
-            setattr(module, "safe_grad", _hiding(known, of))  # noqa: B010
+    wrap_safe_grad(lambda safe_grad: _hiding(safe_grad, of))
 
 
 def _hiding(safe_grad: Any, of: type[torch.Tensor]) -> Any:

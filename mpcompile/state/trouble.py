@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ir.scale import ScaleRule
+from ..torch_inside.autograd import running_backward
 from ..torch_inside.health import why_off
 from ..torch_inside.reach import Part
 from .async_read import Later
 from .live_scale import LiveScale
-from .scale_search import after_backward, backward_running
+from .scale_search import after_backward
 
 FIRST_LOOK = 4  # skipped steps in a row
 EVERY = 8  # generated steps between two reads of their count
@@ -124,7 +125,7 @@ class Trouble:
         """Whether the forward that is about to run is to be watched, if one is pending. Within a
         backward a checkpoint does as in its first forward: it compares what is saved.
         """
-        if backward_running() == -1:
+        if running_backward() == -1:
             if not self._watching:
                 self._count = self._live.state.skipped_steps
             self._watching, self._over = True, False

@@ -30,6 +30,7 @@ from ..rules.policy import Level
 from ..settings import Settings
 from ..state import copies, guard
 from ..state.loss_scale import LossScale
+from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
 from .held import Held
 from .parts import Part
 
@@ -193,8 +194,8 @@ def _outlined(part: Part, gm: fx.GraphModule) -> fx.GraphModule:
     for node in part.inputs:
         placeholder = new[node] = graph.placeholder(node.name)
         placeholder.meta = dict(node.meta)
-        source = getattr(node, "_dynamo_source", None) if node.op == "placeholder" else None
-        placeholder._dynamo_source = source
+        source = source_of(node) if node.op == "placeholder" else None
+        set_source(placeholder, source)
 
     def of(node: fx.Node) -> fx.Node:
         if node not in new:  # an attribute of the graph: a constant, a body
@@ -206,6 +207,6 @@ def _outlined(part: Part, gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(tuple(new[node] for node in part.outputs))
     outlined = fx.GraphModule(gm, graph)
     outlined.meta = dict(gm.meta)
-    known: Any = getattr(gm, "_param_name_to_source", {})
-    outlined._param_name_to_source = known
+    known: Any = sources_of(gm)
+    set_sources(outlined, known)
     return outlined

@@ -4,8 +4,6 @@ make_fx runs the program on FakeTensors: autograd derives the backward there, fr
 forwards, and what remains is a plain sequence of operators, with writes to the parameters and to
 what is held between steps. Inductor compiles it like the graph of an inference: nothing is saved
 for a backward, every gradient dies where it is used, and all of it is fused as one program.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .. import backend, ir
@@ -29,6 +26,8 @@ from ..errors import CannotRewrite
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..settings import Settings
 from ..state.loss_scale import LossScale
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.fakes import TracingContext
 from .forward import Forward
 from .phases import by_phase, phases_of
 from .program import Program
@@ -81,7 +80,7 @@ def trace(program: Program) -> Traced:
 
     context = TracingContext.get()
     assert context.fake_mode is not None
-    with torch._C._DisableAutocast(), context.fake_mode, torch.enable_grad():
+    with autocast_off(), context.fake_mode, torch.enable_grad():
         graph = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(
             *program.given, *program.fakes()
         )

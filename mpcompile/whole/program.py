@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 
 from .. import backend
 from ..devices.registry import capabilities
@@ -29,6 +28,8 @@ from ..optim.inputs import Setting
 from ..settings import Settings
 from ..state.loss_scale import LossScale
 from ..state.overflows import any_nonfinite
+from ..torch_inside.fakes import TracingContext
+from ..torch_inside.tensors import storage_of
 from .forward import Forward, Ran, rewritten
 from .gradients import (
     Arrived,
@@ -157,8 +158,8 @@ class Program:
                 state = optimizer_of(number).state
                 written = [self._real[p] for p in params]
                 written += [v for p in written for v in state.get(p, {}).values()]
-                memory.update(map(_memory, filter(torch.is_tensor, written)))
-        return {n for n, x in self._real.items() if torch.is_tensor(x) and _memory(x) in memory}
+                memory.update(map(storage_of, filter(torch.is_tensor, written)))
+        return {n for n, x in self._real.items() if torch.is_tensor(x) and storage_of(x) in memory}
 
     def _emit_of_pieces(self, count: int) -> Emit | None:
         """How the pieces of a last step run behind the graph; None: it is a part of the graph.
@@ -318,10 +319,6 @@ class Program:
             assert one is not None
             found.append(one)
         return on_one_scale(found, [running.env[p] for p in params])
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _step_of(node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node]]:

@@ -15,6 +15,7 @@ import torch
 from ..devices.generators import unchanged
 from ..state.found_scale import first_tried, give_up, keep
 from ..state.loss_scale import LossScale
+from ..torch_inside.amp import autocast_off
 from .program import Program
 
 
@@ -30,7 +31,7 @@ def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[An
     tried = dict(first)
     devices = {x.device for x in given if isinstance(x, torch.Tensor)}
     while True:
-        with unchanged(devices), torch._C._DisableAutocast():
+        with unchanged(devices), autocast_off():
             overflowed, hopeless = program.try_scales(given, tried)
         too_large = [scale for scale in scales if scale in overflowed]
         if not too_large or hopeless:

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     PendingUnbackedSymbolNotFound,
@@ -34,6 +32,12 @@ from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
+from ..torch_inside.dynamo_names import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    recompile_limit,
+)
+from ..torch_inside.fakes import DataDependentOutputException
 from ..torch_inside.health import why_off
 from ..torch_inside.reach import MissingInTorch, Part
 from .backend import WholeBackend
@@ -219,7 +223,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, CannotRewrite):
         return str(error)
     if isinstance(error, FailOnRecompileLimitHit):
-        many = torch._dynamo.config.recompile_limit
+        many = recompile_limit()
         return (
             f"it differs from call to call, and has been compiled {many} times "
             "(torch._dynamo.config.recompile_limit)"

@@ -32,6 +32,8 @@ from ..optim.trace import Trace, trace
 from ..ranks.shards import is_sharded
 from ..state import copies, guard, hooks, optimizers, parameters
 from ..state.loss_scale import LossScale
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
 from .held import Held
 from .tracing import parameters_of
@@ -320,13 +322,13 @@ class Update:
     def take(self, values: Sequence[torch.Tensor]) -> None:
         """Do a step behind the graph, which returned these values for it."""
         env = {**self._env, **dict(zip(self._taken(), values, strict=True))}
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), autocast_off():
             self._program.run(env)
 
     def done(self) -> None:
         """Note that the step has run."""
-        self._parts.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_step(self._parts.optimizer)  # schedulers ask
+        note_step(self.optimizer)
         torch.autograd.graph.increment_version([m.param for m in self._members])
         for member, copy in zip(self._members, self._copies, strict=True):
             if copy is not None:

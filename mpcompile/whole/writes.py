@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_inside.modes import TorchDispatchMode
+from ..torch_inside.ops import schema
+from ..torch_inside.tensors import storage_of
 
 
 class Writes(TorchDispatchMode):
@@ -24,19 +27,15 @@ class Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema.arguments
-        given = {**{a.name: x for a, x in zip(schema, args, strict=False)}, **kwargs}
-        for argument in schema:
+        declared = schema(func).arguments
+        given = {**{a.name: x for a, x in zip(declared, args, strict=False)}, **kwargs}
+        for argument in declared:
             if argument.is_write and argument.name in given:
                 value = given[argument.name]
                 for one in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(one, torch.Tensor):
-                        self._memory.add(_memory(one))
+                        self._memory.add(storage_of(one))
         return func(*args, **kwargs)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return _memory(tensor) in self._memory
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        return storage_of(tensor) in self._memory

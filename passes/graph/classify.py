@@ -21,6 +21,7 @@ from mpcompile.ir import By, Mark, hidden_products
 from mpcompile.ir.updates import nodes_of_updates
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 
 def classify(gm: fx.GraphModule, config: Config) -> bool:
@@ -76,7 +77,7 @@ def _hands_off(node: fx.Node) -> str | None:
     if dtypes != {torch.float32}:
         others = sorted(ir.SHORT.get(d, str(d)) for d in dtypes - {torch.float32})
         return f"touches {', '.join(others)}"
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    if isinstance(node.target, OpOverload) and schema(node.target).is_mutable:
         return "writes in place"
     if ir.is_getitem(node) and ir.is_marked(node.args[0]):  # type: ignore[arg-type]
         parent = ir.mark(node.args[0])  # type: ignore[arg-type]

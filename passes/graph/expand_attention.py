@@ -22,6 +22,7 @@ from mpcompile import ir
 from mpcompile.ir import Mark, aten
 from mpcompile.planner.attention import ATTENTION, is_written_out
 from mpcompile.rules.policy import Config, Precision
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 
 def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
@@ -37,9 +38,9 @@ def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument by its name in the schema, with defaults filled in."""
-    schema = ATTENTION._schema.arguments
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    names = [argument.name for argument in schema]
+    declared = schema(ATTENTION).arguments
+    defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
+    names = [argument.name for argument in declared]
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
@@ -56,7 +57,7 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     arguments = _arguments(node)
     query, key, value, mask = (arguments[n] for n in ("query", "key", "value", "attn_mask"))
 
-    def call(name: str, mark: Mark, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def call(name: str, mark: Mark, target: OpOverload, *args: Any) -> fx.Node:
         name = f"{node.name}_{name}"
         new = ir.insert(graph, target, args, name=name, like=node, decision=mark)
         new.meta["mp_captured"] = new.meta["val"]

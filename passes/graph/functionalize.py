@@ -23,6 +23,7 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.rules.policy import Config, Precision
+from mpcompile.torch_inside.ops import OpOverload, overload_name, schema
 
 
 def functionalize(gm: fx.GraphModule, config: Config) -> bool:
@@ -43,15 +44,15 @@ def functionalize(gm: fx.GraphModule, config: Config) -> bool:
     return changed
 
 
-def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
+def _functional_form(node: fx.Node) -> OpOverload | None:
     """`relu` for `relu_`, or None unless the functional call gives the same dtype and shape."""
-    if not ir.is_op(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if not ir.is_op(node) or not isinstance(node.target, OpOverload):
         return None
     namespace, name = ir.op_name(node).split("::")
     if not name.endswith("_") or rules.written_args(node.target) != {0}:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = getattr(packet, node.target._overloadname, None)
+    overload = getattr(packet, overload_name(node.target), None)
     if overload is None or rules.rule_for(overload).precision is Precision.KEEP:
         return None
     if _argument_names(overload) != _argument_names(node.target):
@@ -66,8 +67,8 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     return overload  # type: ignore[no-any-return]
 
 
-def _argument_names(op: torch._ops.OpOverload) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
+def _argument_names(op: OpOverload) -> list[str]:
+    return [argument.name for argument in schema(op).arguments]
 
 
 def _is_private(

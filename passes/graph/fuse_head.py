@@ -24,6 +24,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
 from mpcompile.rules.policy import Config, Precision
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default
@@ -112,7 +113,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
     reason = f"{linear.name} and its loss in one: logits in FP32, some rows at a time, never stored"
     decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).format)
 
-    def call(name: str, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def call(name: str, target: OpOverload, *args: Any) -> fx.Node:
         new = ir.insert(graph, target, args, name=name, like=loss, decision=decision)
         new.meta["mp_captured"] = new.meta["val"]
         return new
@@ -135,7 +136,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
 def _arguments(loss: fx.Node) -> list[Any]:
     """Every argument in the schema's order, with defaults filled in."""
     given = dict(ir.positions(loss))
-    return [given.get(i, a.default_value) for i, a in enumerate(LOSS._schema.arguments)]
+    return [given.get(i, a.default_value) for i, a in enumerate(schema(LOSS).arguments)]
 
 
 def _node(argument: Any) -> fx.Node:

@@ -32,6 +32,7 @@ from torch import fx
 from mpcompile import ir, rules
 from mpcompile.ir.hidden_products import hidden_calls
 from mpcompile.rules.policy import Config, Level, Precision
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -206,15 +207,15 @@ def _lost_number(numbers: list[float], low: torch.dtype, *, beside_one: bool) ->
 
 def _scalars(node: fx.Node) -> list[float]:
     """The node's scalar operands that would be rounded to the dtype it computes in."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     if not all(rules.castable(node.target, i) for i in range(len(node.args))):
         return []  # batch_norm: its eps stays FP32 inside the kernel
-    schema = node.target._schema.arguments
+    declared = schema(node.target).arguments
     found = []
     for i, argument in ir.positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-        if is_number and 0 <= i < len(schema) and str(schema[i].type) in _SCALARS:
+        if is_number and 0 <= i < len(declared) and str(declared[i].type) in _SCALARS:
             found.append(float(argument))
     return found
 

@@ -47,6 +47,7 @@ from mpcompile.ir import Mark, aten
 from mpcompile.padding.products import product
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Precision
+from mpcompile.torch_inside.ops import OpOverload
 
 
 def place_casts(gm: fx.GraphModule, config: Config) -> bool:
@@ -185,7 +186,7 @@ class _CastPlacer:
             return self.casts[key]
         decision = ir.added(ir.Role.CAST, f"{user.name} multiplies {ir.SHORT[narrow]}")
 
-        def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+        def call(target: OpOverload, *args: object) -> fx.Node:
             name = f"{value.name}_rounded"
             return ir.insert(self.graph, target, args, name=name, like=value, decision=decision)
 
@@ -203,7 +204,7 @@ class _CastPlacer:
         """`mask` with finite values in the low range; its lower half leaves room for a score."""
         floor = torch.finfo(dtype).min / 2
 
-        def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+        def call(target: OpOverload, *args: object) -> fx.Node:
             name = f"{mask.name}_clamped"
             return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
 

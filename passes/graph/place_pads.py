@@ -24,7 +24,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
@@ -32,6 +31,7 @@ from mpcompile.ir import aten
 from mpcompile.ir.shapes import Padding, Path, Size
 from mpcompile.padding.lanes import densifies
 from mpcompile.rules.policy import Config
+from mpcompile.torch_inside.symbolic import CleanDiv, FloorDiv, Mod, PythonMod
 
 # The operations in symbolic sizes (torch 2.13: sympy's sums and products, torch's own divisions).
 _ARITHMETIC = {

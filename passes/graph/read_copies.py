@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.rules.policy import Config
+from mpcompile.torch_inside.tensors import suggest_memory_format
 
 
 def read_copies(gm: fx.GraphModule, config: Config) -> bool:

@@ -29,6 +29,7 @@ from mpcompile.errors import CannotRewrite
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.ir.units import History
 from mpcompile.rules.policy import Config
+from mpcompile.torch_inside.graphs import set_source
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
@@ -72,7 +73,7 @@ def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
         node = graph.placeholder(name)
     with ir.fake_mode(graph):
         node.meta["val"] = torch.zeros((), device=device)
-    node._dynamo_source = None
+    set_source(node, None)
     return node
 
 

@@ -22,6 +22,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.torch_inside.tensors import storage_of
 
 
 def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
@@ -53,4 +54,4 @@ def _memory(node: object) -> int | None:
     value = ir.tensor(node) if isinstance(node, fx.Node) else None
     if value is None or value.layout is not torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(value)

@@ -24,8 +24,6 @@ convolutions read off the strides which one their result has; and images of few 
 no vector, as the pixels of a row do (the SSD of `python -m benchmarks run peers` was slower so).
 
 Contract. An image whose sizes are no numbers is left as it is.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.torch_inside.ops import OpOverload
 
 _LEAST = 16  # channels: as many FP32 numbers as a cache line, or a vector of AVX512, holds
 _POOLS_AND_JOINS = {
@@ -73,7 +72,7 @@ def _images(graph: fx.Graph) -> list[fx.Node]:
 
 def _keeps_layout(node: fx.Node) -> bool:
     """Whether the result is memory of its own, channels-last if an operand is."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or ir.op_name(node) in _POOLS_AND_JOINS
 

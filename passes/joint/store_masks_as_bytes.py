@@ -29,6 +29,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
+from mpcompile.torch_inside.ops import OpOverload
 
 CAST = torch.ops.prims.convert_element_type.default
 
@@ -74,9 +75,7 @@ def _is_mask(node: fx.Node, placeholder: fx.Node) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in node.target.tags
-    )
+    return isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags)
 
 
 def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
@@ -91,7 +90,7 @@ def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
         user.replace_input_with(placeholder, mask)
 
 
-def _call(graph: fx.Graph, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+def _call(graph: fx.Graph, target: OpOverload, *args: object) -> fx.Node:
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     ir.refresh(node)
     return node

@@ -19,6 +19,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import Ranks, StepConfig
+from mpcompile.torch_inside.ops import OpOverload
 
 _TO = aten._to_copy.default
 
@@ -58,7 +59,7 @@ def _all_reduce(vector: fx.Node, ranks: Ranks) -> list[fx.Node]:
     functional = torch.ops._c10d_functional  # there only if torch was built with distributed
     nodes = [vector]
 
-    def then(target: torch._ops.OpOverload, *args: object, **kwargs: Any) -> None:
+    def then(target: OpOverload, *args: object, **kwargs: Any) -> None:
         why = "one sum over all ranks"
         nodes.append(ir.call(graph, target, nodes[-1], *args, why=why, **kwargs))
 

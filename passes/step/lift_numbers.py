@@ -21,6 +21,7 @@ from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
+from mpcompile.torch_inside.ops import OpOverload
 
 _TO = aten._to_copy.default
 _WHY = "the number stays on the device"
@@ -55,7 +56,7 @@ class _Lifter:
                 self.graph.erase_node(number)
         return bool(self.tensors)
 
-    def _call(self, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+    def _call(self, target: OpOverload, *args: object) -> fx.Node:
         return ir.call(self.graph, target, *args, why=_WHY)
 
     def _tensor_for(self, node: fx.Node) -> fx.Node:

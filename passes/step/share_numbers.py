@@ -16,6 +16,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 
 def share_numbers(gm: fx.GraphModule, config: StepConfig) -> bool:
@@ -36,9 +37,9 @@ def _is_number(node: fx.Node) -> bool:
     """Whether a node computes a number from numbers, and nothing else."""
     target = node.target
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and (torch.Tag.pointwise in target.tags or target is aten._to_copy.default)
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
+        and not schema(target).is_mutable
         and ir.value(node).ndim == 0
     )

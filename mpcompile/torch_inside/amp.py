@@ -1,0 +1,67 @@
+"""Autocast and GradScaler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C import _DisableAutocast as autocast_off
+    from torch._C import _is_any_autocast_enabled as autocast_is_on
+    from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+    from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+
+    UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
+else:
+    # `torch.autocast(device_type, enabled=False)` turns off one device type's, and takes longer.
+    autocast_off = private(
+        "torch._C:_DisableAutocast", "turns off autocast on all devices", Part.COMPILE
+    )
+    autocast_is_on = private(
+        "torch._C:_is_any_autocast_enabled", "tells of the caller's autocast", Part.COMPILE
+    )
+    enter_autocast = private(
+        "torch.amp.autocast_mode:_enter_autocast", "begins autocast in Dynamo's graph", Part.COMPILE
+    )
+    exit_autocast = private(
+        "torch.amp.autocast_mode:_exit_autocast", "ends autocast in Dynamo's graph", Part.COMPILE
+    )
+    UNSCALES = private(
+        "torch.amp:GradScaler._unscale_grads_.__code__", "unscales gradients in place", Part.SAY
+    )
+
+__all__ = [
+    "UNSCALES",
+    "autocast_is_on",
+    "autocast_off",
+    "enter_autocast",
+    "exit_autocast",
+    "is_enabled",
+]
+
+
+def is_enabled(autocast: torch.autocast) -> bool:
+    """Whether it turns autocast on where it is entered: not with `enabled=False`."""
+    return autocast._enabled
+
+
+@probe("torch:autocast._enabled", "tells autocast from its absence", Part.COMPILE)
+def _tells() -> None:
+    import torch
+
+    kinds = [torch.autocast("cpu", torch.bfloat16, enabled=enabled) for enabled in (True, False)]
+    assert [*map(is_enabled, kinds)] == [True, False]
+
+
+@probe("torch._C:_DisableAutocast()", "turns off autocast on all devices", Part.COMPILE)
+def _turns_off() -> None:
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = autocast_is_on()
+        with autocast_off():
+            seen = autocast_is_on()
+        after = autocast_is_on()
+    assert (inside, seen, after) == (True, False, True)

@@ -1,0 +1,112 @@
+"""AOTAutograd: a graph's forward and backward, apart; and the classes it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .autograd import function_of
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+else:
+    aot_autograd = private(
+        "torch._dynamo.backends.common:aot_autograd", "derives the backward", Part.COMPILE
+    )
+    boxed_nop = private(
+        "torch._dynamo.backends.debugging:boxed_nop", "runs a graph op by op", Part.COMPILE
+    )
+    min_cut_rematerialization_partition = private(
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "parts the joint graph",
+        Part.COMPILE,
+    )
+
+settings: Any = private("torch._functorch.config:patch", "sets AOTAutograd's options", Part.COMPILE)
+"""`settings(name=value)`: a context, or a decorator, under which AOTAutograd compiles."""
+
+__all__ = [
+    "CopiedContext",
+    "aot_autograd",
+    "boxed",
+    "boxed_nop",
+    "is_compiled",
+    "min_cut_rematerialization_partition",
+    "settings",
+]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def boxed(call: Call) -> Call:
+    """Tell AOTAutograd that this takes all inputs as one list, which it empties."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether an autograd.Function is one that AOTAutograd made of a graph."""
+    return hasattr(function, "_aot_id")
+
+
+class CopiedContext:
+    """The context of a backward of AOTAutograd's, with copies of the saved tensors of these
+    numbers.
+    """
+
+    def __init__(
+        self, ctx: Any, numbers: Collection[int], copy: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._ctx, self._numbers, self._copy = ctx, numbers, copy
+        self.saved_tensors = self._copied(ctx.saved_tensors)
+
+    @property
+    def _tensors_no_vc_check(self) -> tuple[Tensor, ...]:
+        """Those whose version isn't checked: they count on from the others."""
+        return self._copied(self._ctx._tensors_no_vc_check, len(self.saved_tensors))
+
+    def _copied(self, tensors: Sequence[Tensor], first: int = 0) -> tuple[Tensor, ...]:
+        return tuple(
+            self._copy(tensor) if number in self._numbers else tensor
+            for number, tensor in enumerate(tensors, first)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+@probe("torch._functorch:_aot_id", "marks what AOTAutograd compiled", Part.COMPILE)
+def _makes_classes() -> None:
+    saved: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop)(gm, inputs)
+
+    x = torch.ones((), requires_grad=True)
+    with torch.enable_grad():
+        result = torch.compile(lambda x: x.sin(), backend=backend, dynamic=False)(x)
+    function = function_of(result.grad_fn)
+    assert is_compiled(function)
+    assert not is_compiled(torch.autograd.Function)
+    saved.append(result.grad_fn._tensors_no_vc_check)
+    facts = function.metadata
+    saved.append((function.compiled_bw, facts.bw_donated_idxs, facts.num_symints_saved_for_bw))
+    result.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(()).cos())
+
+
+@probe("torch._functorch.config:enable_autograd_cache", "sets AOTAutograd's options", Part.COMPILE)
+def _knows_settings() -> None:
+    with settings(
+        enable_autograd_cache=False,
+        force_non_lazy_backward_lowering=True,
+        ban_recompute_materialized_backward=False,
+    ):
+        pass

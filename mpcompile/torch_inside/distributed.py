@@ -1,0 +1,241 @@
+"""The engines that train in several processes: DDP, FSDP2 and ZeRO-1; and DTensor.
+
+Without torch.distributed, or without a name of these, the import still works: see `reach.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from torch.distributed._composable_state import _get_module_state as engine_of
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+else:
+    _STATE = "torch.distributed._composable_state"
+    engine_of = private(f"{_STATE}:_get_module_state", "tells a sharded module", Part.RANKS)
+    _FSDP = "torch.distributed.fsdp._fully_shard"
+    FSDPState = private(f"{_FSDP}._fsdp_state:FSDPState", "is FSDP's state", Part.RANKS)
+    ShardedState = private(f"{_FSDP}._fsdp_param:ShardedState", "says what is held", Part.RANKS)
+    DefaultAllGather = private(
+        f"{_FSDP}._fsdp_collectives:DefaultAllGather", "gathers parameters", Part.RANKS
+    )
+    DefaultReduceScatter = private(
+        f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "reduces gradients", Part.RANKS
+    )
+
+engines: Mapping[Any, Any] = private(
+    "torch.distributed._composable_state:_module_state_mapping", "lists the engines", Part.RANKS
+)
+"""Each module that an engine has taken charge of -> a weak reference to the engine's state."""
+register_comm_hook: Any = private(
+    "torch.distributed:_register_comm_hook", "lets DDP's buckets travel narrow", Part.RANKS
+)
+FSDP_MARK = "_is_fsdp_managed_module"
+"""An attribute of each module below one that FSDP shards: FSDP2 and FSDP1 set it for Dynamo."""
+LOCAL = "_local_tensor"
+"""The attribute of a DTensor in which this rank's part lies. Unlike `to_local()` it is the same
+object in each call, and takes part in no autograd graph."""
+
+__all__ = [
+    "FSDP_MARK",
+    "LOCAL",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPState",
+    "active_ddp",
+    "comms_of",
+    "engine_of",
+    "engines",
+    "groups_of",
+    "has_comm_hook",
+    "is_joined",
+    "is_reducing",
+    "modules_of",
+    "overlaps_backward",
+    "parameters_of",
+    "reduces_in_python",
+    "register_comm_hook",
+    "set_all_gather",
+    "set_reduce_scatter",
+    "shard_of",
+    "whole_of",
+]
+
+# -- DDP -------------------------------------------------------------------------------------------
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DDP whose forward is running, or None."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def reduces_in_python(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether gradients are averaged without the reducer in C++."""
+    return ddp._use_python_reducer
+
+
+def is_joined(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether its forward runs in `join()`."""
+    return bool(ddp._join_config.enable)
+
+
+def is_reducing(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a reduction has begun and not ended: some gradients are still to be averaged."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
+def parameters_of(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that it looks after: those that it was not told to ignore."""
+    return ddp._module_parameters
+
+
+def has_comm_hook(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a communication hook was registered with the module."""
+    return bool(ddp._comm_hooks)
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
+    """The modules on which one `fully_shard` was called."""
+    return state._modules
+
+
+def groups_of(state: FSDPState) -> list[Any]:
+    """The groups of parameters (`FSDPParamGroup`) of a state: in 2.11 there is one at most."""
+    groups: Any = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only: Any = state._fsdp_param_group
+        groups = [] if only is None else [only]
+    return list(groups)
+
+
+def whole_of(holder: Any) -> torch.Tensor | None:
+    """The whole parameter of a record (`FSDPParam`); None: it was never gathered."""
+    return getattr(holder, "_unsharded_param", None)
+
+
+def shard_of(holder: Any) -> torch.Tensor:
+    """What this rank gives to the next gathering of a parameter, flat."""
+    resharded = holder.sharded_state == ShardedState.SHARDED
+    shard: torch.Tensor = (
+        holder._sharded_param_data if resharded else holder._sharded_post_forward_param_data
+    )
+    return shard
+
+
+def comms_of(group: Any) -> tuple[Any, Any]:
+    """How a group (`FSDPParamGroup`) gathers parameters, and how it reduces gradients."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def set_all_gather(group: Any, comm: Any) -> None:
+    """Let a group gather its parameters by this, as `set_custom_all_gather` does for a module."""
+    group._all_gather_comm = comm
+
+
+def set_reduce_scatter(group: Any, comm: Any) -> None:
+    """Let a group reduce its gradients by this."""
+    group._reduce_scatter_comm = comm
+
+
+# -- ZeRO-1 ----------------------------------------------------------------------------------------
+
+
+def overlaps_backward(optimizer: Any) -> bool:
+    """Whether a ZeroRedundancyOptimizer updates inside of the backward (`overlap_with_ddp`)."""
+    return bool(optimizer._overlap_with_ddp)
+
+
+# -- probes: a world of one process ----------------------------------------------------------------
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """A world of one process; False where the process is in another already: all of that world's
+    ranks would have to probe together.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        yield False
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()
+
+
+@probe("torch.nn.parallel:DistributedDataParallel._module_parameters", "reduces", Part.RANKS)
+def _ddp() -> None:
+    seen: list[Any] = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(active_ddp())
+            return super().forward(x)
+
+    with _alone() as alone:
+        if alone:
+            ddp = nn.parallel.DistributedDataParallel(Layer(1, 1))
+            assert [*map(id, parameters_of(ddp))] == [*map(id, ddp.parameters())]
+            asked = (reduces_in_python(ddp), is_joined(ddp), has_comm_hook(ddp))
+            assert asked == (False, False, False)
+            loss = ddp(torch.ones(1, 1)).sum()
+            assert seen == [ddp]
+            reducing: list[bool] = []
+            for parameter in ddp.parameters():
+                parameter.register_hook(lambda _: reducing.append(is_reducing(ddp)))
+            loss.backward()
+            assert (reducing, is_reducing(ddp), active_ddp()) == ([False, True], False, None)
+
+
+@probe("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "shards parameters", Part.RANKS)
+def _fsdp() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with _alone() as alone:
+        if alone:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            module: Any = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh)
+            state: Any = engine_of(module)
+            assert isinstance(state, FSDPState)
+            assert modules_of(state) == (module,)
+            assert engines[module]() is state
+            assert getattr(module, FSDP_MARK)
+            (group,) = groups_of(state)
+            (holder,) = group.fsdp_params
+            assert [*map(type, comms_of(group))] == [DefaultAllGather, DefaultReduceScatter]
+            assert shard_of(holder).tolist() == getattr(module.weight, LOCAL).flatten().tolist()
+            module.unshard()
+            assert whole_of(holder) is module.weight
+
+
+@probe("torch.distributed.optim:ZeroRedundancyOptimizer._overlap_with_ddp", "steps", Part.RANKS)
+def _zero() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with _alone() as alone:
+        if alone:
+            weights = [nn.Parameter(torch.zeros(1))]
+            optimizer = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=0.1)
+            assert not overlaps_backward(optimizer)
+            assert isinstance(optimizer.optim, torch.optim.SGD)

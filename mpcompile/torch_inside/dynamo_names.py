@@ -1,0 +1,118 @@
+"""Dynamo's errors and settings, and what it keeps for the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import cached_backends
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        RestartAnalysis,
+        TorchRuntimeError,
+    )
+    from torch._dynamo.pgo import get_code_state
+    from torch._dynamo.utils import counters
+    from torch._logging._internal import trace_structured
+else:
+    config = private("torch._dynamo:config", "holds Dynamo's settings", Part.COMPILE)
+    cached_backends = private(
+        "torch._dynamo.eval_frame:cached_backends", "lists the backends of a process", Part.EXPLAIN
+    )
+    _ERRORS = "torch._dynamo.exc"
+    BackendCompilerFailed = private(
+        f"{_ERRORS}:BackendCompilerFailed", "wraps an error of a backend's", Part.COMPILE
+    )
+    FailOnRecompileLimitHit = private(
+        f"{_ERRORS}:FailOnRecompileLimitHit", "says that a step is never the same", Part.WHOLE_STEP
+    )
+    RestartAnalysis = private(
+        f"{_ERRORS}:RestartAnalysis", "lets Dynamo trace a frame anew", Part.COMPILE
+    )
+    TorchRuntimeError = private(
+        f"{_ERRORS}:TorchRuntimeError", "wraps an error of the model's", Part.EXPLAIN
+    )
+    get_code_state = private(
+        "torch._dynamo.pgo:get_code_state", "knows which sizes are dynamic", Part.EXPLAIN
+    )
+    counters = private("torch._dynamo.utils:counters", "counts what Dynamo did", Part.EXPLAIN)
+    trace_structured = private(
+        "torch._logging._internal:trace_structured", "writes into torch's trace", Part.COMPILE
+    )
+
+# These two modules each read `.grad` of what they make a fake of by a name of their own.
+_builder = private("torch._dynamo.variables:builder", "makes Dynamo's variables", Part.OPTIMIZER)
+_meta_utils = private("torch._subclasses:meta_utils", "makes fakes of tensors", Part.OPTIMIZER)
+
+__all__ = [
+    "BackendCompilerFailed",
+    "FailOnRecompileLimitHit",
+    "RestartAnalysis",
+    "TorchRuntimeError",
+    "cached_backends",
+    "counters",
+    "get_code_state",
+    "guard_every_tensor",
+    "no_recompile_limit",
+    "recompile_limit",
+    "trace_structured",
+    "wrap_safe_grad",
+]
+
+
+def recompile_limit() -> int:
+    """How often Dynamo compiles one function."""
+    return config.recompile_limit
+
+
+def no_recompile_limit() -> AbstractContextManager[Any]:
+    """A context in which Dynamo compiles a function as often as it is asked to."""
+    limits: AbstractContextManager[Any] = config.patch(
+        recompile_limit=1000, accumulated_recompile_limit=1000
+    )
+    return limits
+
+
+def guard_every_tensor() -> None:
+    """Make Dynamo's guards look at a module's tensors even where its dicts are the same objects: a
+    setting of the process. From torch 2.12 on they do anyway.
+    """
+    config.skip_tensor_guards_with_matching_dict_tags = False
+
+
+def wrap_safe_grad(wrap: Callable[[Any], Any]) -> None:
+    """Let `wrap` replace the function by which tracers read a tensor's `.grad`, for the process.
+    Where it is missing, nothing is done.
+    """
+    for module in (_builder, _meta_utils):
+        if (known := getattr(module, "safe_grad", None)) is not None:
+            module.safe_grad = wrap(known)
+
+
+@probe("torch._dynamo.config:recompile_limit", "limits how often Dynamo compiles", Part.EXPLAIN)
+def _limits() -> None:
+    before = recompile_limit()
+    with no_recompile_limit():
+        inside = recompile_limit()
+    assert inside == 1000
+    assert recompile_limit() == before
+
+
+@probe(
+    "torch._dynamo.config:skip_tensor_guards_with_matching_dict_tags",
+    "lets Dynamo overlook a frozen parameter",
+    Part.COMPILE,
+)
+def _may_skip() -> bool:
+    return config.skip_tensor_guards_with_matching_dict_tags
+
+
+@probe("torch._dynamo.variables.builder:safe_grad", "reads a gradient to trace it", Part.OPTIMIZER)
+def _reads_grad() -> tuple[Any, Any]:
+    return _builder.safe_grad, _meta_utils.safe_grad

@@ -1,0 +1,77 @@
+"""What Dynamo notes on its graphs, and AOTAutograd and Inductor read there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from torch._dynamo.source import ConstantSource
+
+    def rename(node: fx.Node, name: str) -> None:
+        """Give a node another name."""
+else:
+    ConstantSource = private(
+        "torch._dynamo.source:ConstantSource", "says where an input comes from", Part.COMPILE
+    )
+    rename = private("torch.fx:Node._rename", "gives a node another name", Part.COMPILE)
+
+STATIC_INPUT = "_dynamo_static_input_type"
+"""In an input's `meta["tensor_dict"]`: it keeps its address, as `mark_static_address` notes."""
+CHECKPOINT_CONTEXT = "_checkpoint_context_fn"
+"""In the `meta` of a checkpoint's body: the `context_fn` that the user gave."""
+
+__all__ = [
+    "CHECKPOINT_CONTEXT",
+    "STATIC_INPUT",
+    "ConstantSource",
+    "rename",
+    "set_source",
+    "set_sources",
+    "source_of",
+    "sources_of",
+]
+
+
+def source_of(placeholder: fx.Node) -> Any:
+    """Dynamo's `Source` of an input; None: Dynamo doesn't know it."""
+    return getattr(placeholder, "_dynamo_source", None)
+
+
+def set_source(placeholder: fx.Node, source: Any) -> None:
+    """Note where an input comes from; None: not from Dynamo."""
+    placeholder._dynamo_source = source
+
+
+def sources_of(gm: fx.GraphModule) -> Mapping[str, Any]:
+    """Dynamo's `Source` of each parameter and buffer that is an attribute of the graph."""
+    known: Mapping[str, Any] = getattr(gm, "_param_name_to_source", {})
+    return known
+
+
+def set_sources(gm: fx.GraphModule, sources: Mapping[str, Any]) -> None:
+    """Note where the attributes of the graph come from. AOTAutograd asks for each of them."""
+    gm._param_name_to_source = sources  # type: ignore[assignment]
+
+
+@probe("torch._dynamo:_dynamo_source", "says where an input comes from", Part.COMPILE)
+def _notes() -> None:
+    import torch
+
+    found: list[tuple[Any, Any]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        (placeholder,) = gm.graph.find_nodes(op="placeholder")
+        found.append((source_of(placeholder), gm._param_name_to_source))
+        found.append((placeholder.meta["tensor_dict"][STATIC_INPUT], None))
+        return gm.forward
+
+    x = torch.ones(())
+    torch._dynamo.mark_static_address(x)
+    torch.compile(lambda x: x + 1, backend=backend)(x)
+    assert found[0][0] is not None
+    assert found[1][0] is not None

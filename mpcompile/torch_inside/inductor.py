@@ -1,0 +1,99 @@
+"""Inductor: its compiler, its settings, and the passes of others that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .reach import Part, private, probe
+
+_NEEDED = "keeps the order of reads and writes"
+
+if TYPE_CHECKING:
+    from torch import _TorchCompileInductorWrapper as InductorBackend
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import (
+        CustomGraphPass,
+        CustomPartitionerFn,
+        get_hash_for_files,
+    )
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch.utils._ordered_set import OrderedSet
+else:
+    InductorBackend = private(
+        "torch:_TorchCompileInductorWrapper", "reads torch.compile's options", Part.INDUCTOR
+    )
+    config = private("torch._inductor:config", "holds Inductor's settings", Part.INDUCTOR)
+    _COMPILE = "torch._inductor.compile_fx"
+    compile_fx = private(f"{_COMPILE}:compile_fx", "compiles a graph", Part.INDUCTOR)
+    compile_fx_inner = private(f"{_COMPILE}:compile_fx_inner", "makes the code", Part.INDUCTOR)
+    _PASSES = "torch._inductor.custom_graph_pass"
+    CustomGraphPass = private(f"{_PASSES}:CustomGraphPass", "is a pass of ours", Part.INDUCTOR)
+    CustomPartitionerFn = private(f"{_PASSES}:CustomPartitionerFn", "parts graphs", Part.INDUCTOR)
+    get_hash_for_files = private(f"{_PASSES}:get_hash_for_files", "keys caches", Part.INDUCTOR)
+    StarDep = private("torch._inductor.dependencies:StarDep", _NEEDED, Part.INDUCTOR)
+    WeakDep = private("torch._inductor.dependencies:WeakDep", _NEEDED, Part.INDUCTOR)
+    OrderedSet = private("torch.utils._ordered_set:OrderedSet", _NEEDED, Part.INDUCTOR)
+
+# From 2.13 on, the caches want passes over the scheduler's nodes to be of a class of their own.
+CustomSchedulerPass: Any = private(
+    "torch._inductor.custom_graph_pass:CustomSchedulerPass",
+    "is a pass of ours over the scheduler's nodes",
+    Part.INDUCTOR,
+    "torch._inductor.custom_graph_pass:CustomGraphPass",
+)
+PRE_FUSION = "_pre_fusion_custom_pass"
+"""Inductor's setting for a pass over the scheduler's nodes."""
+
+__all__ = [
+    "PRE_FUSION",
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "CustomSchedulerPass",
+    "InductorBackend",
+    "OrderedSet",
+    "StarDep",
+    "WeakDep",
+    "compile_fx",
+    "compile_fx_inner",
+    "computes_reads",
+    "get_hash_for_files",
+    "has_setting",
+    "setting",
+    "wrap_reads",
+]
+
+
+def setting(name: str) -> Any:
+    """The value of a setting of Inductor's."""
+    return getattr(config, name)
+
+
+def has_setting(name: str) -> bool:
+    """Whether this release knows the setting."""
+    return hasattr(config, name)
+
+
+def computes_reads(node: Any) -> bool:
+    """Whether a node of the scheduler works out its reads: not where it is a call of a kernel."""
+    return hasattr(node, "_compute_attrs")
+
+
+def wrap_reads(node: Any, wrap: Callable[[Any], Any]) -> None:
+    """Let `wrap` replace the method by which a node of the scheduler works out its reads."""
+    node._compute_attrs = wrap(node._compute_attrs)
+
+
+@probe("torch._inductor.scheduler:SchedulerNode._compute_attrs", _NEEDED, Part.INDUCTOR)
+def _computes() -> None:
+    from torch._inductor.scheduler import SchedulerNode
+
+    assert computes_reads(SchedulerNode)
+
+
+@probe("torch._inductor.config:joint_custom_post_pass", "runs passes of ours", Part.INDUCTOR)
+def _knows_settings() -> Sequence[Any]:
+    names = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
+             "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
+    return [*map(setting, names)]

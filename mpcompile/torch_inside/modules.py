@@ -1,0 +1,82 @@
+"""How a call of an nn.Module reaches its forward, and what it holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .reach import Part, probe
+
+__all__ = [
+    "COMPILED_CALL",
+    "buffers_of",
+    "compiled_call",
+    "hooks_around",
+    "plain_call",
+    "set_compiled_call",
+    "unwrapped",
+]
+
+COMPILED_CALL = "_compiled_call_impl"
+"""What `nn.Module.compile` sets, and a call of the module runs. Pickling and deepcopy drop it."""
+
+# Asked in each call of a compiled module.
+hooks_around: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""A module's own hooks: before and behind its forward and its backward."""
+
+
+def plain_call(module: Any) -> Any:
+    """A module's call with its hooks, uncompiled; of a class, the function of the module."""
+    return module._call_impl
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What a call of the module runs, or None: its plain call."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let a call of the module run this. It adds nothing to the module's state."""
+    module._compiled_call_impl = call
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The dict in which a module holds its buffers."""
+    return module._buffers
+
+
+def unwrapped(model: Any) -> Any:
+    """The module in what `torch.compile(module)` returned; else the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+@probe("torch.nn:Module._compiled_call_impl", "is run by a call of a module", Part.COMPILE)
+def _runs() -> None:
+    module = nn.Identity()
+    before = compiled_call(module)
+    set_compiled_call(module, lambda x: x + 1)
+    assert (before, module(1), plain_call(module)(1)) == (None, 2, 1)
+    assert plain_call(nn.Identity)(module, 3) == 3
+    assert COMPILED_CALL in vars(module)
+    assert COMPILED_CALL not in module.__getstate__()
+
+
+@probe("torch.nn:Module._forward_hooks", "tells that a module must be compiled anew", Part.COMPILE)
+def _knows_hooks() -> None:
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert [*map(len, hooks_around(module))] == [1, 1, 1, 1]
+
+
+@probe("torch.nn:Module._buffers", "holds a module's buffers", Part.EXPLAIN)
+def _holds() -> None:
+    module = nn.BatchNorm1d(1)
+    assert list(buffers_of(module)) == [name for name, _ in module.named_buffers()]

@@ -1,0 +1,88 @@
+"""Optimizers of torch: their hooks, and the state that they make in their first step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from .reach import Part, private, probe
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+else:
+    _global_optimizer_pre_hooks = private(
+        "torch.optim.optimizer:_global_optimizer_pre_hooks", "run before any step", Part.OPTIMIZER
+    )
+    _global_optimizer_post_hooks = private(
+        "torch.optim.optimizer:_global_optimizer_post_hooks", "run behind any step", Part.OPTIMIZER
+    )
+
+__all__ = ["global_hooks", "has_hooks", "init_group", "note_step"]
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has hooks of its own around its step."""
+    hooks: tuple[Mapping[int, Any], ...] = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+    )
+    return any(hooks)
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """The hooks around each step of every optimizer of the process."""
+    return [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+
+
+def init_group(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The method by which torch's own classes make the state of a param group (2.11 to 2.14), or
+    None. It takes the group, and lists that it appends to.
+    """
+    found: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
+    return found
+
+
+def note_step(optimizer: Any) -> None:
+    """Note that a step was made: schedulers of the learning rate warn if they come before one."""
+    optimizer._opt_called = True
+
+
+def _one() -> Optimizer:
+    import torch
+
+    return torch.optim.SGD([torch.zeros((), requires_grad=True)])
+
+
+@probe("torch.optim:Optimizer._optimizer_step_pre_hooks", "run before a step", Part.OPTIMIZER)
+def _knows_hooks() -> None:
+    plain, before, after = _one(), _one(), _one()
+    before.register_step_pre_hook(lambda *_: None)
+    after.register_step_post_hook(lambda *_: None)
+    assert [*map(has_hooks, (plain, before, after))] == [False, True, True]
+
+
+@probe("torch.optim:SGD._init_group", "makes state before a first step", Part.OPTIMIZER)
+def _makes_state() -> None:
+    init = init_group(_one())
+    assert init is not None
+    assert init.__module__.startswith("torch.optim.")
+
+
+@probe("torch.optim:Optimizer._opt_called", "is what schedulers ask", Part.OPTIMIZER)
+def _is_asked() -> None:
+    import torch
+
+    def warned(stepped: bool) -> bool:
+        optimizer = _one()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            if stepped:
+                note_step(optimizer)
+            scheduler.step()
+        return any("before `optimizer.step()`" in str(warning.message) for warning in heard)
+
+    assert (warned(False), warned(True)) == (True, False)
