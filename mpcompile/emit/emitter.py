@@ -27,6 +27,7 @@ from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_written_inputs import keep_written_inputs
+from ..rules import PACKETS
 from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
 from ..torch_inside import aot
@@ -141,7 +142,9 @@ def _untouched(
     Under autocast an RNN may return another dtype than its input has, so the code behind it can't
     be compiled before the RNN has run.
     """
-    if not autocast_is_on() and why_off(Part.RECURRENT) is None:
+    if why_off(Part.RECURRENT) is not None and any(n.target in PACKETS for n in gm.graph.nodes):
+        return _as_it_is(gm)  # AOTAutograd takes no LSTM that is for oneDNN
+    if not autocast_is_on():
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
             return _rewritten(gm, example_inputs, compile_graph)
