@@ -38,6 +38,7 @@ from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
+from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
 OURS = JointPasses(joint=(widen_weight_gradients,))
@@ -127,13 +128,13 @@ def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None
 
 def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    wrapper = torch._TorchCompileInductorWrapper
+    wrapper = inside.InductorBackend
 
     def spy(mode: Any, options: Any, dynamic: Any) -> Any:
         seen.append(options)
         return wrapper(mode, options, dynamic)
 
-    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", spy)
+    monkeypatch.setattr(inside, "InductorBackend", spy)
     mpcompile(nn.Linear(4, 4))(torch.randn(2, 4))
     assert len(seen) == 1
     assert seen[0].keys() <= {PARTITIONER, PRE_FUSION}
