@@ -28,6 +28,7 @@ from ..torch_inside.modes import is_traceable_wrapper_subclass
 from ..torch_inside.ops import OpOverload, schema
 from .place import Place, record_modes
 from .provenance import Names, complete_module_paths, copy_provenance, nobody, source
+from .rebound import check_reached
 from .replay import Replay
 
 
@@ -82,6 +83,7 @@ def capture(
     for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
         node.meta["mp_gradient"] = source(node).endswith(".grad")
+    check_reached(any(n.meta["mp_gradient"] for n in traced.graph.find_nodes(op="placeholder")))
     record_modes(traced.graph, place.devices)
     # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):

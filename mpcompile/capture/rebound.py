@@ -4,14 +4,11 @@ In Python, `p` is still the parameter. Dynamo takes the result for a tensor of i
 `p.grad = None` behind it, so the next backward adds to a gradient that should be gone, and it reads
 `p.grad` when the graph runs, not as the function has set it. Here the gradient of such a result is
 that of the input that was written.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import threading
 from collections.abc import Iterator
@@ -19,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import TensorVariable
+
+from ..errors import CannotRewrite, MPCompileError
+from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable, traced_output
+from ..torch_inside.reach import MissingInTorch
+from ..torch_inside.replace import method, reads_of
 
 # `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.
 _IN_PLACE = frozenset(
@@ -42,7 +41,13 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def gradients_of_rebound() -> Iterator[None]:
-    """In this context, Dynamo of this thread sets and reads `.grad` of what was written."""
+    """In this context, Dynamo of this thread sets and reads `.grad` of what was written.
+
+    Raises:
+        MPCompileError: that can't be done with this torch.
+    """
+    if _missing:
+        raise MPCompileError(f"a function with gradients can't be compiled: {_missing[0]}")
     _thread.depth += 1
     try:
         yield
@@ -74,23 +79,44 @@ def _is_in_place(node: fx.Node) -> bool:
 
 # Dynamo's reading of an attribute: `var_getattr` up to torch 2.13, `tp_getattro_impl` from 2.14 on.
 GETATTR = "var_getattr" if hasattr(TensorVariable, "var_getattr") else "tp_getattro_impl"
-_store, _read = SideEffects.store_attr, getattr(TensorVariable, GETATTR)
 
 
-@functools.wraps(_store)
-def _store_attr(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def check_reached(reads_gradients: bool) -> None:
+    """See that Dynamo has set and read gradients by what stands here in the place of its own.
+
+    Args:
+        reads_gradients: whether the graph that is compiled reads a `.grad`.
+
+    Raises:
+        CannotRewrite: it has gone another way.
+    """
+    output = traced_output() if _thread.depth else None
+    if output is None:
+        return
+    stored = output.side_effects.store_attr_mutations
+    past_us = (item for item, fields in stored.items() if "grad" in fields)
+    if any(written(item, output) is not item for item in past_us):
+        raise CannotRewrite("Dynamo sets the gradient of a tensor that was written in a new way")
+    if reads_gradients and not _READING.reached:
+        raise CannotRewrite("Dynamo reads gradients in a new way")
+
+
+def _store_attr(theirs: Any, self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if name == "grad" and _thread.depth:
         item = written(item, self.output_graph_weakref())
-    return _store(self, item, name, *args, **kwargs)
+    return theirs(self, item, name, *args, **kwargs)
 
 
-@functools.wraps(_read)
-def _var_getattr(self: Any, tx: Any, name: str) -> Any:
-    if name == "grad" and _thread.depth:
-        self = written(self, tx.output)
-    return _read(self, tx, name)
+def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
+    return theirs(written(variable, tx.output) if _thread.depth else variable, tx)
 
 
 # For the process; they do what they did, outside of the context.
-SideEffects.store_attr = _store_attr  # type: ignore[method-assign]
-setattr(TensorVariable, GETATTR, _var_getattr)
+_STORING = method(SideEffects, "store_attr", _store_attr)
+_READING = reads_of(TensorVariable, "grad", _read_grad)
+_missing: list[MissingInTorch] = []
+for _replacement in (_STORING, _READING):
+    try:
+        _replacement.apply()
+    except MissingInTorch as _gone:
+        _missing.append(_gone)

@@ -22,7 +22,7 @@ from .calls import Call
 from .forward import Forward
 from .parts import is_training_step
 from .program import Program
-from .tracing import changes_settings, optimizers_as_they_are, went_backward
+from .tracing import changes_settings, check_reached, optimizers_as_they_are
 from .update import Update
 
 
@@ -109,8 +109,7 @@ def _check_graph(gm: fx.GraphModule) -> None:
             raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
     if changes_settings():
         raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
-    if went_backward() and not is_training_step(gm.graph):
-        raise CannotRewrite("no gradient of its backward is read")
+    check_reached(is_training_step(gm.graph))
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:

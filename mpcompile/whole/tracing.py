@@ -9,7 +9,9 @@ every gradient to None without looking at it, so nothing is guarded on.
 Dynamo guards on the methods that it saw. These are gone when the function runs, so those guards are
 dropped (`keeps`); what they would notice of an optimizer, `calls.py` checks.
 
-Torch internals used here were read in torch 2.13 and exist in 2.11.
+What stands in the place of Dynamo's own proves in each trace that it was reached (`check_reached`).
+Where an optimizer's `step` or `zero_grad`, or the check of the results, were not, Dynamo breaks its
+graph at torch's own, which it can't in a whole step.
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import TensorVariable, torch_function
-from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.optim import Optimizer
 
-from ..capture.rebound import GETATTR, written
+from ..capture.rebound import written
 from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..state import hooks
+from ..torch_inside import dynamo
+from ..torch_inside.replace import calls_of, method, reads_of
 
 _tracing = threading.Lock()  # the methods of a class are the same for all threads
 
@@ -50,6 +51,7 @@ _optimizers: dict[int, weakref.ref[Optimizer]] = {}
 # be a symbol.
 _NUMBER = "_mpcompile_number"
 
+_CHECK_OF_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
 _STATIC = "_dynamo_static_input_type"  # what `torch._dynamo.mark_static_address` sets
 
 
@@ -101,7 +103,7 @@ def _traced_step(eager: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.compiler.is_dynamo_compiling():  # of another thread
             return eager(self, *args, **kwargs)
         if any(arg is not None for arg in (*args, *kwargs.values())):  # `take_step` takes nothing
-            torch._dynamo.graph_break()
+            dynamo.graph_break()
         number = int(getattr(self, _NUMBER))
         params, grads = [], []
         for param in getattr(_PARAMETERS, _name(number)):
@@ -135,70 +137,62 @@ def _traced_zero_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
 _METHODS = {"step": _traced_step, "zero_grad": _traced_zero_grad}
 
 
-_own_getattr = getattr(TensorVariable, GETATTR)
-
-
-def _traced_getattr(self: Any, tx: Any, name: str) -> Any:
-    """Dynamo's reading of a tensor's attribute, but for a `.grad` that the traced function has set.
+def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
+    """Dynamo's reading of a tensor's `.grad`, but for one that the traced function has set.
 
     Dynamo says of what was set that it can be found in `.grad`. It can't: there is what was there
     before the function. And where it is None, Dynamo says so of the one None that it has for all
     that is traced in this process.
     """
-    if name == "grad":
-        self, effects = written(self, tx.output), tx.output.side_effects
-        if effects.has_pending_mutation_of_attr(self, name):
-            return effects.load_attr(self, name)
-    return _own_getattr(self, tx, name)
+    variable, effects = written(variable, tx.output), tx.output.side_effects
+    if effects.has_pending_mutation_of_attr(variable, "grad"):
+        return effects.load_attr(variable, "grad")
+    return theirs(variable, tx)
 
 
-_own_validate = OutputGraph._validate_outputs_safe_for_autograd_nodes
+def _go_backward(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's tracing of `backward()`, which leaves nothing in the graph if it finds no leaf."""
+    return theirs(*args, **kwargs)
 
 
-def _accept_outputs(self: Any, rv: Any, tx: Any) -> None:
+def _accept_outputs(theirs: Any, output: Any, rv: Any, tx: Any) -> None:
     """Dynamo's check that no result's graph was used up by a backward. `return loss` is what most
     people write; `Program` returns such results detached, and refuses others that need a gradient.
     """
 
 
-_own_backward = TensorVariable.method_backward
-_METHODS_OF_TENSORS: Any = vars(TensorVariable).get("tp_methods")  # what torch 2.14 calls
-_OWN_ENTRY = _METHODS_OF_TENSORS and _METHODS_OF_TENSORS["backward"]
-
-
-def _noted_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's tracing of `backward()`, which leaves nothing in the graph if it finds no leaf."""
-    _patches[-1].output = tx.output
-    return _own_backward(self, tx, *args, **kwargs)
-
-
-def _traced_groups(self: Any, tx: Any, name: str) -> Any:
-    """Dynamo's reading of an optimizer's attribute. For `param_groups`, its own marks parameters as
-    static (see `_Patches`), and makes the optimizer capturable.
+def _read_groups(theirs: Any, variable: Any, tx: Any) -> None:
+    """Dynamo's reading of `param_groups` as of any attribute: its own marks parameters as static
+    (see `_Patches`), and makes the optimizer capturable.
     """
-    if name == "param_groups":
-        return getattr(super(OptimizerVariable, self), GETATTR)(tx, name)
-    return _own_groups(self, tx, name)
-
-
-_own_groups = getattr(OptimizerVariable, GETATTR)
-_GETSET: Any = vars(OptimizerVariable).get("tp_getset")  # from torch 2.14 on
 
 
 class _Patches:
-    """The methods of all optimizers, replaced.
+    """The methods of all optimizers, and what Dynamo does of its own for them, replaced.
 
     Attributes:
-        output: Dynamo's record of the traced function, once that has called `backward()`.
+        backward: in the place of Dynamo's tracing of `backward()`.
+        grad: in the place of its reading of `.grad`.
+        groups: in the place of its reading of `param_groups`.
     """
 
     def __init__(self) -> None:
-        self.output: OutputGraph | None = None
+        self.backward = calls_of(dynamo.TensorVariable, "backward", _go_backward)
+        self.grad = reads_of(dynamo.TensorVariable, "grad", _read_grad)
+        self.groups = reads_of(dynamo.OptimizerVariable, "param_groups", _read_groups)
+        self._replaced = (
+            self.backward,
+            self.grad,
+            self.groups,
+            method(
+                dynamo.OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _accept_outputs
+            ),
+        )
         self._methods = [
-            (cls, name, method, _METHODS[name](method))
+            (cls, name, own, _METHODS[name](own))
             for cls in (Optimizer, *_below(Optimizer))
             for name in _METHODS
-            if (method := vars(cls).get(name)) is not None
+            if (own := vars(cls).get(name)) is not None
             and (cls is not Optimizer or name == "zero_grad")
         ]
         living = _living()
@@ -218,20 +212,12 @@ class _Patches:
             if _STATIC in vars(p)
         ]
         # Dynamo traces `.grad` of a Parameter, and not of a subclass of it, such as a MasterWeight.
-        self._banned = [name for name in torch_function.banned_attrs if name != "grad"]
+        self._banned = [name for name in dynamo.torch_function.banned_attrs if name != "grad"]
 
     def apply(self) -> None:
         self._swap_banned()
-        setattr(TensorVariable, GETATTR, _traced_getattr)
-        TensorVariable.method_backward = _noted_backward  # type: ignore[method-assign]
-        if _METHODS_OF_TENSORS:
-            _METHODS_OF_TENSORS["backward"] = type(_OWN_ENTRY)(_noted_backward)
-        if _GETSET is None:
-            setattr(OptimizerVariable, GETATTR, _traced_groups)
-        else:
-            kept = {name: one for name, one in _GETSET.items() if name != "param_groups"}
-            OptimizerVariable.tp_getset = kept  # type: ignore[attr-defined]
-        OutputGraph._validate_outputs_safe_for_autograd_nodes = _accept_outputs  # type: ignore[method-assign]
+        for replacement in self._replaced:
+            replacement.apply()
         for cls, name, _, traced in self._methods:
             setattr(cls, name, traced)
         for optimizer, _ in self._wrapped:
@@ -243,15 +229,8 @@ class _Patches:
 
     def revert(self) -> None:
         self._swap_banned()
-        setattr(TensorVariable, GETATTR, _own_getattr)
-        TensorVariable.method_backward = _own_backward  # type: ignore[method-assign]
-        if _METHODS_OF_TENSORS:
-            _METHODS_OF_TENSORS["backward"] = _OWN_ENTRY
-        if _GETSET is None:
-            setattr(OptimizerVariable, GETATTR, _own_groups)
-        else:
-            OptimizerVariable.tp_getset = _GETSET  # type: ignore[attr-defined]
-        OutputGraph._validate_outputs_safe_for_autograd_nodes = _own_validate  # type: ignore[method-assign]
+        for replacement in reversed(self._replaced):
+            replacement.revert()
         for cls, name, own, _ in self._methods:
             setattr(cls, name, own)
         for optimizer, wrapped in self._wrapped:
@@ -262,8 +241,8 @@ class _Patches:
             vars(param)[_STATIC] = kind
 
     def _swap_banned(self) -> None:
-        banned = torch_function.banned_attrs
-        torch_function.banned_attrs, self._banned = self._banned, banned
+        module = dynamo.torch_function
+        module.banned_attrs, self._banned = self._banned, module.banned_attrs
 
 
 _patches: list[_Patches] = []  # of the trace that runs
@@ -281,19 +260,31 @@ def traceable_optimizers() -> Iterator[None]:
             _patches.pop().revert()
 
 
-def went_backward() -> bool:
-    """Whether the function that is being traced has called `backward()`."""
-    return bool(_patches) and _patches[-1].output is not None
+def check_reached(has_backward: bool) -> None:
+    """See that Dynamo has traced a function by what stands here in the place of its own.
+
+    Args:
+        has_backward: whether the graph that Dynamo has made of it contains a backward.
+
+    Raises:
+        CannotRewrite: it has gone another way, so it may have lost a gradient or a setting.
+    """
+    patches, known = _patches[-1], _traced().id_to_variable
+    if patches.backward.reached and not has_backward:
+        raise CannotRewrite("no gradient of its backward is read")
+    if has_backward and not patches.backward.reached:
+        raise CannotRewrite("Dynamo has traced its backward() in a way that is not known")
+    if has_backward and not patches.grad.reached:
+        raise CannotRewrite("Dynamo has read gradients in a way that is not known")
+    if any(id(o.param_groups) in known for o in _living()) and not patches.groups.reached:
+        raise CannotRewrite("Dynamo has read an optimizer's param_groups in a way not known")
 
 
 def changes_settings() -> bool:
-    """Whether that function changes a setting of an optimizer: Dynamo does that behind its graph,
-    and a step reads them before.
+    """Whether the function that is being traced changes a setting of an optimizer: Dynamo does that
+    behind its graph, and a step reads them before.
     """
-    output = _patches[-1].output if _patches else None
-    if output is None:
-        return False
-    effects = output.side_effects
+    effects = _traced()
     parts = [
         part
         for o in _living()
@@ -301,6 +292,14 @@ def changes_settings() -> bool:
     ]
     known = [effects.id_to_variable.get(id(part)) for part in parts]
     return any(effects.is_modified(variable) for variable in known if variable is not None)
+
+
+def _traced() -> dynamo.SideEffects:
+    """What Dynamo has noted of the function that it is tracing."""
+    output = dynamo.traced_output()
+    if output is None:
+        raise CannotRewrite("Dynamo does not say what it is tracing")
+    return output.side_effects
 
 
 @contextlib.contextmanager

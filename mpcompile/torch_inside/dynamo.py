@@ -1,0 +1,85 @@
+"""Dynamo while it traces: its variables, what it notes of the program, and its settings for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .reach import Part, private
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo import config, graph_break
+    from torch._dynamo.callback import CallbackArgs, callback_handler
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import ConstantSource
+    from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.variables import TensorVariable, torch_function
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+else:
+    _EFFECTS = "notes what the traced program sets"
+    reset_code = private(
+        "torch._C._dynamo.eval_frame:reset_code", "drops what was compiled", Part.COMPILE
+    )
+    config = private("torch._dynamo:config", "holds Dynamo's settings", Part.COMPILE)
+    graph_break = private("torch._dynamo:graph_break", "ends a graph", Part.WHOLE_STEP)
+    CallbackArgs = private(
+        "torch._dynamo.callback:CallbackArgs", "says which compile begins", Part.COMPILE
+    )
+    callback_handler = private(
+        "torch._dynamo.callback:callback_handler", "calls back as a compile begins", Part.COMPILE
+    )
+    TensorifyScalarRestartAnalysis = private(
+        "torch._dynamo.exc:TensorifyScalarRestartAnalysis", "traces a program anew", Part.COMPILE
+    )
+    OutputGraph = private("torch._dynamo.output_graph:OutputGraph", _EFFECTS, Part.WHOLE_STEP)
+    SideEffects = private("torch._dynamo.side_effects:SideEffects", _EFFECTS, Part.WHOLE_STEP)
+    ConstantSource = private(
+        "torch._dynamo.source:ConstantSource", "names a size that is no input", Part.OPTIMIZER
+    )
+    tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
+    TensorVariable = private(
+        "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
+    )
+    torch_function = private(
+        "torch._dynamo.variables:torch_function", "traces subclasses of tensors", Part.WHOLE_STEP
+    )
+    OptimizerVariable = private(
+        "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
+    )
+
+__all__ = [
+    "CallbackArgs",
+    "ConstantSource",
+    "OptimizerVariable",
+    "OutputGraph",
+    "SideEffects",
+    "TensorVariable",
+    "TensorifyScalarRestartAnalysis",
+    "callback_handler",
+    "config",
+    "graph_break",
+    "reset_code",
+    "torch_function",
+    "traced_code",
+    "traced_output",
+]
+
+
+def traced_code() -> CodeType | None:
+    """The code that Dynamo is tracing, inside of a backend; None outside of it."""
+    translator = _translator()
+    return None if translator is None else translator.f_code
+
+
+def traced_output() -> OutputGraph | None:
+    """Dynamo's record of what it is tracing in this thread; None if that is nothing."""
+    translator = _translator()
+    return None if translator is None else translator.output
+
+
+def _translator() -> Any:
+    return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none

@@ -1,0 +1,176 @@
+"""A function of ours in the place of one of torch's: put there, taken away, and counted.
+
+A method that is replaced where torch no longer looks is worse than one that is gone: nothing fails,
+and torch goes on as before. So a `Replacement` goes to the place that this release calls from, is
+refused where that has a form it doesn't know, and counts how often it was called. Whoever applies
+one says by which other sign the call is known, and refuses what was traced without it.
+
+Dynamo calls a handler by the name of its method up to torch 2.13. From 2.14 on it may look into
+tables of a class instead (`tp_methods`, `tp_getset`, `tp_members`), and then never at the method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .reach import MissingInTorch
+
+__all__ = ["Replacement", "calls_of", "method", "reads_of"]
+
+Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+Place = Callable[[Wrap], Callable[[], None]]
+"""Puts `wrap(theirs)` where torch's function is; returns what puts that one back."""
+
+_METHODS, _ATTRIBUTES = ("tp_methods",), ("tp_getset", "tp_members")
+_FIELDS = {"tp_methods": "handler", "tp_getset": "getter", "tp_members": "getter"}
+_GETATTR = ("tp_getattro_impl", "var_getattr")  # reads any attribute: from torch 2.14 on; before
+
+
+class Replacement:
+    """One function of ours in the place of one of torch's.
+
+    Args:
+        find: looks for the place when the replacement is applied.
+        ours: what is called instead; its first argument is torch's function.
+    """
+
+    def __init__(self, find: Callable[[], Place], ours: Function) -> None:
+        self._find, self._ours = find, ours
+        self._undo: Callable[[], None] | None = None
+        self._calls: Counter[int] = Counter()  # by thread
+
+    @property
+    def reached(self) -> int:
+        """How often torch has called it in this thread."""
+        return self._calls[threading.get_ident()]
+
+    def apply(self) -> None:
+        """Put it there.
+
+        Raises:
+            MissingInTorch: there is no such function in this torch, or in a form not known here.
+        """
+        assert self._undo is None
+        self._undo = self._find()(self._counted)
+
+    def revert(self) -> None:
+        """Put torch's function back."""
+        assert self._undo is not None
+        self._undo()
+        self._undo = None
+
+    def _counted(self, theirs: Function) -> Function:
+        @functools.wraps(theirs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls[threading.get_ident()] += 1
+            return self._ours(theirs, *args, **kwargs)
+
+        return call
+
+
+def method(cls: Any, name: str, ours: Function) -> Replacement:
+    """In place of a method that torch calls by its name: `ours(theirs, self, *args)`."""
+    return Replacement(lambda: _attribute(cls, name), ours)
+
+
+def calls_of(cls: Any, name: str, ours: Function) -> Replacement:
+    """In place of how Dynamo traces the call of a method: `ours(theirs, variable, tx, *args)`.
+
+    Args:
+        cls: Dynamo's class of variables.
+        name: of the method in the traced program, such as `"backward"`.
+        ours: returns a variable of Dynamo's.
+    """
+    return Replacement(
+        lambda: _entry(cls, name, _METHODS) or _attribute(cls, f"method_{name}"), ours
+    )
+
+
+def reads_of(cls: Any, name: str, ours: Function) -> Replacement:
+    """In place of how Dynamo traces the reading of an attribute: `ours(theirs, variable, tx)`.
+
+    Args:
+        cls: Dynamo's class of variables.
+        name: of the attribute in the traced program, such as `"grad"`.
+        ours: returns a variable of Dynamo's; None leaves it to the class above `cls`.
+    """
+    return Replacement(lambda: _entry(cls, name, _ATTRIBUTES) or _reading(cls, name), ours)
+
+
+def _attribute(cls: Any, name: str) -> Place:
+    if name not in vars(cls):
+        raise _unknown(cls, name, "is not there")
+
+    def put(wrap: Wrap) -> Callable[[], None]:
+        theirs = vars(cls)[name]
+        setattr(cls, name, wrap(theirs))
+        return lambda: setattr(cls, name, theirs)
+
+    return put
+
+
+def _entry(cls: Any, name: str, tables: tuple[str, ...]) -> Place | None:
+    """An entry of a table of the class itself; None if no table holds the name."""
+    holders = [(c, t) for c in _related(cls) for t in tables if name in vars(c).get(t, ())]
+    if not holders:
+        return None
+    if len(holders) > 1 or holders[0][0] is not cls:
+        raise _unknown(cls, name, f"is held by {holders[-1][0].__name__}.{holders[-1][1]}")
+    kind = holders[0][1]
+    table, field = vars(cls)[kind], _FIELDS[kind]
+    known = dataclasses.is_dataclass(table[name]) and callable(getattr(table[name], field, None))
+    if not known:
+        raise _unknown(cls, name, f"has a new form in {kind}")
+
+    def put(wrap: Wrap) -> Callable[[], None]:
+        entry = table[name]
+        table[name] = dataclasses.replace(entry, **{field: wrap(getattr(entry, field))})
+        return lambda: table.update({name: entry})
+
+    return put
+
+
+def _reading(cls: Any, name: str) -> Place:
+    """One attribute of all that a method reads."""
+    reader = next((r for r in _GETATTR if r in vars(cls)), None)
+    if reader is None:
+        raise _unknown(cls, name, "is read in a new way")
+
+    def put(wrap: Wrap) -> Callable[[], None]:
+        def wrap_all(theirs: Function) -> Function:
+            ours = wrap(lambda variable, tx: theirs(variable, tx, name))
+
+            @functools.wraps(theirs)
+            def read(variable: Any, tx: Any, asked: str) -> Any:
+                if asked != name:
+                    return theirs(variable, tx, asked)
+                found = ours(variable, tx)
+                return getattr(super(cls, variable), reader)(tx, name) if found is None else found
+
+            return read
+
+        return _attribute(cls, reader)(wrap_all)
+
+    return put
+
+
+def _related(cls: Any) -> Iterator[Any]:
+    """The class, those above it and those below it: Dynamo looks through all of a variable's."""
+    yield from cls.__mro__
+    below = list(cls.__subclasses__())
+    while below:
+        one = below.pop()
+        yield one
+        below += one.__subclasses__()
+
+
+def _unknown(cls: Any, name: str, why: str) -> MissingInTorch:
+    return MissingInTorch(f"torch {torch.__version__}: {cls.__name__}.{name} {why}")
