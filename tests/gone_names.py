@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ def seen(path: str) -> Seen:
     how = take_away(path)
     from mpcompile.check import run
     from mpcompile.check.programs import PROGRAMS
+    from mpcompile.torch_inside import reach
     from mpcompile.torch_inside.reach import NAMES, Part
+
+    if how == "hidden" and NAMES[path].probe.__module__ != reach.__name__:
+        return Seen("kept")  # an attribute that is read where it is used
 
     run._import_all()
     found = [str(f) for name in NAMES.values() if (f := run._tried_name(name)) is not None]
@@ -69,13 +73,25 @@ def take_away(path: str) -> str:
         delattr(holder, last)
     except (ImportError, AttributeError, KeyError, TypeError):
         return "kept"  # it isn't there, or it belongs to a type written in C
-    try:
-        torch_trains()
-    except Exception:  # whatever torch says without it
+    if torch_needs(holder, last):
         setattr(holder, last, value)
         hide(module, names)
         return "hidden"
     return "deleted"
+
+
+def torch_needs(holder: Any, name: str) -> bool:
+    """Whether a function beside it reads the name, or torch alone can't train without it."""
+    beside = [f.__code__ for f in vars(holder).values() if isinstance(f, FunctionType)]
+    if any(name in code.co_names for code in beside):
+        return True
+    if (child := os.fork()) == 0:  # where it fails, it may leave anything behind
+        try:
+            torch_trains()
+        except BaseException:  # whatever torch says without it
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
 
 
 def torch_trains() -> None:
@@ -85,7 +101,6 @@ def torch_trains() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         torch.compile(model, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.compiler.reset()
 
 
 def hide(module: str, names: str) -> None:
