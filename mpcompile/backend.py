@@ -38,7 +38,6 @@ from .emit.emitter import check_how, emit
 from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
-from .emit.retrace import traced_code
 from .emit.tracing_settings import or_broken
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
 from .inspect.advice import say_nothing_runs_low
@@ -58,6 +57,7 @@ from .state import copies, fit_scale, hooks, parameters, shardings
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
 from .torch_inside.amp import autocast_off
+from .torch_inside.dynamo import traced_code
 from .torch_inside.dynamo_names import RestartAnalysis
 from .torch_inside.reach import MissingInTorch
 

@@ -28,7 +28,8 @@ def ask() -> Iterator[Ask]:
         [sys.executable, str(HERE / "gone_names.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent,
     ) as server:  # fmt: skip
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         given, answers = server.stdin, server.stdout
 
         def asked(path: str) -> Seen:

@@ -17,14 +17,6 @@ TORCHS = {"_base", "_buffers", "_enabled", "_modules", "_parameters", "_values",
 OTHERS = {"_getframe", "_load_scaler", "_mpcompile_version", "_save_scaler", "_trainer"}
 # Operators are private in name only: ATen's schema says what they do.
 OPERATORS = ("torch.ops.", "aten.", "functional.")
-# These move into the room, too.
-LATER = {
-    PACKAGE / name
-    for name in (
-        "capture/breaks.py", "capture/rebound.py", "emit/retrace.py", "emit/tracing_settings.py",
-        "optim/compile_piece.py", "optim/trace_context.py", "whole/tracing.py",
-    )
-}  # fmt: skip
 
 
 def is_private(name: str) -> bool:
@@ -104,16 +96,11 @@ def own_names() -> frozenset[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in sources() if not p.is_relative_to(ROOM) and p not in LATER],
+    [p for p in sources() if not p.is_relative_to(ROOM)],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_only_the_room_takes_private_names(path: Path) -> None:
     assert list(taken(ast.parse(path.read_text()), own_names())) == []
-
-
-@pytest.mark.parametrize("path", sorted(LATER), ids=lambda p: p.stem)
-def test_what_is_left_is_listed(path: Path) -> None:
-    assert list(taken(ast.parse(path.read_text()), own_names())), f"take {path} out of LATER"
 
 
 @pytest.mark.parametrize(

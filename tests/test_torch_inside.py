@@ -46,6 +46,10 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
         lambda: absent.field,
         lambda: isinstance(1, absent),
         lambda: issubclass(int, absent),
+        lambda: len(absent),
+        lambda: [*absent],
+        lambda: 1 in absent,
+        lambda: setattr(absent, "field", 1),
         NAMES[path].probe,
     ):
         with pytest.raises(MissingInTorch, match=path.replace(":", ".") + ", which counts leaves"):

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 
 from .. import logs
-from ..emit.retrace import reset_code
 from ..errors import MPCompileWarning
 from ..ir.places import Place
 from ..observe.fault import Fault, Kind
@@ -19,6 +18,7 @@ from ..state.loss_scale import LossScale
 from ..state.not_finite import outside
 from ..state.repairs import MOST
 from ..state.trouble import Verdict
+from ..torch_inside.dynamo import reset_code
 from .watched_call import Look, Watched
 
 __all__ = ["judge"]

@@ -1,7 +1,4 @@
-"""Why a graph ends where it does: Dynamo's reason for a graph break, and the user's line.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Why a graph ends where it does: Dynamo's reason for a graph break, and the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from traceback import FrameSummary
 
 import torch
 from torch import fx
-from torch._dynamo.utils import counters
+
+from ..torch_inside.dynamo_names import counters
 
 __all__ = ["skipped_since", "skips", "why_it_ends"]
 

@@ -1,1 +1,1 @@
-"""Turns a rewritten graph into a function. Most private parts of torch are used in this room."""
+"""Turns a rewritten graph into a function."""

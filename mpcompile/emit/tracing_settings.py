@@ -13,8 +13,6 @@ Dynamo reads a setting while it traces. Setting one around each call costs a twe
 model's step: it is a context variable, and writing one empties the cache through which all of them
 are read. So they are set only while something compiles: Dynamo calls back at the start and at the
 end of that, in the thread that compiles.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
-from torch._functorch import config as functorch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 from ..errors import MPCompileError
+from ..torch_inside import aot, dynamo
+from ..torch_inside.dynamo import CallbackArgs, callback_handler
+from ..torch_inside.dynamo_names import RestartAnalysis
+from ..torch_inside.pytree import tree_leaves
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
 
@@ -57,11 +55,11 @@ def traced_with(
     """Wrap a compiled function: what is compiled while it runs is traced with these settings, and
     within these contexts.
     """
-    wanted = [*contexts, lambda: torch._dynamo.config.patch(settings)]
+    wanted = [*contexts, lambda: dynamo.config.patch(settings)]
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset()` forgets them
+        if _begin not in callback_handler.start_callbacks:  # a reset of Dynamo's forgets them
             callback_handler.register_start_callback(_begin)
             callback_handler.register_end_callback(_end)
         _thread.wanted.append(wanted)
@@ -104,21 +102,21 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
         yield
         return
     try:
-        with functorch.patch(force_non_lazy_backward_lowering=True):
+        with aot.settings(force_non_lazy_backward_lowering=True):
             yield
     except (MPCompileError, RestartAnalysis):
         raise
     except Exception:
-        wanted = torch._dynamo.config.capture_dynamic_output_shape_ops
+        wanted = dynamo.config.capture_dynamic_output_shape_ops
         if not wanted or not _thread.wanted:
             raise
-        broken = torch._dynamo.config.patch(dict.fromkeys(VALUE_SIZES, False))
+        broken = dynamo.config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
         # Of the errors by which Dynamo traces anew, the one that a backend may raise.
-        raise TensorifyScalarRestartAnalysis from None
+        raise dynamo.TensorifyScalarRestartAnalysis from None
 
 
 def _has_value_sizes(graph: fx.Graph) -> bool:
-    values = pytree.tree_leaves([node.meta.get("example_value") for node in graph.nodes])
+    values = tree_leaves([node.meta.get("example_value") for node in graph.nodes])
     sized = (v for v in values if isinstance(v, (torch.Tensor, torch.SymInt)))
     return any(map(free_unbacked_symbols, sized))

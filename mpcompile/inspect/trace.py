@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from .. import ir
 from ..torch_inside.dynamo_names import trace_structured
+from ..torch_inside.reach import MissingInTorch
 from .graph_plan import GraphPlan
 
 
@@ -34,12 +36,13 @@ def trace_step(gm: fx.GraphModule) -> None:
 
 
 def _artifact(name: str, text: Callable[[], str], *, encoding: str = "string") -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"mpcompile_{name}", "encoding": encoding},
-        payload_fn=text,
-        expect_trace_id=False,  # no compile of Dynamo's surrounds that of an optimizer's step
-    )
+    with contextlib.suppress(MissingInTorch):
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"mpcompile_{name}", "encoding": encoding},
+            payload_fn=text,
+            expect_trace_id=False,  # no compile of Dynamo's surrounds that of an optimizer's step
+        )
 
 
 def _with_reasons(plan: GraphPlan) -> str:

@@ -1,7 +1,4 @@
-"""Compiles a piece of a step to a function: once for each kind of piece.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11.
-"""
+"""Compiles a piece of a step to a function: once for each kind of piece."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -24,6 +19,8 @@ from .. import ir
 from ..emit.inference import Function, compile_inference, options_for_joins
 from ..emit.write_order import inductor_for
 from ..ir.fakes import like
+from ..torch_inside.dynamo import ConstantSource
+from ..torch_inside.fakes import FakeTensorMode
 from .pieces import Piece, is_held, signature
 
 _ALWAYS = {
@@ -84,19 +81,37 @@ def _cached(piece: Piece, emit: Emit, sizes: Sizes) -> Function:
 
 
 def _inductor(piece: Piece, emit: Emit, sizes: Sizes) -> Function:
-    """Compile a piece; its inputs with a size (`Piece.sizes`) are vectors of that symbolic size."""
-    gm = fx.GraphModule(piece.graph, piece.graph.graph)
+    """Compile a piece; its inputs with a size (`Piece.sizes`) are vectors of that symbolic size.
+
+    Each size is an input as well, in front of the others: Inductor need not look for it in tensors,
+    and does so no longer from torch 2.14 on.
+    """
+    firsts = {size: sizes.index(size) for size in sizes if size is not None}
+    graph = fx.Graph()
+    for size in firsts:
+        graph.placeholder(f"numel{size}")
+    graph.output(graph.graph_copy(piece.graph.graph, {}))
+    gm = fx.GraphModule(piece.graph, graph)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     values = _values(mode, piece, sizes)
+    numels = [values[i].shape[0] for i in firsts.values()]
     threads = _ONE_THREAD if piece.is_small else {}
-    joined = options_for_joins(gm.graph, values[0].device)
-    # Inductor of torch 2.14 defines a symbolic size that is no input by these checks alone.
-    asserts = {"size_asserts": any(size is not None for size in sizes)}
-    options = {**_ALWAYS, **asserts, **threads, **joined, **dict(emit.options)}
+    joined = options_for_joins(graph, values[0].device)
+    options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
     patches = inductor_for(emit.mode, options).config
-    inputs = zip(gm.graph.find_nodes(op="placeholder"), piece.inputs, strict=True)
+    inputs = zip(graph.find_nodes(op="placeholder")[len(firsts) :], piece.inputs, strict=True)
     static = [node for node, given in inputs if is_held(given)]
-    return compile_inference(gm, values, mode, static=static, shares_memory=False, patches=patches)
+    run = compile_inference(
+        gm, [*numels, *values], mode, static=static, shares_memory=False, patches=patches
+    )
+    if not firsts:
+        return run
+
+    def run_with_sizes(arguments: list[Any]) -> Sequence[Any]:
+        arguments[:0] = [arguments[i].numel() for i in firsts.values()]
+        return run(arguments)
+
+    return run_with_sizes
 
 
 def _values(mode: FakeTensorMode, piece: Piece, sizes: Sizes) -> list[torch.Tensor]:

@@ -1,8 +1,4 @@
-"""The context in which an optimizer's step is traced: no torch wrappers, numbers kept as tensors.
-
-Torch internals used here were read in torch 2.13 and exist in 2.11: `_is_compiling_flag`, which
-makes torch.optim keep tensors instead of calling `.item()`, and the wrappers around `step`.
-"""
+"""The context in which a step is traced: without torch's wrappers, and numbers stay tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +13,9 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.optimizers import is_hooked, said_to_compile, without_wrappers
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _tracing = threading.Lock()  # the process has only one compiling flag
@@ -27,11 +26,11 @@ def tracing(cls: type[Optimizer]) -> Iterator[None]:
     """The context for tracing the step of an optimizer of this class; one thread at a time."""
     with (
         _tracing,
-        _compiling(),
+        said_to_compile(),
         _unwrapped(cls),
         _items_stay_tensors(cls),
         torch.no_grad(),
-        torch._C._DisableAutocast(),
+        autocast_off(),
     ):
         yield
 
@@ -47,28 +46,13 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
     The user's own decorators stay, also `@torch.no_grad()`.
     """
-    step: Any = cls.step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    if getattr(step, "__code__", None) is not None and step.__code__.co_name == "_use_grad":
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return without_wrappers(cls.step)
 
 
 @contextlib.contextmanager
 def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
     """Remove hooks and profiler ranges from `super().step()`: they are not part of the step."""
-    wrapped: list[Any] = [c for c in cls.__mro__ if getattr(vars(c).get("step"), "hooked", False)]
+    wrapped: list[Any] = [c for c in cls.__mro__ if is_hooked(vars(c).get("step"))]
     steps = [c.step for c in wrapped]
     for base, step in zip(wrapped, steps, strict=True):
         base.step = step.__wrapped__

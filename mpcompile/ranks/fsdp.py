@@ -6,9 +6,8 @@ compiled graph, reads whole parameters, which FSDP gathers before and frees afte
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +19,21 @@ from ..torch_inside.distributed import (
     FSDP_MARK,
     FSDPState,
     engine_of,
+    engine_states,
     groups_of,
     modules_of,
     whole_of,
 )
-from ..torch_inside.distributed import engines as engines_by_module
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on this very module."""
-    return dist.is_available() and _state_of(module) is not None
+    return _state_of(module) is not None
 
 
 def engines(module: nn.Module) -> tuple[int, bool]:
     """What changes when an engine such as FSDP2 takes charge of a module, or of parts of it."""
-    return len(_states_by_module()), FSDP_MARK in vars(module)
+    return len(engine_states) if _is_distributed() else 0, FSDP_MARK in vars(module)
 
 
 def sharded_modules() -> list[nn.Module]:
@@ -45,7 +44,7 @@ def sharded_modules() -> list[nn.Module]:
 def groups_in(*modules: nn.Module) -> list[Any]:
     """The groups of parameters (`FSDPParamGroup`) that these modules' own FSDP states gather."""
     groups: dict[int, Any] = {}
-    for state in map(_state_of, modules) if dist.is_available() else ():
+    for state in map(_state_of, modules):
         if state is not None:
             groups |= {id(group): group for group in groups_of(state)}
     return list(groups.values())
@@ -77,8 +76,6 @@ class Shard:
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     """The shards of those parameters that FSDP has gathered."""
-    if not dist.is_available():
-        return []
     known = {
         id(whole): Shard(holder.sharded_param, whole, holder, group)
         for state in _states()
@@ -96,18 +93,17 @@ def holders() -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def _is_distributed() -> bool:
+    """Whether the process works with others: else nothing is sharded, and torch is not asked."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def _state_of(module: nn.Module) -> Any:
-    state = engine_of(module)
+    state = engine_of(module) if _is_distributed() else None
     return state if state is not None and isinstance(state, FSDPState) else None
-
-
-@functools.cache  # each call of a compiled module asks for it
-def _states_by_module() -> Mapping[Any, weakref.ref[Any]]:
-    """Torch's own record of which module has which state."""
-    return engines_by_module if dist.is_available() else {}
 
 
 def _states() -> Iterator[Any]:
     """The FSDP states of the process; one state may be that of several modules."""
-    alive = (ref() for ref in list(_states_by_module().values()))
+    alive = [ref() for ref in list(engine_states.values())] if _is_distributed() else []
     yield from dict.fromkeys(state for state in alive if isinstance(state, FSDPState))

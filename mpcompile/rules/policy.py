@@ -290,7 +290,13 @@ def op_key(op: Any) -> str:
     Overloads share a rule, so the overload name is dropped.
     """
     if not isinstance(op, str):
-        return _key_of_object(op)
+        if isinstance(op, OpOverload):
+            return schema(op).name
+        if isinstance(op, OpOverloadPacket):
+            return packet_name(op)
+        if isinstance(op, HigherOrderOperator):
+            return f"higher_order::{op.name()}"
+        raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")
     if "::" in op:
         namespace, name = op.split("::", 1)
     elif "." in op:
@@ -298,16 +304,6 @@ def op_key(op: Any) -> str:
     else:
         namespace, name = "aten", op
     return f"{namespace}::{name.split('.', 1)[0]}"
-
-
-def _key_of_object(op: Any) -> str:
-    if isinstance(op, OpOverload):
-        return schema(op).name
-    if isinstance(op, OpOverloadPacket):
-        return packet_name(op)
-    if isinstance(op, HigherOrderOperator):
-        return f"higher_order::{op.name()}"
-    raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")
 
 
 def op_exists(key: str) -> bool:

@@ -165,7 +165,7 @@ def closure_runs(*, called_again: bool) -> Iterator[None]:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that runs in this thread has ended; at once if none does."""
+    """Call `function` when the backward of this thread has ended; at once if none runs."""
     if running_backward() == -1:
         function()
     else:

@@ -36,7 +36,7 @@ else:
         f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "reduces gradients", Part.RANKS
     )
 
-engines: Mapping[Any, Any] = private(
+engine_states: Mapping[Any, Any] = private(
     "torch.distributed._composable_state:_module_state_mapping", "lists the engines", Part.RANKS
 )
 """Each module that an engine has taken charge of -> a weak reference to the engine's state."""
@@ -58,7 +58,7 @@ __all__ = [
     "active_ddp",
     "comms_of",
     "engine_of",
-    "engines",
+    "engine_states",
     "groups_of",
     "has_comm_hook",
     "is_joined",
@@ -219,7 +219,7 @@ def _fsdp() -> None:
             state: Any = engine_of(module)
             assert isinstance(state, FSDPState)
             assert modules_of(state) == (module,)
-            assert engines[module]() is state
+            assert engine_states[module]() is state
             assert getattr(module, FSDP_MARK)
             (group,) = groups_of(state)
             (holder,) = group.fsdp_params

@@ -1,10 +1,10 @@
-"""Dynamo while it traces: its variables, what it notes of the program, and its settings for that."""
+"""Dynamo while it traces: its variables, what it notes of a program, and its settings for that."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .reach import Part, private
+from .reach import Part, private, probe
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -51,7 +51,15 @@ else:
         "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
     )
 
+CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
+"""The method of `OutputGraph` that refuses results whose graph a backward has used up."""
+
+STATIC = "_dynamo_static_input_type"
+"""The attribute of a tensor that a graph is to take for a constant (`mark_static_address`)."""
+
 __all__ = [
+    "CHECK_OUTPUTS",
+    "STATIC",
     "CallbackArgs",
     "ConstantSource",
     "OptimizerVariable",
@@ -70,7 +78,11 @@ __all__ = [
 
 
 def traced_code() -> CodeType | None:
-    """The code that Dynamo is tracing, inside of a backend; None outside of it."""
+    """The code that Dynamo is tracing, inside of a backend; None outside of it.
+
+    `reset_code` of it drops all that was compiled of it, so that its next call is traced anew. The
+    compiled code may be running while this happens.
+    """
     translator = _translator()
     return None if translator is None else translator.f_code
 
@@ -83,3 +95,18 @@ def traced_output() -> OutputGraph | None:
 
 def _translator() -> Any:
     return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
+
+
+@probe("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
+def _hides() -> None:
+    assert "grad" in torch_function.banned_attrs
+
+
+@probe("torch._dynamo.decorators:mark_static_address", "makes constants", Part.WHOLE_STEP)
+def _marks() -> None:
+    import torch
+    from torch._dynamo.decorators import mark_static_address
+
+    tensor = torch.zeros(())
+    mark_static_address(tensor)
+    assert STATIC in vars(tensor)

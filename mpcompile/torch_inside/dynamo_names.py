@@ -43,7 +43,7 @@ else:
     )
     counters = private("torch._dynamo.utils:counters", "counts what Dynamo did", Part.EXPLAIN)
     trace_structured = private(
-        "torch._logging._internal:trace_structured", "writes into torch's trace", Part.COMPILE
+        "torch._logging._internal:trace_structured", "writes into torch's trace", Part.SAY
     )
 
 # These two modules each read `.grad` of what they make a fake of by a name of their own.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .reach import Part, private, probe
+from .reach import MissingInTorch, Part, private, probe
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -20,7 +21,16 @@ else:
         "torch.optim.optimizer:_global_optimizer_post_hooks", "run behind any step", Part.OPTIMIZER
     )
 
-__all__ = ["global_hooks", "has_hooks", "init_group", "note_step"]
+__all__ = [
+    "global_hooks",
+    "has_hooks",
+    "init_group",
+    "is_hooked",
+    "is_wrapped_by_scheduler",
+    "note_step",
+    "said_to_compile",
+    "without_wrappers",
+]
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -48,6 +58,47 @@ def init_group(optimizer: Optimizer) -> Callable[..., Any] | None:
 def note_step(optimizer: Any) -> None:
     """Note that a step was made: schedulers of the learning rate warn if they come before one."""
     optimizer._opt_called = True
+
+
+def is_hooked(step: Any) -> bool:
+    """Whether torch has wrapped a class's step, to run hooks and to be seen by the profiler."""
+    return getattr(step, "hooked", False)
+
+
+def is_wrapped_by_scheduler(step: Any) -> bool:
+    """Whether a scheduler has wrapped the step of its optimizer, to see that it is called."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def without_wrappers(step: Any) -> Callable[..., Any]:
+    """A step without torch's wrappers: hooks and profiling, the switch of the grad mode."""
+    if is_hooked(step):
+        step = step.__wrapped__
+    if getattr(step, "__code__", None) is not None and step.__code__.co_name == _SWITCH:
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+_SWITCH = "_use_grad"
+
+
+@contextlib.contextmanager
+def said_to_compile() -> Iterator[None]:
+    """Keep torch.optim from calling `.item()`, in all threads, as it does while Dynamo traces.
+
+    Raises:
+        MissingInTorch: there is no such switch.
+    """
+    import torch
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        if not torch.compiler.is_compiling():
+            raise MissingInTorch(f"torch {torch.__version__} asks for another sign of a compile")
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _one() -> Optimizer:
@@ -86,3 +137,26 @@ def _is_asked() -> None:
         return any("before `optimizer.step()`" in str(warning.message) for warning in heard)
 
     assert (warned(False), warned(True)) == (True, False)
+
+
+@probe("torch.optim:Optimizer.step.hooked", "marks a step that runs hooks", Part.OPTIMIZER)
+def _is_unwrapped() -> None:
+    step = type(_one()).step
+    assert is_hooked(step)
+    assert not is_hooked(without_wrappers(step))
+    assert without_wrappers(step).__code__.co_name == "step"
+
+
+@probe("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)
+def _is_said() -> None:
+    with said_to_compile():
+        pass
+
+
+@probe("torch.optim.lr_scheduler:LRScheduler", "wraps its optimizer's step", Part.WHOLE_STEP)
+def _is_wrapped() -> None:
+    import torch
+
+    optimizer = _one()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert is_wrapped_by_scheduler(vars(optimizer)["step"])

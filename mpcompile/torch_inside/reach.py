@@ -130,7 +130,7 @@ class _Absent(type):
         taken = next(c for c in cls.__mro__ if "_why" in vars(c))  # not a class below it
         raise _missing(taken.__name__, vars(taken)["_why"])
 
-    __call__ = __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = _raise
+    __call__ = __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = __setattr__ = _raise
     __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _raise
 
     def __getattr__(cls, name: str) -> Any:

@@ -32,6 +32,8 @@ from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..state import hooks
 from ..torch_inside import dynamo
+from ..torch_inside.dynamo import STATIC
+from ..torch_inside.optimizers import is_wrapped_by_scheduler
 from ..torch_inside.replace import calls_of, method, reads_of
 
 _tracing = threading.Lock()  # the methods of a class are the same for all threads
@@ -50,9 +52,6 @@ _optimizers: dict[int, weakref.ref[Optimizer]] = {}
 # function that takes an optimizer; so it reads the number from there, as a text: an integer might
 # be a symbol.
 _NUMBER = "_mpcompile_number"
-
-_CHECK_OF_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
-_STATIC = "_dynamo_static_input_type"  # what `torch._dynamo.mark_static_address` sets
 
 
 def optimizer_of(number: int) -> Optimizer:
@@ -184,9 +183,7 @@ class _Patches:
             self.backward,
             self.grad,
             self.groups,
-            method(
-                dynamo.OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _accept_outputs
-            ),
+            method(dynamo.OutputGraph, dynamo.CHECK_OUTPUTS, _accept_outputs),
         )
         self._methods = [
             (cls, name, own, _METHODS[name](own))
@@ -199,46 +196,47 @@ class _Patches:
         self._numbers = [(o, _numbered(o)) for o in living]
         # A scheduler wraps the step of its optimizer, in a file that Dynamo doesn't trace.
         self._wrapped = [
-            (o, vars(o)["step"])
-            for o in living
-            if hasattr(vars(o).get("step"), "_wrapped_by_lr_sched")
+            (o, vars(o)["step"]) for o in living if is_wrapped_by_scheduler(vars(o).get("step"))
         ]
         # Once Dynamo has traced an optimizer, it takes that one's parameters for constants of each
         # graph, under two names: what `backward()` does to one, `step()` doesn't see at the other.
         self._static = [
-            (p, vars(p)[_STATIC])
+            (p, vars(p)[STATIC])
             for o in living
             for p in dict.fromkeys(parameters_of(o))
-            if _STATIC in vars(p)
+            if STATIC in vars(p)
         ]
         # Dynamo traces `.grad` of a Parameter, and not of a subclass of it, such as a MasterWeight.
         self._banned = [name for name in dynamo.torch_function.banned_attrs if name != "grad"]
 
     def apply(self) -> None:
-        self._swap_banned()
-        for replacement in self._replaced:
-            replacement.apply()
-        for cls, name, _, traced in self._methods:
-            setattr(cls, name, traced)
-        for optimizer, _ in self._wrapped:
-            vars(optimizer).pop("step", None)
-        for optimizer, number in self._numbers:
-            vars(optimizer)[_NUMBER] = str(number)
-        for param, _ in self._static:
-            vars(param).pop(_STATIC, None)
+        """Put all in place, or nothing.
+
+        Raises:
+            MissingInTorch: Dynamo has no such place.
+        """
+        with contextlib.ExitStack() as undo:
+            for replacement in self._replaced:
+                replacement.apply()
+                undo.callback(replacement.revert)
+            self._swap_banned()
+            undo.callback(self._swap_banned)
+            for cls, name, own, traced in self._methods:
+                setattr(cls, name, traced)
+                undo.callback(setattr, cls, name, own)
+            for optimizer, wrapped in self._wrapped:
+                vars(optimizer).pop("step", None)
+                undo.callback(vars(optimizer).update, step=wrapped)
+            for optimizer, number in self._numbers:
+                vars(optimizer)[_NUMBER] = str(number)
+                undo.callback(vars(optimizer).pop, _NUMBER, None)
+            for param, kind in self._static:
+                vars(param).pop(STATIC, None)
+                undo.callback(vars(param).update, {STATIC: kind})
+            self._undo = undo.pop_all()
 
     def revert(self) -> None:
-        self._swap_banned()
-        for replacement in reversed(self._replaced):
-            replacement.revert()
-        for cls, name, own, _ in self._methods:
-            setattr(cls, name, own)
-        for optimizer, wrapped in self._wrapped:
-            vars(optimizer)["step"] = wrapped
-        for optimizer, _ in self._numbers:
-            vars(optimizer).pop(_NUMBER, None)
-        for param, kind in self._static:
-            vars(param)[_STATIC] = kind
+        self._undo.close()
 
     def _swap_banned(self) -> None:
         module = dynamo.torch_function
@@ -252,8 +250,9 @@ _patches: list[_Patches] = []  # of the trace that runs
 def traceable_optimizers() -> Iterator[None]:
     """In this context, Dynamo traces the steps of all optimizers as `take_step`."""
     with _tracing:
-        _patches.append(_Patches())
-        _patches[-1].apply()
+        patches = _Patches()
+        patches.apply()
+        _patches.append(patches)
         try:
             yield
         finally:

@@ -27,11 +27,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls.module_call import running
 from ..capture.rebound import gradients_of_rebound
-from ..emit.retrace import reset_code
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..inspect.graph_plan import GraphPlan
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
+from ..torch_inside.dynamo import reset_code
 from ..torch_inside.dynamo_names import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
