@@ -39,15 +39,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def gradients_of_rebound() -> Iterator[None]:
-    """In this context, Dynamo of this thread sets and reads `.grad` of what was written.
+def check_rebound() -> None:
+    """Refuse to compile a function where `gradients_of_rebound` can't do what it says.
 
     Raises:
-        MPCompileError: that can't be done with this torch.
+        MPCompileError: torch lacks something; says what.
     """
     if _missing:
         raise MPCompileError(f"a function with gradients can't be compiled: {_missing[0]}")
+
+
+@contextlib.contextmanager
+def gradients_of_rebound() -> Iterator[None]:
+    """In this context, Dynamo of this thread sets and reads `.grad` of what was written."""
     _thread.depth += 1
     try:
         yield
