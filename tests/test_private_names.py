@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_packaging import PACKAGE, ROOT, sources
+
+from mpcompile.torch_inside.reach import NAMES
 
 ROOM = PACKAGE / "torch_inside"
 # Attributes of torch's objects that something of ours is called, too.
@@ -101,6 +104,17 @@ def own_names() -> frozenset[str]:
 )
 def test_only_the_room_takes_private_names(path: Path) -> None:
     assert list(taken(ast.parse(path.read_text()), own_names())) == []
+
+
+@pytest.mark.parametrize("path", sorted(NAMES))
+def test_each_is_as_it_was_read(path: str) -> None:
+    NAMES[path].probe()
+
+
+def test_the_room_takes_no_name_twice() -> None:
+    trees = (ast.parse(path.read_text()) for path in ROOM.glob("*.py"))
+    paths = Counter(path for tree in trees for _, path in imported(tree) if is_torchs(path))
+    assert {path for path, count in paths.items() if count > 1} == set()
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,7 @@ def capture(
     place = Place.of(example_inputs, planned_for)
     for _, dtype, _ in place.autocasts:
         foreign.say_autocast(dtype)
-    with (
-        autocast_off(),
-        fx_traceback.preserve_node_meta(),
-        context.fake_mode,
-        _modes_kept(),
-    ):
+    with autocast_off(), fx_traceback.preserve_node_meta(), context.fake_mode, _modes_kept():
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),
             pre_dispatch=True,

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..errors import MPCompileError
 from ..torch_inside import aot, dynamo
 from ..torch_inside.dynamo import CallbackArgs, callback_handler
-from ..torch_inside.dynamo_names import RestartAnalysis
+from ..torch_inside.dynamo_names import RestartAnalysis, config
 from ..torch_inside.pytree import tree_leaves
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
@@ -55,7 +55,7 @@ def traced_with(
     """Wrap a compiled function: what is compiled while it runs is traced with these settings, and
     within these contexts.
     """
-    wanted = [*contexts, lambda: dynamo.config.patch(settings)]
+    wanted = [*contexts, lambda: config.patch(settings)]
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,10 +107,10 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
     except (MPCompileError, RestartAnalysis):
         raise
     except Exception:
-        wanted = dynamo.config.capture_dynamic_output_shape_ops
+        wanted = config.capture_dynamic_output_shape_ops
         if not wanted or not _thread.wanted:
             raise
-        broken = dynamo.config.patch(dict.fromkeys(VALUE_SIZES, False))
+        broken = config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
         # Of the errors by which Dynamo traces anew, the one that a backend may raise.
         raise dynamo.TensorifyScalarRestartAnalysis from None

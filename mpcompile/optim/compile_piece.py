@@ -19,8 +19,8 @@ from .. import ir
 from ..emit.inference import Function, compile_inference, options_for_joins
 from ..emit.write_order import inductor_for
 from ..ir.fakes import like
-from ..torch_inside.dynamo import ConstantSource
 from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.graphs import ConstantSource
 from .pieces import Piece, is_held, signature
 
 _ALWAYS = {

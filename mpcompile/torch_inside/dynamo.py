@@ -10,12 +10,11 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from torch._C._dynamo.eval_frame import reset_code
-    from torch._dynamo import config, graph_break
+    from torch._dynamo import graph_break
     from torch._dynamo.callback import CallbackArgs, callback_handler
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import tls
     from torch._dynamo.variables import TensorVariable, torch_function
     from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -24,7 +23,6 @@ else:
     reset_code = private(
         "torch._C._dynamo.eval_frame:reset_code", "drops what was compiled", Part.COMPILE
     )
-    config = private("torch._dynamo:config", "holds Dynamo's settings", Part.COMPILE)
     graph_break = private("torch._dynamo:graph_break", "ends a graph", Part.WHOLE_STEP)
     CallbackArgs = private(
         "torch._dynamo.callback:CallbackArgs", "says which compile begins", Part.COMPILE
@@ -37,9 +35,6 @@ else:
     )
     OutputGraph = private("torch._dynamo.output_graph:OutputGraph", _EFFECTS, Part.WHOLE_STEP)
     SideEffects = private("torch._dynamo.side_effects:SideEffects", _EFFECTS, Part.WHOLE_STEP)
-    ConstantSource = private(
-        "torch._dynamo.source:ConstantSource", "names a size that is no input", Part.OPTIMIZER
-    )
     tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
     TensorVariable = private(
         "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
@@ -54,21 +49,15 @@ else:
 CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
 """The method of `OutputGraph` that refuses results whose graph a backward has used up."""
 
-STATIC = "_dynamo_static_input_type"
-"""The attribute of a tensor that a graph is to take for a constant (`mark_static_address`)."""
-
 __all__ = [
     "CHECK_OUTPUTS",
-    "STATIC",
     "CallbackArgs",
-    "ConstantSource",
     "OptimizerVariable",
     "OutputGraph",
     "SideEffects",
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
     "callback_handler",
-    "config",
     "graph_break",
     "reset_code",
     "torch_function",
@@ -100,13 +89,3 @@ def _translator() -> Any:
 @probe("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
 def _hides() -> None:
     assert "grad" in torch_function.banned_attrs
-
-
-@probe("torch._dynamo.decorators:mark_static_address", "makes constants", Part.WHOLE_STEP)
-def _marks() -> None:
-    import torch
-    from torch._dynamo.decorators import mark_static_address
-
-    tensor = torch.zeros(())
-    mark_static_address(tensor)
-    assert STATIC in vars(tensor)

@@ -56,6 +56,7 @@ __all__ = [
     "RestartAnalysis",
     "TorchRuntimeError",
     "cached_backends",
+    "config",
     "counters",
     "get_code_state",
     "guard_every_tensor",

@@ -21,7 +21,8 @@ else:
     rename = private("torch.fx:Node._rename", "gives a node another name", Part.COMPILE)
 
 STATIC_INPUT = "_dynamo_static_input_type"
-"""In an input's `meta["tensor_dict"]`: it keeps its address, as `mark_static_address` notes."""
+"""An attribute of a tensor that keeps its address (`mark_static_address`), also found in the
+`meta["tensor_dict"]` of the input that it is."""
 CHECKPOINT_CONTEXT = "_checkpoint_context_fn"
 """In the `meta` of a checkpoint's body: the `context_fn` that the user gave."""
 

@@ -57,5 +57,7 @@ def _declares() -> None:
 def _names() -> None:
     import torch
 
-    names = [overload_name(op) for op in (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default)]
-    assert [*names, packet_name(torch.ops.aten.add)] == ["Tensor", "default", "aten::add"]
+    packet = torch.ops.aten.add
+    names = [overload_name(getattr(packet, overload)) for overload in ("Tensor", "out")]
+    assert [*names, packet_name(packet)] == ["Tensor", "out", "aten::add"]
+    assert overload_name(torch.ops.aten.relu.default) == "default"

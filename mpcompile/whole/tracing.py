@@ -32,7 +32,7 @@ from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..state import hooks
 from ..torch_inside import dynamo
-from ..torch_inside.dynamo import STATIC
+from ..torch_inside.graphs import STATIC_INPUT
 from ..torch_inside.optimizers import is_wrapped_by_scheduler
 from ..torch_inside.replace import calls_of, method, reads_of
 
@@ -201,10 +201,10 @@ class _Patches:
         # Once Dynamo has traced an optimizer, it takes that one's parameters for constants of each
         # graph, under two names: what `backward()` does to one, `step()` doesn't see at the other.
         self._static = [
-            (p, vars(p)[STATIC])
+            (p, vars(p)[STATIC_INPUT])
             for o in living
             for p in dict.fromkeys(parameters_of(o))
-            if STATIC in vars(p)
+            if STATIC_INPUT in vars(p)
         ]
         # Dynamo traces `.grad` of a Parameter, and not of a subclass of it, such as a MasterWeight.
         self._banned = [name for name in dynamo.torch_function.banned_attrs if name != "grad"]
@@ -231,8 +231,8 @@ class _Patches:
                 vars(optimizer)[_NUMBER] = str(number)
                 undo.callback(vars(optimizer).pop, _NUMBER, None)
             for param, kind in self._static:
-                vars(param).pop(STATIC, None)
-                undo.callback(vars(param).update, {STATIC: kind})
+                vars(param).pop(STATIC_INPUT, None)
+                undo.callback(vars(param).update, {STATIC_INPUT: kind})
             self._undo = undo.pop_all()
 
     def revert(self) -> None:
