@@ -23,7 +23,7 @@ from .calls.say_outside import say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
-from .capture.rebound import check_rebound, gradients_of_rebound
+from .capture.rebound import check_torch, gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
 from .emit.emitter import check_how
 from .emit.frozen import see_what_trains
@@ -168,7 +168,7 @@ def _compiled_function(
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
-    check_rebound()
+    check_torch()
 
     def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
         # Between backward and step is code of the user's, who was promised true gradients.

@@ -22,6 +22,8 @@ FROM_TORCH = (
     "ignore:.torch.jit.interface:DeprecationWarning",
     # Inductor, at the first compile on a GPU that has TF32 units: advice
     "ignore:TensorFloat32 tensor cores:UserWarning",
+    # torch 2.14 of its own tables for forward mode, at the first `torch.func.jvp`
+    "ignore:`torch.jit.script` is deprecated:FutureWarning",
     # Inductor, where a GPU splits the sums of a softmax: about speed
     "ignore:\\s*Online softmax is disabled:UserWarning",
 )

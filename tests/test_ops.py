@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from versions import before
 
 import mpcompile
 from mpcompile import MPCompileError, register_rule, rules
@@ -109,13 +110,15 @@ def test_batch_norm_keeps_its_statistics() -> None:
 
 
 def test_every_key_is_an_operator_of_torch() -> None:
-    assert [key for key in TABLE if not op_exists(key)] == []
+    gone = [] if before("2.14") else ["aten::cholesky", "aten::qr"]  # `torch.linalg` has both
+    assert [key for key in TABLE if not op_exists(key)] == gone
 
 
 @pytest.mark.parametrize("fact", words("uncast writes masks fill digits"))
 def test_arguments_are_named_as_in_the_schema(fact: str) -> None:
     for key, rule in TABLE.items():
-        assert set((getattr(rule, fact) or "").split()) <= lookup._argument_names(key), key
+        named = set((getattr(rule, fact) or "").split())
+        assert not named or named <= lookup._argument_names(key), key
 
 
 def test_every_product_can_be_read() -> None:

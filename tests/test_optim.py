@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from twins import Twins
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.optim import compile_piece
+from mpcompile.optim.pieces import SMALL
 
 INF = float("inf")
 momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
@@ -341,3 +343,32 @@ def test_nobody_computes_a_norm_that_was_not_asked_for() -> None:
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert optimizer.grad_norm.isnan()
+
+
+# -- symbolic sizes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [momentum, decayed])
+def test_what_is_compiled_for_one_size_serves_all(make: Callable[..., Optimizer]) -> None:
+    """Inductor compiles an update for vectors of any size; other sizes compile nothing more."""
+
+    def train(*counts: int) -> None:
+        params = [torch.linspace(-1, 1, n).requires_grad_() for n in counts]
+        exact = [p.detach().double().requires_grad_() for p in params]
+        optimizers = [MPOptimizer(make(params)), make(exact)]
+        for _ in range(3):
+            for p in (*params, *exact):
+                p.grad = p.detach().sin()
+            for optimizer in optimizers:
+                optimizer.step()
+        for p, wanted in zip(params, exact, strict=True):
+            torch.testing.assert_close(p.double(), wanted, rtol=1e-5, atol=1e-6)
+
+    def sized() -> list[Any]:
+        return [key for key in compile_piece._compiled if set(key[2]) != {None}]
+
+    train(SMALL + 1, 2 * SMALL)
+    before = sized()
+    assert before
+    train(SMALL + 7, 3 * SMALL)
+    assert sized() == before

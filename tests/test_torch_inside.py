@@ -1,13 +1,18 @@
-"""Private names of torch: one that is gone raises by its name when it is used, and not before."""
+"""Private names of torch: one that is gone raises by its name when it is used, and not before.
+What is put in the place of a method of torch's stands where the release calls it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from torch.utils import _pytree as pytree
 
 from mpcompile.torch_inside.reach import NAMES, MissingInTorch, Part, private
+from mpcompile.torch_inside.replace import Replacement, calls_of, method, reads_of
 
 GONE = "torch.utils._pytree:tree_that_never_was"
 SAYS = "has no torch.utils._pytree.tree_that_never_was, which counts leaves"
@@ -59,3 +64,139 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
 def test_the_message_names_torch() -> None:
     with pytest.raises(MissingInTorch, match=SAYS):
         private(GONE, "counts leaves", Part.SAY)()
+
+
+# -- replacing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Method:
+    """An entry of `tp_methods`, as from torch 2.14 on."""
+
+    handler: Callable[..., Any]
+
+
+@dataclass
+class GetSet:
+    """An entry of `tp_getset`; a getter that returns None leaves it to the class above."""
+
+    getter: Callable[..., Any]
+    setter: Callable[..., Any] | None = None
+
+
+def dynamos(tables: bool) -> Any:
+    """A class of variables, as up to torch 2.13 or with `tables`: how it is called and read."""
+
+    class Above:
+        def var_getattr(self, tx: str, name: str) -> str:
+            return f"any object's {name}"
+
+    class Old(Above):
+        def method_backward(self, tx: str, *args: Any) -> Any:
+            return ("theirs", *args)
+
+        def var_getattr(self, tx: str, name: str) -> str:
+            return f"theirs: {name}"
+
+        def call(self, name: str, *args: Any) -> Any:
+            return getattr(self, f"method_{name}")("tx", *args)
+
+        def read(self, name: str) -> Any:
+            return self.var_getattr("tx", name)
+
+    if tables:
+        Old.tp_methods = {"backward": Method(Old.method_backward)}  # type: ignore[attr-defined]
+        Old.tp_getset = {"groups": GetSet(lambda *_: "theirs: groups", print)}  # type: ignore[attr-defined]
+        Old.tp_getattro_impl = Old.var_getattr  # type: ignore[attr-defined]
+        Old.call, Old.read = _call_table, _read_table  # type: ignore[method-assign]
+    return Old
+
+
+def _call_table(self: Any, name: str, *args: Any) -> Any:
+    return self.tp_methods[name].handler(self, "tx", *args)
+
+
+def _read_table(self: Any, name: str) -> Any:
+    found = self.tp_getset[name].getter(self, "tx") if name in self.tp_getset else None
+    return self.tp_getattro_impl("tx", name) if found is None else found
+
+
+def below(**tables: Any) -> Any:
+    """A class below one with tables, with tables of its own."""
+    return type("Below", (dynamos(True),), tables)
+
+
+@pytest.fixture(params=[False, True], ids=["methods", "tables"])
+def variables(request: pytest.FixtureRequest) -> Any:
+    return dynamos(request.param)
+
+
+def applied(replacement: Replacement) -> Replacement:
+    replacement.apply()
+    return replacement
+
+
+def test_a_call_is_traced_by_ours_until_it_is_reverted(variables: Any) -> None:
+    before = [dict(vars(variables)), dict(vars(variables).get("tp_methods", {}))]
+    ours = applied(calls_of(variables, "backward", lambda theirs, *args: ("ours", *theirs(*args))))
+    assert variables().call("backward", 1) == ("ours", "theirs", 1)
+    assert ours.reached == 1
+    ours.revert()
+    assert variables().call("backward", 1) == ("theirs", 1)
+    assert ours.reached == 1
+    assert before == [dict(vars(variables)), dict(vars(variables).get("tp_methods", {}))]
+
+
+@pytest.mark.parametrize("name", ["grad", "groups"])
+def test_one_attribute_is_read_by_ours(variables: Any, name: str) -> None:
+    ours = applied(reads_of(variables, name, lambda theirs, *args: f"ours, {theirs(*args)}"))
+    assert variables().read(name) == f"ours, theirs: {name}"
+    assert variables().read("shape") == "theirs: shape"
+    assert ours.reached == 1
+    ours.revert()
+    assert variables().read(name) == f"theirs: {name}"
+
+
+def test_the_setter_of_an_attribute_stays() -> None:
+    variables = dynamos(True)
+    applied(reads_of(variables, "groups", lambda theirs, *args: "ours"))
+    assert variables.tp_getset["groups"].setter is print
+
+
+def test_what_ours_leaves_is_read_as_of_the_class_above() -> None:
+    variables = dynamos(False)
+    applied(reads_of(variables, "groups", lambda theirs, *args: None))
+    assert variables().read("groups") == "any object's groups"
+
+
+def test_replacements_lie_one_on_the_other(variables: Any) -> None:
+    inner = applied(reads_of(variables, "grad", lambda theirs, *args: f"inner, {theirs(*args)}"))
+    outer = applied(reads_of(variables, "grad", lambda theirs, *args: f"outer, {theirs(*args)}"))
+    assert variables().read("grad") == "outer, inner, theirs: grad"
+    outer.revert()
+    assert variables().read("grad") == "inner, theirs: grad"
+    assert (inner.reached, outer.reached) == (2, 1)
+
+
+OWN = below(tp_methods={"own": Method(print)}, tp_members={"own": GetSet(print)})
+OTHER = below(tp_methods={"call": print}, tp_getset={"read": print})
+
+
+@pytest.mark.parametrize(
+    ("replacement", "says"),
+    [
+        (method(pytree.TreeSpec, "gone", print), "TreeSpec.gone is not there"),
+        (calls_of(dynamos(True), "gone", print), "Old.method_gone is not there"),
+        (calls_of(OWN.__mro__[1], "own", print), "Old.own is held by Below.tp_methods"),
+        (reads_of(OWN.__mro__[1], "own", print), "Old.own is held by Below.tp_members"),
+        (calls_of(OWN, "backward", print), "Below.backward is held by Old.tp_methods"),
+        (reads_of(OWN, "groups", print), "Below.groups is held by Old.tp_getset"),
+        (reads_of(OWN, "grad", print), "Below.grad is read in a new way"),
+        (calls_of(OTHER, "call", print), "Below.call has a new form in tp_methods"),
+        (reads_of(OTHER, "read", print), "Below.read has a new form in tp_getset"),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_a_place_that_is_not_known_is_refused(replacement: Replacement, says: str) -> None:
+    with pytest.raises(MissingInTorch, match=says):
+        replacement.apply()

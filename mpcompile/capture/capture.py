@@ -75,10 +75,7 @@ def capture(
         )(*fakes)
     copy_provenance(gm, traced)
     complete_module_paths(traced, example_inputs, names)
-    for value, node in zip(example_inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
-        node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
-        node.meta["mp_gradient"] = source(node).endswith(".grad")
-    check_reached(any(n.meta["mp_gradient"] for n in traced.graph.find_nodes(op="placeholder")))
+    _note_inputs(traced, example_inputs)
     record_modes(traced.graph, place.devices)
     # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):
@@ -88,6 +85,15 @@ def capture(
         node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
     traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
+
+
+def _note_inputs(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Note which inputs are parameters, and which are gradients of the caller's."""
+    inputs = traced.graph.find_nodes(op="placeholder")
+    for value, node in zip(example_inputs, inputs, strict=True):
+        node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
+        node.meta["mp_gradient"] = source(node).endswith(".grad")
+    check_reached(reads_gradients=any(node.meta["mp_gradient"] for node in inputs))
 
 
 def _seen(traced: fx.GraphModule, node: fx.Node) -> fx.Node:

@@ -3,12 +3,13 @@
 In Python, `p` is still the parameter. Dynamo takes the result for a tensor of its own: it forgets a
 `p.grad = None` behind it, so the next backward adds to a gradient that should be gone, and it reads
 `p.grad` when the graph runs, not as the function has set it. Here the gradient of such a result is
-that of the input that was written.
+that of the input that was written, and a gradient that was set is read back as it was set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch import is_untested
 from ..errors import CannotRewrite, MPCompileError
-from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable, traced_output
+from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable
 from ..torch_inside.reach import MissingInTorch
 from ..torch_inside.replace import method, reads_of
 
@@ -37,16 +39,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def check_rebound() -> None:
-    """Refuse to compile a function where `gradients_of_rebound` can't do what it says.
-
-    Raises:
-        MPCompileError: torch lacks something; says what.
-    """
-    if _missing:
-        raise MPCompileError(f"a function with gradients can't be compiled: {_missing[0]}")
 
 
 @contextlib.contextmanager
@@ -81,12 +73,40 @@ def _is_in_place(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _IN_PLACE
 
 
-# Dynamo's reading of an attribute: `var_getattr` up to torch 2.13, `tp_getattro_impl` from 2.14 on.
-GETATTR = "var_getattr" if hasattr(TensorVariable, "var_getattr") else "tp_getattro_impl"
+def check_torch() -> None:
+    """Raise MPCompileError if gradients can't be followed with this torch.
+
+    What Dynamo has set of a tensor that it takes for a result leaves no trace. So a release that
+    the tests have not seen shows once that it sets and reads gradients by what stands here.
+    """
+    if _missing:
+        raise MPCompileError(f"functions can't be compiled: {_missing[0]}")
+    if is_untested(torch.__version__) and not _is_followed():
+        raise MPCompileError(
+            f"functions can't be compiled: torch {torch.__version__} sets or reads gradients in a "
+            "new way; compile the module instead"
+        )
+
+
+@functools.cache
+def _is_followed() -> bool:
+    """Whether Dynamo sets and reads the gradient of the input in a small program."""
+
+    def program(p: Any) -> Any:
+        with torch.no_grad():
+            p -= 1
+            p.grad = p.grad + 1
+            return p.grad + 1
+
+    p: Any = torch.zeros(1, requires_grad=True)
+    p.grad = torch.zeros(1)
+    with gradients_of_rebound():
+        result = torch.compile(program, backend="eager")(p)
+    return (float(p.grad), float(result)) == (1, 2) and _READING.reached > 0
 
 
 def check_reached(reads_gradients: bool) -> None:
-    """See that Dynamo has set and read gradients by what stands here in the place of its own.
+    """See that Dynamo has read gradients by what stands here in the place of its own.
 
     Args:
         reads_gradients: whether the graph that is compiled reads a `.grad`.
@@ -94,14 +114,7 @@ def check_reached(reads_gradients: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way.
     """
-    output = traced_output() if _thread.depth else None
-    if output is None:
-        return
-    stored = output.side_effects.store_attr_mutations
-    past_us = (item for item, fields in stored.items() if "grad" in fields)
-    if any(written(item, output) is not item for item in past_us):
-        raise CannotRewrite("Dynamo sets the gradient of a tensor that was written in a new way")
-    if reads_gradients and not _READING.reached:
+    if _thread.depth and reads_gradients and not _READING.reached:
         raise CannotRewrite("Dynamo reads gradients in a new way")
 
 
@@ -112,7 +125,15 @@ def _store_attr(theirs: Any, self: Any, item: Any, name: str, *args: Any, **kwar
 
 
 def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
-    return theirs(written(variable, tx.output) if _thread.depth else variable, tx)
+    """Dynamo says of a gradient that the function has set that it is found in `.grad`. It isn't:
+    there is what was there before the function. And where it is None, Dynamo says so of the one
+    None that it has for all that is traced in this process.
+    """
+    if _thread.depth:
+        variable, effects = written(variable, tx.output), tx.output.side_effects
+        if effects.has_pending_mutation_of_attr(variable, "grad"):
+            return effects.load_attr(variable, "grad")
+    return theirs(variable, tx)
 
 
 # For the process; they do what they did, outside of the context.

@@ -185,7 +185,7 @@ ZEROS_ARE_REUSED = TorchFault(
     wrong="The backward of forward mode (torch.func.jvp, jacfwd, hessian) raises under Inductor: "
     "'ZeroTensors are immutable'.",
     since="2.11",
-    until=None,
+    until="2.14",
     shows="2.11",
     way_round="`passes/joint/fill_zeros.py` fills tensors with zeros in graphs with a transform of "
     "functorch. It costs these tensors' memory.",

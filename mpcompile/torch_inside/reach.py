@@ -52,12 +52,14 @@ class Name:
         why: what it is for, as a phrase.
         part: what can't do without it.
         probe: raises if it is gone or does something else.
+        others: what other releases call it.
     """
 
     path: str
     why: str
     part: Part
     probe: Callable[[], Any]
+    others: tuple[str, ...] = ()
 
 
 NAMES: dict[str, Name] = {}
@@ -86,7 +88,7 @@ def private(path: str, why: str, part: Part, *others: str) -> Any:
                 continue
         raise _missing(path, why)
 
-    name = NAMES[path] = Name(path, why, part, look)
+    name = NAMES[path] = Name(path, why, part, look, others)
     try:
         return look()
     except MissingInTorch:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..capture.rebound import written
+from ..capture import rebound
 from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..state import hooks
@@ -136,19 +136,6 @@ def _traced_zero_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
 _METHODS = {"step": _traced_step, "zero_grad": _traced_zero_grad}
 
 
-def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
-    """Dynamo's reading of a tensor's `.grad`, but for one that the traced function has set.
-
-    Dynamo says of what was set that it can be found in `.grad`. It can't: there is what was there
-    before the function. And where it is None, Dynamo says so of the one None that it has for all
-    that is traced in this process.
-    """
-    variable, effects = written(variable, tx.output), tx.output.side_effects
-    if effects.has_pending_mutation_of_attr(variable, "grad"):
-        return effects.load_attr(variable, "grad")
-    return theirs(variable, tx)
-
-
 def _go_backward(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's tracing of `backward()`, which leaves nothing in the graph if it finds no leaf."""
     return theirs(*args, **kwargs)
@@ -171,17 +158,14 @@ class _Patches:
 
     Attributes:
         backward: in the place of Dynamo's tracing of `backward()`.
-        grad: in the place of its reading of `.grad`.
         groups: in the place of its reading of `param_groups`.
     """
 
     def __init__(self) -> None:
         self.backward = calls_of(dynamo.TensorVariable, "backward", _go_backward)
-        self.grad = reads_of(dynamo.TensorVariable, "grad", _read_grad)
         self.groups = reads_of(dynamo.OptimizerVariable, "param_groups", _read_groups)
         self._replaced = (
             self.backward,
-            self.grad,
             self.groups,
             method(dynamo.OutputGraph, dynamo.CHECK_OUTPUTS, _accept_outputs),
         )
@@ -273,8 +257,7 @@ def check_reached(has_backward: bool) -> None:
         raise CannotRewrite("no gradient of its backward is read")
     if has_backward and not patches.backward.reached:
         raise CannotRewrite("Dynamo has traced its backward() in a way that is not known")
-    if has_backward and not patches.grad.reached:
-        raise CannotRewrite("Dynamo has read gradients in a way that is not known")
+    rebound.check_reached(reads_gradients=has_backward)
     if any(id(o.param_groups) in known for o in _living()) and not patches.groups.reached:
         raise CannotRewrite("Dynamo has read an optimizer's param_groups in a way not known")
 
