@@ -104,10 +104,9 @@ def _compile_or_fall_back(
     try:
         with or_broken(gm):
             return _compile(gm, example_inputs, settings)
-    except RestartAnalysis:  # Dynamo traces once more
-        raise
     except Exception as error:
-        if isinstance(error, MPCompileError) and not isinstance(error, MissingInTorch):
+        asked = isinstance(error, MPCompileError) and not isinstance(error, MissingInTorch)
+        if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
             raise
         reason = reason_of(error)
         if settings.strict:

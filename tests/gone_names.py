@@ -52,7 +52,7 @@ def seen(path: str) -> Seen:
     if how == "hidden" and NAMES[path].probe.__module__ != reach.__name__:
         return Seen("kept")  # an attribute that is read where it is used
 
-    run._import_all()
+    reach.take_all()
     found = [str(f) for name in NAMES.values() if (f := run._tried_name(name)) is not None]
     parts = {Part.COMPILE, NAMES[path].part}
     programs = [next((p for p in PROGRAMS if p.part is part), None) for part in parts]

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from gone_names import Seen
 
-from mpcompile.check.run import _import_all
-from mpcompile.torch_inside.reach import NAMES
+from mpcompile.torch_inside.reach import NAMES, take_all
 
-_import_all()
+take_all()
 HERE = Path(__file__).parent
 REFUSED = ("MPCompileError: ", "MissingInTorch: ", "BackendCompilerFailed: MissingInTorch")
 Ask = Callable[[str], Seen]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 
-from .. import torch_inside
 from ..errors import MPCompileWarning
 from ..torch_inside.health import Failure, Health, assumed, missing
-from ..torch_inside.reach import GONE, NAMES, Name
+from ..torch_inside.reach import GONE, NAMES, Name, take_all
 from .programs import PROGRAMS, Program
 from .sides import Side, error_between
 
@@ -30,7 +27,7 @@ def check(progress: Callable[[str], None] = lambda about: None) -> Health:
     failures: list[Failure] = []
     with assumed(Health()), _quiet():
         progress("private names of torch")
-        _import_all()
+        take_all()
         failures += filter(None, map(_tried_name, NAMES.values()))
         for program in PROGRAMS:
             progress(program.about)
@@ -87,12 +84,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _import_all() -> None:
-    """So that all names are taken, also those of parts that are imported when they are needed."""
-    for module in pkgutil.iter_modules(torch_inside.__path__, f"{torch_inside.__name__}."):
-        importlib.import_module(module.name)
 
 
 def _line(error: Exception) -> str:

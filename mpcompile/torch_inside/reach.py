@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "private", "probe"]
+__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "private", "probe", "take_all"]
 
 
 class Part(enum.Enum):
@@ -94,6 +95,13 @@ def private(path: str, why: str, part: Part, *others: str) -> Any:
     except MissingInTorch:
         GONE.append(name)
         return _Absent(path, (), {"_why": why})
+
+
+def take_all() -> None:
+    """Import every file of this room, so that `NAMES` and `GONE` are complete."""
+    room = importlib.import_module(__package__)
+    for file in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+        importlib.import_module(file.name)
 
 
 def probe(path: str, why: str, part: Part) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
