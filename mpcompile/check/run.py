@@ -55,7 +55,7 @@ def _wrong(program: Program) -> str | None:
     sides = Side(None, **program.options), Side(program.dtype, **program.options)
     results = []
     for side in sides:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         torch.manual_seed(0)
         results.append(program.run(side))
     exact, low = results
