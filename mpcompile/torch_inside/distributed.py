@@ -184,7 +184,11 @@ def _alone() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-@probe("torch.nn.parallel:DistributedDataParallel._module_parameters", "reduces", Part.RANKS)
+@probe(
+    "torch.nn.parallel:DistributedDataParallel._module_parameters",
+    "averages gradients over ranks",
+    Part.RANKS,
+)
 def _ddp() -> None:
     seen: list[Any] = []
 
@@ -208,7 +212,11 @@ def _ddp() -> None:
             assert (reducing, is_reducing(ddp), active_ddp()) == ([False, True], False, None)
 
 
-@probe("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "shards parameters", Part.RANKS)
+@probe(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_comm",
+    "gathers parameters and reduces gradients",
+    Part.RANKS,
+)
 def _fsdp() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -229,7 +237,11 @@ def _fsdp() -> None:
             assert whole_of(holder) is module.weight
 
 
-@probe("torch.distributed.optim:ZeroRedundancyOptimizer._overlap_with_ddp", "steps", Part.RANKS)
+@probe(
+    "torch.distributed.optim:ZeroRedundancyOptimizer._overlap_with_ddp",
+    "tells if ZeRO updates inside of the backward",
+    Part.RANKS,
+)
 def _zero() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -31,7 +31,7 @@ else:
     is_traceable_wrapper_subclass = private(
         f"{_DISPATCH}:is_traceable_wrapper_subclass", "tells a subclass of tensors", Part.COMPILE
     )
-    modes_off = private(f"{_DISPATCH}:_disable_current_modes", "compiles a step", Part.OPTIMIZER)
+    modes_off = private(f"{_DISPATCH}:_disable_current_modes", "traces a step", Part.OPTIMIZER)
     current_mode = private(
         f"{_DISPATCH}:_get_current_dispatch_mode", "finds the innermost mode", Part.COMPILE
     )
