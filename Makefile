@@ -30,7 +30,7 @@ GPU_ARGS ?=
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch check docs bench bench-check gpu gpu-wheels dist dist-test clean FORCE
+.PHONY: demo test test-torch test-inside check docs bench bench-check gpu gpu-wheels dist dist-test clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -43,6 +43,14 @@ test: $(VENV)/.stamp-test
 test-torch:
 	@$(if $(filter command line environment,$(origin TORCH)),:,echo 'say which: make test-torch TORCH=2.11.0'; exit 2)
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH)
+
+# The tests that touch the insides of torch, against another one: a few minutes (`.ci/run`).
+INSIDE := tiny torch_inside private_names torch_faults capture backend emit emit_rnn passes_classify \
+	passes_functionalize passes_place_casts passes_scale_gradients joint optim optim_settings train_step \
+	whole_step_loops whole_step_optimizers hazards_checkpoint hazards_gradients ddp fsdp fake_cuda
+
+test-inside:
+	$(MAKE) test-torch PYTEST_ARGS="$(INSIDE:%=tests/test_%.py) $(PYTEST_ARGS)"
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -17,9 +17,9 @@ from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
 from .calls import uncalled
+from .calls.looking import Looking
 from .calls.module_call import ModuleCall, running
-from .calls.outside import Outside
-from .calls.say_outside import say_outside
+from .calls.say_outside import gains, say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
@@ -128,6 +128,7 @@ def _compiled(
         "options": {**record.request, "_listener": record.plans.append},
         **torch_compile_kwargs,
     }
+    looking_for = None if settings.level is Level.O0 else _looking_for(settings, record)
     if isinstance(model, nn.Module):
         check_module(model, settings)
         first, *others = ddp.called_modules(model)
@@ -138,7 +139,7 @@ def _compiled(
             reads_copies=settings.level is Level.O2,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
-            looked=None if settings.level is Level.O0 else _looked(settings, record),
+            looking=looking_for,
         )
         for module in (first, *others):
             call = compiled_call(module)
@@ -149,22 +150,31 @@ def _compiled(
         uncalled.expect(first)
         return model
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
-    compiled = _compiled_function(model, compile_kwargs, record, anew)
+    compiled = _compiled_function(model, compile_kwargs, record, looking_for, anew)
     _records[compiled] = record
     return compiled
 
 
-def _looked(settings: Settings, record: _Record) -> Callable[[nn.Module, Outside], bool]:
-    """What hears of products that ran outside of the graphs."""
-    return functools.partial(
-        say_outside, record.plans, dtype=settings.dtype, strict=settings.strict
-    )
+def _looking_for(settings: Settings, record: _Record) -> Callable[[Any], Looking]:
+    """Makes what looks at the first calls of a module, or of a function."""
+
+    def looking(compiled: Any) -> Looking:
+        module = compiled if isinstance(compiled, nn.Module) else None
+        named = compiled if module is not None else getattr(compiled, "__name__", "a function")
+        return Looking(
+            module,
+            functools.partial(gains, module=module, dtype=settings.dtype),
+            functools.partial(say_outside, record.plans, named, strict=settings.strict),
+        )
+
+    return looking
 
 
 def _compiled_function(
     function: Callable[..., Any],
     compile_kwargs: dict[str, Any],
     record: _Record,
+    looking_for: Callable[[Any], Looking] | None,
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
@@ -175,7 +185,10 @@ def _compiled_function(
         options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
         options.update({"emit": emit} if emit else {})
         compiled = torch.compile(one, **{**compile_kwargs, "options": options})
-        return running(compiled, one, gradients_of_rebound, allow_rnn=True, **VALUE_SIZES)
+        looking = looking_for(function) if looking_for is not None and emit is None else None
+        return running(
+            compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
+        )
 
     if not goes_backward(function):
         return in_pieces(function)

@@ -34,13 +34,13 @@ from .capture.on_fakes import unseen
 from .capture.provenance import Names, nobody
 from .devices.registry import capabilities, is_supported
 from .emit.accumulation import check_accumulation
-from .emit.emitter import check_how, emit
+from .emit.emitter import emit
 from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.tracing_settings import or_broken
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning
-from .inspect.advice import say_nothing_runs_low
+from .inspect.advice import say_nothing_runs_low, say_products_stay
 from .inspect.graph_plan import GraphPlan, plan_of_left
 from .inspect.log_graph import log_graph
 from .inspect.trace import trace_graph
@@ -49,7 +49,6 @@ from .ir.inputs import GraphInputs
 from .ir.updates import is_update
 from .padding.products import product
 from .planner.target import Target, target_of
-from .ranks.refuse import check_ranks
 from .rules.formats import Format
 from .rules.policy import Config, Level
 from .settings import Settings
@@ -59,7 +58,6 @@ from .state.repairs import Repairs
 from .torch_inside.amp import autocast_off
 from .torch_inside.dynamo import traced_code
 from .torch_inside.dynamo_names import RestartAnalysis
-from .torch_inside.reach import MissingInTorch
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.
 Listener = Callable[[GraphPlan], None]
@@ -84,8 +82,6 @@ def mpcompile_backend(
     true = request.pop("_true_gradients", False)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     settings = replace(settings, names=names, true_gradients=true)
-    check_how(settings.emit)
-    check_ranks()
     uncalled.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
@@ -105,7 +101,7 @@ def _compile_or_fall_back(
         with or_broken(gm):
             return _compile(gm, example_inputs, settings)
     except Exception as error:
-        asked = isinstance(error, MPCompileError) and not isinstance(error, MissingInTorch)
+        asked = isinstance(error, MPCompileError) and not isinstance(error, CannotRewrite)
         if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
             raise
         reason = reason_of(error)
@@ -270,11 +266,15 @@ def rewrite(
 def _heed_the_device(
     captured: fx.GraphModule, plan: GraphPlan, config: Config, device: torch.device
 ) -> None:
-    """Warn if a setting of the device may round sums, or if the device gains nothing by `low`."""
+    """Say so if a setting of the device may round sums, if the device gains nothing by `low`, or if
+    products stay in FP32 where it would.
+    """
     check_accumulation(device, config.low)
     nothing_low = not config.promised and not plan.counts().get("LOW")
     if nothing_low and any(product(node) is not None for node in captured.graph.nodes):
         say_nothing_runs_low(capabilities(device).word, config.low)
+    if config.promised:
+        say_products_stay(plan.nodes)
 
 
 def note_read_in_full(

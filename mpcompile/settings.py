@@ -31,6 +31,7 @@ from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF
+from .ranks.refuse import check_ranks
 from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
 from .torch_inside.health import refuse
@@ -269,6 +270,7 @@ class Settings:
         """
         check_torch_version(torch.__version__)
         refuse(Part.COMPILE, "mpcompile", _OTHER_TORCH)
+        check_ranks()
         for key in request:
             if key not in OPTIONS:
                 hint = did_you_mean(key, OPTIONS)

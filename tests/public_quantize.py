@@ -145,10 +145,6 @@ def autoencoder() -> list[nn.Module]:
     return [Autoencoder()]
 
 
-def convolutions(models: Models) -> list[nn.Module]:
-    return [layer for layer in models[0].layers if isinstance(layer, nn.Conv2d)]
-
-
 def batch() -> tuple[Tensor, ...]:
     """Stripes of a few widths."""
     width = torch.randint(1, 5, (8, 1, 1, 1))

@@ -23,7 +23,6 @@ States = Sequence[Mapping[str, Tensor]]
 
 FP64, AUTOCAST, FP32 = "fp64", "autocast", "fp32"
 WAYS = ("O1", "O2", "whole O1", "whole O2")
-PARTS = ("parts O1",)
 
 PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward",
             "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")  # fmt: skip
@@ -131,7 +130,7 @@ def running(
 
     Args:
         script, states: what is run.
-        way: FP64, FP32, AUTOCAST, or one of WAYS or PARTS.
+        way: FP64, FP32, AUTOCAST, or one of WAYS.
         dtype: the low dtype, unless it is FP64 or FP32.
         rate: a factor for the learning rates.
         emit: for `mpcompile()`.
@@ -141,18 +140,15 @@ def running(
         model.load_state_dict(state)
     if way == FP64:
         own = [model.double() for model in own]
-    kind, _, level = way.rpartition(" ")
-    whole = kind == "whole"
+    whole, level = way.startswith("whole"), way.rpartition(" ")[2]
 
     def scale() -> Any:
         return LossScale.dynamic(init_scale=SCALE) if dtype is torch.float16 else "dynamic"
 
     options: dict[str, Any] = {"level": level, "dtype": dtype, "emit": emit}
     compiled: list[nn.Module] = []
-    if way in (*WAYS, *PARTS) and not whole:
-        compiled = list(own) if kind == "" else script.parts(own)  # type: ignore[misc]
-        for part in compiled:
-            mpcompile(part, loss_scale=scale(), **options)
+    if way in WAYS and not whole:
+        compiled = [mpcompile(model, loss_scale=scale(), **options) for model in own]
     optimizers = list(script.optimizers(own, rate))
     inside = None  # the norm to which an optimizer clips; elsewhere the step itself does
     if level == "O2":
@@ -172,7 +168,7 @@ def running(
         scales = dict.fromkeys(parameters, loss_scale_of(step))
         plans = lambda: compiled_plans(step)  # noqa: E731
     elif compiled:
-        scales = {p: loss_scale_of(part) for part in compiled for p in part.parameters()}
+        scales = {p: loss_scale_of(model) for model in compiled for p in model.parameters()}
         plans = lambda: [plan for model in compiled for plan in compiled_plans(model)]  # noqa: E731
     around = _around(way, dtype, parameters)
     return Running(script, own, step, script.state(own), plans, around, scales, inside)

@@ -92,10 +92,6 @@ def transformer() -> list[nn.Module]:
     return [TransformerModel()]
 
 
-def layers(models: Models) -> list[nn.Module]:
-    return [*models[0].encoder.layers, models[0].decoder]
-
-
 def first_hidden(models: Models) -> tuple[Any, ...]:
     return (models[0].init_hidden(ROWS),)
 

@@ -17,6 +17,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 
 from mpcompile import MPCompileError, MPOptimizer, mpcompile, train_step
 from mpcompile.calls import graph_call
+from mpcompile.inspect import advice
 from mpcompile.ir import units
 from mpcompile.state import fit_scale
 
@@ -181,6 +182,16 @@ def test_in_a_whole_step(name: str, level: str) -> None:
         assert wanted.grad is not None
         off = (then - now - wanted.grad).norm() / wanted.grad.norm()
         assert off < 5e-3, f"{off:.2g}"
+
+
+def test_products_that_stay_in_fp32_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    advice._say_products_stay.cache_clear()
+    for _ in range(2):
+        model = mpcompile(Alone(TRANSFORMS["grad of vmap"]), dtype=torch.float16, emit="eager")
+        model(torch.randn(WIDTH, WIDTH))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "mpcompile"]
+    assert "mpcompile: 1 matrix product stays in FP32 inside of calls" in line
+    assert line.endswith(": linear")
 
 
 # -- the two checks that do not read what the proof reads -----------------------------------------

@@ -1,9 +1,10 @@
 """Ten public training scripts in FP16 and BF16: gradients as good as autocast's, nothing left in
 FP32, and losses that fall as in FP32.
 
-Gradients are those of one step from the same weights, for `DRAWS` batches; an error is relative to
-FP64's gradients. By the median of the draws it is at most `MOST` times that of eager autocast over
-all parameters together; and so for each parameter, plus one rounding to the low dtype.
+Gradients are those of one step from the same weights, for several batches; an error is relative to
+FP64's gradients. Over all parameters together it is at most `MOST` times that of eager autocast on
+the same batch, by the median of the batches; and so for each parameter, plus one rounding to the
+low dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from public_runs import (
     AUTOCAST,
     FP32,
     FP64,
-    PARTS,
     WAYS,
     Running,
     States,
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mpcompile import MPCompileWarning
 
-DRAWS, STEPS, MOST = 7, 6, 1.5
+BEFORE, STEPS, MOST = 4, 6, 1.5
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -56,8 +56,6 @@ IN_PIECES = {
     "word_transformer": "makes a Python number of a tensor's value",
     "vector_quantize": "Data-dependent branching",
 }
-# Scripts of which Dynamo leaves layers to Python, in FP32, and what the one warning says.
-OUTSIDE = {"word_transformer": "encoder.layers.0", "vector_quantize": "layers"}
 # oneDNN's kernel is for BF16 alone on most CPUs
 IN_PIECES_FP16 = {"word_lstm": "recurrent layer that would be unrolled"}
 
@@ -84,9 +82,11 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def measure(run: Running, states: States, draws: Sequence[Sequence[Tensor]]) -> Measured:
-    """After a step that is not looked at: the first may be unlike the others."""
+    """After steps that are not looked at: where a model breaks graphs in loops, each of the first
+    compiles more of it.
+    """
     gradients, losses = [], []
-    for i, batch in enumerate([draws[0], *draws]):
+    for i, batch in enumerate([draws[0]] * BEFORE + [*draws]):
         run.load(states)
         torch.manual_seed(i)
         run.take(batch)
@@ -95,14 +95,14 @@ def measure(run: Running, states: States, draws: Sequence[Sequence[Tensor]]) -> 
     for _ in range(STEPS):
         torch.manual_seed(0)
         losses.append(run.take(draws[0]))
-    return Measured(gradients[1:], losses, products(lambda: run.take(draws[0])))
+    return Measured(gradients[BEFORE:], losses, products(lambda: run.take(draws[0])))
 
 
 def begun(script: Script) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, ...]]]:
     """Weights and buffers as the first step finds and leaves them, and batches."""
     torch.manual_seed(0)
     states = [model.state_dict() for model in script.models()]
-    draws = [script.batch() for _ in range(DRAWS)]
+    draws = [script.batch() for _ in range(script.draws)]
     first = running(script, states, FP32, rate=0.0)
     first.take(draws[0])
     return [
@@ -111,8 +111,8 @@ def begun(script: Script) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, .
     ], draws
 
 
-def errors(found: Measured, reference: Measured) -> dict[str, float]:
-    """Medians over the draws, for each parameter and, by the name "", for all of them together."""
+def errors(found: Measured, reference: Measured) -> dict[str, list[float]]:
+    """Of each draw, for each parameter and, by the name "", for all of them together."""
     each: dict[str, list[float]] = {}
     for ours, right in zip(found.gradients, reference.gradients, strict=True):
         assert ours.keys() == right.keys()
@@ -128,7 +128,7 @@ def errors(found: Measured, reference: Measured) -> dict[str, float]:
             off, square = off + wrong, square + wanted.square().sum()
             each.setdefault(name, []).append(float((wrong / wanted.square().sum()).sqrt()))
         each.setdefault("", []).append(float((off / square).sqrt()))
-    return {name: median(values) for name, values in each.items()}
+    return each
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch, as oneDNN is left out
@@ -136,14 +136,6 @@ def errors(found: Measured, reference: Measured) -> dict[str, float]:
 @pytest.mark.parametrize(("name", "dtype", "way"), ROWS)
 def test_a_script_trains(name: str, dtype: torch.dtype, way: str) -> None:
     compare(name, dtype, way, says(name, dtype, way))
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "dtype", "way"), rows(OUTSIDE, PARTS))
-def test_layers_compiled_each_by_itself(name: str, dtype: torch.dtype, way: str) -> None:
-    """As the warning advises where Dynamo leaves them to Python."""
-    compare(name, dtype, way, [])
 
 
 INDUCTOR = [
@@ -167,7 +159,7 @@ def says(name: str, dtype: torch.dtype, way: str) -> list[str]:
     in_pieces = IN_PIECES.get(name) or (dtype is torch.float16 and IN_PIECES_FP16.get(name))
     if way.startswith("whole"):
         return [f"runs in pieces .*{in_pieces}"] if in_pieces else []
-    return [f"% of the product FLOPs .*{OUTSIDE[name]}"] if name in OUTSIDE else []
+    return []
 
 
 def compare(
@@ -188,8 +180,7 @@ def compare(
     left = [p.left for p in run.plans() if p.left and "updates parameters" not in p.left]
     assert run.plans()
     assert not left
-    if name not in OUTSIDE or way in PARTS:
-        assert in_fp32(ours) <= in_fp32(peer), ours.products
+    assert in_fp32(ours) <= in_fp32(peer), ours.products
     near(ours, peer, right, dtype)
     follows(ours, peer, plain, dtype)
     assert name == "dcgan" or ours.losses[-1] < ours.losses[0]
@@ -202,10 +193,11 @@ def in_fp32(run: Measured) -> int:
 
 def near(ours: Measured, peer: Measured, right: Measured, dtype: torch.dtype) -> None:
     found, allowed = errors(ours, right), errors(peer, right)
-    assert found[""] <= MOST * allowed[""], f"{found['']} against {allowed['']}"
-    for name, error in found.items():
-        most = MOST * allowed[name] + rounding(dtype)
-        assert error <= most, f"{name}: {error} against {allowed[name]}"
+    for name, each in found.items():
+        spare = rounding(dtype) if name else 0.0
+        # On the same batch: behind a ReLU, errors of one way differ by a factor of ten.
+        over = median(e - spare - MOST * a for e, a in zip(each, allowed[name], strict=True))
+        assert over <= 0, f"{name or 'all'}: {median(each):.2g} against {median(allowed[name]):.2g}"
 
 
 def follows(ours: Measured, peer: Measured, plain: Measured, dtype: torch.dtype) -> None:

@@ -249,6 +249,25 @@ def test_a_pin_holds_for_other_sizes() -> None:
     assert any("f32[s" in n.captured for n in symbolic.nodes if n.source == line_of(Activation))
 
 
+def test_a_model_beside_it_keeps_its_scale() -> None:
+    """Its own scale is too high at the same time, and it stands behind a layer that isn't compiled:
+    what the repaired model made has not come into it.
+    """
+    training = Training(compiled(Activation, repair=True))
+    other = mpcompile(nn.Linear(16, 4), dtype=torch.float16, emit="eager", loss_scale="grad_scaler")
+    before, x = nn.Linear(16, 16), torch.randn(32, 16)
+    optimizer = sgd([*before.parameters(), *other.parameters()])
+    scales = [loss_scale_of(other).value]
+    for _ in range(8):
+        training.run(1)
+        optimizer.zero_grad()
+        (other(before(x)) * 1e3).sum().backward()  # fits from a scale of 64 on, 10 halvings away
+        optimizer.step()
+        scales.append(loss_scale_of(other).value)
+    assert len(repairs_of(training.model)) == 1
+    assert scales == [2.0**16 / 2**i for i in range(9)]
+
+
 def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repairs, "MOST", 1)
 

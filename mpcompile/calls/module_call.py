@@ -3,7 +3,7 @@ doesn't do.
 
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
-  gets an entry function in this file, with a code object of its own.
+  gets an entry function (`looking.py`), with a code object of its own.
 * Recurrent layers break the graph unless that is prevented (`emit/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
@@ -21,7 +21,6 @@ doesn't do.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,33 +38,44 @@ from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import widened, widens_inputs
-from .outside import Outside, aside
+from .looking import Looking, enter_by_itself, entry
+from .outside import aside
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
 
-_numbers = itertools.count()
-
 
 def running(
-    compiled: Callable[..., Any], plain: Callable[..., Any], *contexts: Any, **settings: bool
+    compiled: Callable[..., Any],
+    plain: Callable[..., Any],
+    *contexts: Any,
+    looking: Looking | None = None,
+    **settings: bool,
 ) -> Callable[..., Any]:
     """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
     contexts and with these settings (`traced_with`), without the caller's autocast, and an
-    MPCompileError is raised as it is, without Dynamo's wrapper.
+    MPCompileError is raised as it is, without Dynamo's wrapper. `looking` looks at the first calls.
     """
     inner = noting_regions(compiled)
+    contexts = (*contexts, aside) if looking is not None else contexts
     inner = traced_with(inner, *contexts, **settings) if contexts or settings else inner
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        assert looking is not None
+        return looking.at(inner, args, kwargs)
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torchscript_trace() is not None:  # it traces operators: those of the plain function
             return plain(*args, **kwargs)
+        call = inner
+        if looking is not None and not torch.compiler.is_compiling() and looking.due:
+            call = look
         try:
             if foreign.is_under_autocast():
                 with foreign.without_autocast():
-                    return inner(*args, **kwargs)
-            return inner(*args, **kwargs)
+                    return call(*args, **kwargs)
+            return call(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
             if isinstance(error, MPCompileError):
@@ -73,17 +83,6 @@ def running(
             raise
 
     return run
-
-
-def _entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`function(module, ...)`, as a function with a code object of its own."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
-
-    name = f"{type(module).__name__}_{next(_numbers)}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    return forward
 
 
 class ModuleCall:
@@ -95,8 +94,7 @@ class ModuleCall:
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
-        looked: called with the module and what its first training call, or its first call in
-            evaluation, ran outside of its graphs, until it returns True; None: nobody looks.
+        looking: what looks at the first calls of a module; None: nobody does.
         method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
@@ -108,14 +106,13 @@ class ModuleCall:
         reads_copies: bool,
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
-        looked: Callable[[nn.Module, Outside], bool] | None = None,
+        looking: Callable[[nn.Module], Looking] | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs = module, compile_kwargs
         self._reads_copies, self._check, self._called = reads_copies, check, called
         self._method, self._checked = method, False
-        self._looked = looked
-        self._new = {True, False} if looked is not None else set()  # grad modes not yet called in
+        self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
@@ -148,28 +145,13 @@ class ModuleCall:
             self._compiled = self._compile()
         if self._widens:
             args, kwargs = widened(args, kwargs)
-        if self._new and not torch.compiler.is_compiling():
-            result = self._first(args, kwargs)
-        else:
-            result = self._compiled(*args, **kwargs)
+        result = self._compiled(*args, **kwargs)
         if not self._told and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 uncalled.called(self._module)
-            self._told = self._called(self._module)
-        return result
-
-    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that may be the first with gradients, or the first without."""
-        training = torch.is_grad_enabled()
-        if training not in self._new:
-            return self._compiled(*args, **kwargs)
-        self._new.remove(training)
-        outside = Outside(self._module)
-        with outside.looking():
-            result = self._compiled(*args, **kwargs)
-        assert self._looked is not None
-        if self._looked(self._module, outside):
-            self._new.clear()
+            # After a call that may compile more than this one did, it is too early to tell.
+            if self._looking is None or not self._looking.again:
+                self._told = self._called(self._module)
         return result
 
     def _look_at_dtype(self) -> None:
@@ -183,26 +165,28 @@ class ModuleCall:
         check_engines(module)
         for part in parts_of(module):
             if compiled_call(part) is None:
-                set_compiled_call(part, self._of_part(part))
+                self._compile_part(part)
+        for part in self._looking.parts if self._looking is not None else ():
+            enter_by_itself(part)  # anew, as the module itself
         if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
         return self._traced(self._method or plain_call(type(module)))
 
-    def _of_part(self, part: nn.Module) -> Callable[..., Any]:
-        """The call of a module inside of this one. If it is not sharded, and a graph is traced
-        around it, it becomes part of that graph; otherwise Dynamo compiles it as a frame.
+    def _compile_part(self, part: nn.Module) -> None:
+        """Compile the call of a module inside of this one. If it is not sharded, and a graph is
+        traced around it, it becomes part of that graph.
         """
         if not fsdp.is_sharded(part):
-            return _entry(plain_call(type(part)), part)
-        return ends_graph(
-            ModuleCall(
-                part,
-                self._compile_kwargs,
-                reads_copies=self._reads_copies,
-                check=lambda _: None,
-                called=lambda _: True,
-            )
+            enter_by_itself(part)
+            return
+        call = ModuleCall(
+            part,
+            self._compile_kwargs,
+            reads_copies=self._reads_copies,
+            check=lambda _: None,
+            called=lambda _: True,
         )
+        set_compiled_call(part, ends_graph(call))
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
@@ -212,8 +196,9 @@ class ModuleCall:
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        entry = _entry(function, module)
-        run = running(torch.compile(entry, **self._compile_kwargs), entry, aside, **settings)
+        own = entry(function, module)
+        compiled = torch.compile(own, **self._compile_kwargs)
+        run = running(compiled, own, looking=self._looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

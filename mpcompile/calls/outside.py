@@ -1,9 +1,10 @@
 """Which products of a model run outside of its compiled graphs: as torch runs them, in FP32.
 
-Dynamo leaves a frame to Python where it can't break the graph: in a loop, above all. The layers
-that are called there are not compiled, and no graph knows of them. So one training call of a model,
-and one call in evaluation, are looked at: the operators that reach PyTorch from Python while no
-graph runs, and nothing compiles, run outside.
+Dynamo leaves a frame to Python where it can't break the graph: in a loop, above all. It goes on
+with the frames that are called there, but not with those of torch's own layers: no graph knows of
+them. So the first training calls of a model, and the first in evaluation, are looked at
+(`looking.py`): the operators that reach PyTorch from Python while no graph runs, and nothing
+compiles, run outside.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
@@ -42,8 +44,14 @@ class Outside(TorchDispatchMode):
 
     Attributes:
         compiled: of those in graphs that ran.
-        modules: of those in FP32 outside of them, by the path of the module that calls them.
+        modules: of those in FP32 outside of them, by the path of the module that calls them; in a
+            function, by the name of the module's class.
+        callers: of each of these products, the modules in whose methods the program is, the
+            innermost first.
         device: where the last of these ran.
+
+    Args:
+        module: the compiled module; None: it is a function, which may call any modules.
     """
 
     supports_higher_order_operators = True
@@ -58,12 +66,15 @@ class Outside(TorchDispatchMode):
         """The same, for what Dynamo asks from torch 2.12 on."""
         return True
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = 0
         self.modules: Counter[str] = Counter()
+        self.callers: list[tuple[nn.Module, ...]] = []
         self.device: torch.device | None = None
-        self._paths: Mapping[int, str] = {id(m): path for path, m in module.named_modules()}
+        self._paths: Mapping[nn.Module, str] | None = None
+        if module is not None:
+            self._paths = {m: path for path, m in module.named_modules()}
         self._aside, self._skips = 0, skips()
 
     @property
@@ -112,20 +123,28 @@ class Outside(TorchDispatchMode):
         if flops is None or self._aside or current_node() is not None:
             return result  # a backward within the forward, where it has a node
         first = next(tensors_of(result))
-        if first.dtype in _WIDE:
+        callers = tuple(_objects(sys._getframe(1)))
+        # An optimizer's products make an update, which is not rounded.
+        if first.dtype in _WIDE and not any(isinstance(c, Optimizer) for c in callers):
             self.device = first.device
-            path = self._module_at(sys._getframe(1))
+            modules = tuple(c for c in callers if isinstance(c, nn.Module) and self._knows(c))
+            self.callers.append(modules)
+            path = self._path(modules[0]) if modules else ""
             self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
 
-    def _module_at(self, frame: FrameType | None) -> str:
-        """The path of the innermost module in whose method the program is."""
-        while frame is not None:
-            path = self._paths.get(id(frame.f_locals.get("self")))
-            if path is not None:
-                return path
-            frame = frame.f_back
-        return ""
+    def _knows(self, module: nn.Module) -> bool:
+        return self._paths is None or module in self._paths
+
+    def _path(self, module: nn.Module) -> str:
+        return type(module).__name__ if self._paths is None else self._paths[module]
+
+
+def _objects(frame: FrameType | None) -> Iterator[Any]:
+    """The objects in whose methods the program is since somebody looks, the innermost first."""
+    while frame is not None and not isinstance(frame.f_locals.get("outside"), Outside):
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def aside() -> contextlib.AbstractContextManager[None]:

@@ -17,41 +17,45 @@ from ..inspect.plan_text import shortened
 from ..planner.target import target_of
 from .outside import Outside
 
-__all__ = ["say_outside"]
+__all__ = ["gains", "say_outside"]
 
 
-def say_outside(
-    plans: Sequence[GraphPlan],
-    module: nn.Module,
-    outside: Outside,
-    *,
-    dtype: torch.dtype | None,
-    strict: bool,
-) -> bool:
-    """Warn of products in FP32 that no graph holds, or raise if that is to be an error. Returns
-    whether it was said. It isn't where the device gains nothing by the low dtype.
+def gains(outside: Outside, module: nn.Module | None, dtype: torch.dtype | None) -> bool:
+    """Whether what a call ran outside of the graphs would gain anything in one.
 
     Args:
-        plans: of the graphs compiled so far.
-        module: the compiled module.
-        outside: what one of its calls ran outside of them.
+        outside: what it ran there.
+        module: the compiled module; None: it is a function.
         dtype: what the user asked for; None: "auto".
-        strict: whether it is an error.
     """
     if outside.device is None or outside.share >= ENOUGH:
         return False
-    if not plans and any(True for _ in module.parameters()):
-        return False  # there is another warning of that
-    if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
+    inside = module.modules() if module is not None else ()
+    if any(isinstance(m, DistributedDataParallel) for m in inside):
         return False  # Dynamo splits the graph of a DDP inside: what ran in it isn't counted
-    if not is_supported(outside.device) or not target_of(outside.device, dtype).promised:
-        return False
-    names = shortened([path or type(module).__name__ for path, _ in outside.modules.most_common()])
+    return is_supported(outside.device) and target_of(outside.device, dtype).promised
+
+
+def say_outside(
+    plans: Sequence[GraphPlan], compiled: nn.Module | str, outside: Outside, *, strict: bool
+) -> bool:
+    """Warn of products in FP32 that no graph holds, or raise if that is to be an error. Returns
+    whether it was said.
+
+    Args:
+        plans: of the graphs compiled so far.
+        compiled: the module, or the name of the function.
+        outside: what one of its calls ran outside of them.
+        strict: whether it is an error.
+    """
+    of = compiled if isinstance(compiled, str) else type(compiled).__name__
+    if not plans and not isinstance(compiled, str) and any(True for _ in compiled.parameters()):
+        return False  # there is another warning of that
+    names = shortened([path or of for path, _ in outside.modules.most_common()])
     text = (
-        f"mpcompile: {outside.share:.0%} of the product FLOPs of {type(module).__name__} ran in "
-        f"compiled graphs; {names} ran as torch runs them, in FP32, because Dynamo left the code "
-        f"that calls them to Python: {outside.why}. Move what breaks the graph out of there, or "
-        "compile these modules each by itself, with mpcompile(module)"
+        f"mpcompile: {outside.share:.0%} of the product FLOPs of {of} ran in compiled graphs; "
+        f"{names} ran as torch runs them, in FP32, because Dynamo left the code that calls them to "
+        f"Python: {outside.why}. Move what breaks the graph out of there"
     )
     if strict:
         raise MPCompileError(text)

@@ -15,7 +15,7 @@ from ..ir.places import Place
 from ..observe.fault import Fault, Kind
 from ..state import guard
 from ..state.loss_scale import LossScale
-from ..state.not_finite import outside
+from ..state.not_finite import came_in, outside
 from ..state.repairs import MOST
 from ..state.trouble import Verdict
 from ..torch_inside.dynamo import reset_code
@@ -30,7 +30,9 @@ _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows fr
 def judge(scale: LossScale) -> Verdict:
     """Name the first node that overflowed in the watched step, and repair it if the user wants."""
     looks: Iterable[Look] = scale.trouble.looks
-    if (what := outside([look.again.seen() for look in looks])) is not None:
+    seen = [look.again.seen() for look in looks]
+    scale.trouble.fed = came_in(seen)
+    if (what := outside(seen)) is not None:
         scale.said.not_finite(what)
         return Verdict.WAIT
     faults = [(fault, look.graph) for look in looks if (fault := look.fault()) is not None]
@@ -106,10 +108,13 @@ def _restore(repaired: LossScale) -> None:
 
 def _depends(scale: LossScale, other: LossScale) -> bool:
     """Whether a scale's steps may be skipped for what the graphs of another one made: an optimizer
-    looks at both, or its graphs come behind another network, as a critic's behind a generator.
+    looks at both, or something that wasn't finite came into its graphs, as into a critic's from the
+    generator before it, and into the generator's backward from the critic's.
     """
-    shared = set(scale.overflows.lookers) & set(other.overflows.lookers)
-    return bool(shared) or scale.open
+    if set(scale.overflows.lookers) & set(other.overflows.lookers):
+        return True
+    looks: Iterable[Look] = scale.trouble.looks  # it may be judged later than the other one
+    return scale.trouble.fed or came_in([look.again.seen() for look in looks])
 
 
 def _warn(scale: LossScale, fault: Fault, advice: str) -> None:

@@ -136,9 +136,11 @@ class Sides:
         self.repairs = repairs
         self.graphs: list[Graph] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
-        rnns = {"allow_rnn": True} if any(isinstance(m, nn.RNNBase) for m in twin.modules()) else {}
+        traced = dict(VALUE_SIZES)
+        if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
+            traced["allow_rnn"] = True
         compiled = compiled_apart(twin, _weakly(self), "diagnose")
-        self.forward = running(compiled, twin, **VALUE_SIZES, **rnns)
+        self.forward = running(compiled, twin, looking=None, **traced)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:

@@ -72,8 +72,10 @@ def emit(
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
+        MPCompileError: see `check_how`.
         RuntimeError: an unknown mode or option (Inductor's own message).
     """
+    check_how(how)
     autocast = autocast_is_on() and not untouched
     with autocast_off() if autocast else contextlib.nullcontext():
         if how == "eager":

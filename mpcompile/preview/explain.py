@@ -10,11 +10,12 @@ with stand-ins. With `device="t4"` the passes run with the facts of that GPU's d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from ..api import matched_nothing, pinned_in, recorded, studied
 from ..backend import place_of
 from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
-from ..calls.outside import Outside, aside
+from ..calls.looking import looked_into
+from ..calls.outside import aside
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
 from ..devices.cuda import AbsentGPU
@@ -129,11 +131,9 @@ def plan_call(
     repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
-    outside = Outside(twin)
-    with (
-        torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins, outside.looking(),
-    ):  # fmt: skip
-        _run(twin, planner, *given)
+    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
+        call = functools.partial(_run, twin, _compiled(twin, planner), *given)
+        outside = looked_into(call, twin)
     if not planner.graphs:
         raise MPCompileError(
             f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
@@ -186,8 +186,8 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
-def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the model, so that Dynamo passes each graph to the planner."""
+def _compiled(twin: nn.Module, planner: Planner) -> Callable[..., Any]:
+    """The model's call, compiled so that Dynamo passes each graph to the planner."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         planning = planner_now()
@@ -196,13 +196,20 @@ def _run(twin: nn.Module, planner: Planner, args: tuple[Any, ...], kwargs: dict[
 
     # Dynamo keeps each backend that it was given for as long as the process runs.
     planner_now = weakref.ref(planner)
-    name, run = type(twin).__name__, noting_regions(compiled_apart(twin, backend, "plan"))
+    run = noting_regions(compiled_apart(twin, backend, "plan"))
     rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
-    run = traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
+    return traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
+
+
+def _run(
+    twin: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call the model, and say what is wrong where that fails."""
     if widens_inputs(twin):
         args, kwargs = widened(args, kwargs)
+    name = type(twin).__name__
     try:
-        run(*args, **kwargs)
+        call(*args, **kwargs)
     except MPCompileError:
         raise
     except Exception as error:

@@ -52,6 +52,7 @@ class Trouble:
             that a forward asks while all is well.
         skipped: how many steps were skipped since the last good one, as far as is known.
         before: the scale at the last good step, a number or a 0-d tensor; None: not known.
+        fed: whether something that was not finite came into the graphs that were looked at last.
         at_floor: whether the warning about the lowest scale waits for the look.
         looks: what the forwards watched so far have recorded.
         judge: judges the looks; None while no graph can be watched.
@@ -59,7 +60,7 @@ class Trouble:
 
     def __init__(self, live: LiveScale) -> None:
         self._live = live
-        self.pending = self.at_floor = False
+        self.pending = self.at_floor = self.fed = False
         self.skipped = 0
         self.before: float | torch.Tensor | None = None
         self.looks: deque[Any] = deque(maxlen=MOST_LOOKS)

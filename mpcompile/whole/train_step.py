@@ -39,7 +39,7 @@ from ..torch_inside.dynamo_names import (
 )
 from ..torch_inside.fakes import DataDependentOutputException
 from ..torch_inside.health import why_off
-from ..torch_inside.reach import MissingInTorch, Part
+from ..torch_inside.reach import Part
 from .backend import WholeBackend
 from .calls import NotThisTime, Outdated
 from .tracing import keeps, traceable_optimizers
@@ -146,7 +146,7 @@ class TrainStep:
                 cause = _cause(error)
                 if isinstance(cause, StateAppeared):
                     break
-                if isinstance(cause, MPCompileError) and not isinstance(cause, MissingInTorch):
+                if isinstance(cause, MPCompileError) and not isinstance(cause, CannotRewrite):
                     raise
                 return self._leave(cause, args, kwargs)
         known = len(self._plans)

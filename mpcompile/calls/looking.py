@@ -1,0 +1,117 @@
+"""The first calls of what was compiled are looked at, and what they run outside of all graphs is
+compiled module by module.
+
+    for layer in self.layers:       # a break in this loop: Dynamo leaves the frame to Python,
+        x = layer(x)                # and each `nn.Linear` in it, since its code is torch's own
+
+A module gets an entry function with a code object in this file, which Dynamo compiles where it
+meets it: with the same options, by the same backend, with the same loss scale. Within a graph the
+entry is traced like any other call. Where the products of a module still run outside, its frame
+can't be compiled either, and what it calls is next: from the outermost module inwards, one call
+each. What is left after that is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
+from .outside import Outside
+
+__all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]
+
+_numbers = itertools.count()
+
+
+def entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`function(module, ...)`, as a function with a code object of its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    name = f"{type(module).__name__}_{next(_numbers)}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
+    return forward
+
+
+def enter_by_itself(module: nn.Module) -> None:
+    """Have Dynamo compile the calls of this module that it meets outside of a graph."""
+    set_compiled_call(module, entry(plain_call(type(module)), module))
+
+
+def looked_into(call: Callable[[], Any], module: nn.Module) -> Outside:
+    """Call a module until it compiles no more of what it calls. Returns what the last call ran
+    outside of all graphs.
+    """
+    while True:
+        outside = Outside(module)
+        with outside.looking():
+            call()
+        if not _entered(outside, but=module):
+            return outside
+
+
+class Looking:
+    """Looks at the first training calls of something compiled, and the first in evaluation.
+
+    Attributes:
+        due: whether the next call may be looked at.
+        again: whether the last call's modules have been given entries: the next one is looked at
+            anew, and what is compiled may differ.
+        parts: the modules that were given entries.
+
+    Args:
+        module: the compiled module, or None: it is a function.
+        gains: whether what ran outside is worth being compiled.
+        said: called where nothing more can be compiled; True: nothing need be looked at any more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        gains: Callable[[Outside], bool],
+        said: Callable[[Outside], bool],
+    ) -> None:
+        self.due, self.again = True, False
+        self.parts: list[nn.Module] = []
+        self._module, self._gains, self._said = module, gains, said
+        self._modes = {True, False}  # grad modes not yet called in
+
+    def at(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call that may be the first with gradients, or the first without."""
+        training = torch.is_grad_enabled()
+        if training not in self._modes:
+            return run(*args, **kwargs)
+        outside = Outside(self._module)
+        with outside.looking():
+            result = run(*args, **kwargs)
+        gains = self._gains(outside)
+        parts = _entered(outside, but=self._module) if gains else []
+        self.parts += parts
+        self.again = bool(parts)
+        if not self.again:
+            self._modes.remove(training)
+            if gains and self._said(outside):
+                self._modes.clear()
+        self.due = bool(self._modes)
+        return result
+
+
+def _entered(outside: Outside, but: nn.Module | None) -> list[nn.Module]:
+    """Give entries to the outermost modules around the products that have none; return these."""
+    found = dict.fromkeys(_without(callers, but) for callers in outside.callers)
+    parts = [module for module in found if module is not None]
+    for part in parts:
+        enter_by_itself(part)
+    return parts
+
+
+def _without(callers: Iterable[nn.Module], but: nn.Module | None) -> nn.Module | None:
+    """The outermost of these modules whose call is not compiled yet."""
+    free = [m for m in callers if compiled_call(m) is None and m is not but]
+    return free[-1] if free else None
