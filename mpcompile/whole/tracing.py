@@ -252,6 +252,8 @@ def check_reached(has_backward: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way, so it may have lost a gradient or a setting.
     """
+    if not _patches:
+        raise CannotRewrite("Dynamo did not say that it began to trace")
     patches, known = _patches[-1], _traced().id_to_variable
     if patches.backward.reached and not has_backward:
         raise CannotRewrite("no gradient of its backward is read")
