@@ -1,8 +1,8 @@
 """The last check of this torch, from the user's cache, or a new one in a process of its own.
 
-A check compiles about twenty programs. In a process of its own it can't touch what the caller's has:
-random state, modes, what Dynamo has compiled, a GPU. Processes that start together, such as ranks,
-wait for one of them to make it.
+A check compiles about twenty programs. In a process of its own it can't touch what the caller's
+has: random state, modes, what Dynamo has compiled, a GPU. Processes that start together, such as
+ranks, wait for one of them to make it.
 """
 
 from __future__ import annotations
