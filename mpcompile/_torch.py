@@ -13,7 +13,7 @@ from .errors import MPCompileError, MPCompileWarning
 __all__ = ["NEWEST", "OLDEST", "RANGE", "check_torch_version", "is_untested", "warn_of_version"]
 
 OLDEST = (2, 11)
-NEWEST = (2, 14)  # that mpcompile was tested with: a newer one is tried
+NEWEST = (2, 14)  # that mpcompile was tested with: a newer one is checked (torch_inside/checked.py)
 RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 
 
@@ -31,18 +31,12 @@ def is_untested(version: str) -> bool:
 
 
 def warn_of_version(version: str) -> None:
-    """Warn of a torch that is not supported, or newer than all that mpcompile was tested with."""
+    """Warn of a torch that is not supported."""
     try:
         check_torch_version(version)
     except MPCompileError as error:
         # Compiling is refused later. What fails before that, on import, is explained by this.
         warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=4)
-    if is_untested(version):
-        text = (
-            f"mpcompile: torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that "
-            "mpcompile was tested with: what this torch lacks is refused when it is needed"
-        )
-        warnings.warn(text, MPCompileWarning, stacklevel=4)
 
 
 def _release(version: str) -> tuple[int, int]:

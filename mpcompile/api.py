@@ -25,6 +25,7 @@ from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .emit.accumulation import accumulate_in_fp32
+from .emit.emitter import check_how
 from .emit.frozen import see_what_trains
 from .emit.tracing_settings import VALUE_SIZES
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -35,7 +36,9 @@ from .settings import OPTIONS, Options, Settings, check_module, documented
 from .state import hooks, parameters
 from .state.loss_scale import LossScale
 from .state.repairs import Repairs
+from .torch_inside.health import refuse
 from .torch_inside.modules import set_compiled_call, unwrapped
+from .torch_inside.reach import Part
 from .whole.train_step import TrainStep, goes_backward
 
 F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
@@ -99,6 +102,7 @@ def mpcompile(
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
+    check_how(settings.emit)
     request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
     if model is None:
@@ -333,8 +337,9 @@ def studied(model: Any, who: str) -> nn.Module:
     in it.
 
     Raises:
-        MPCompileError: it is no module.
+        MPCompileError: it is no module; or on this torch such studies are known to be wrong.
     """
+    refuse(Part.EXPLAIN, who, "TORCH_LOGS=mpcompile tells what a training compiles")
     if not isinstance(model, nn.Module):
         raise MPCompileError(
             f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "

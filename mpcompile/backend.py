@@ -100,9 +100,10 @@ def _compile_or_fall_back(
     try:
         with or_broken(gm):
             return _compile(gm, example_inputs, settings)
-    except (MPCompileError, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
-        raise
     except Exception as error:
+        asked = isinstance(error, MPCompileError) and not isinstance(error, CannotRewrite)
+        if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
+            raise
         reason = reason_of(error)
         if settings.strict:
             raise MPCompileError(

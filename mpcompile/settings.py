@@ -25,20 +25,24 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from . import pipeline, rules
-from ._torch import check_torch_version
+from ._torch import NEWEST, check_torch_version
 from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
 from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF
+from .ranks.refuse import check_ranks
 from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
 from .state.loss_scale import LossScale
+from .torch_inside.health import refuse
+from .torch_inside.reach import Part
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
 REDUCTIONS = ("auto", "low", "fp32")
+_OTHER_TORCH = f"install torch {'.'.join(map(str, NEWEST))}, or an mpcompile made for this one"
 
 
 @dataclass(frozen=True)
@@ -262,9 +266,11 @@ class Settings:
 
         Raises:
             MPCompileError: an unknown key, level, dtype, operator or choice; options that
-                contradict each other; a torch version outside the supported range.
+                contradict each other; a torch outside the supported range, or found wrong.
         """
         check_torch_version(torch.__version__)
+        refuse(Part.COMPILE, "mpcompile", _OTHER_TORCH)
+        check_ranks()
         for key in request:
             if key not in OPTIONS:
                 hint = did_you_mean(key, OPTIONS)

@@ -32,6 +32,7 @@ FROM_TORCH = (
 def pytest_configure(config: pytest.Config) -> None:
     # No plan depends on the machine that the tests run on.
     os.environ.setdefault("MPCOMPILE_PROFILE", "none")
+    os.environ.setdefault("MPCOMPILE_CHECK", "0")  # nor on what a check of it has found
     for line in FROM_TORCH:
         config.addinivalue_line("filterwarnings", line)
 

@@ -12,6 +12,7 @@ from test_packaging import ROOT
 from mpcompile.rules.docs_page import page
 from mpcompile.rules.policy import op_key
 from mpcompile.rules.table import TABLE
+from mpcompile.torch_inside.docs_page import page as page_of_names
 
 PACKAGES = ("mpcompile", "passes", "benchmarks")
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_REPEAT = 400, 60, 5
@@ -117,3 +118,8 @@ def test_the_test_above_sees_one() -> None:
 def test_the_page_of_operators_is_the_table() -> None:
     """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
     assert (ROOT / "docs" / "operators.md").read_text() == page()
+
+
+def test_the_page_of_private_names_is_the_table() -> None:
+    """Made by `python -m mpcompile.torch_inside.docs_page > docs/torch_inside.md`."""
+    assert (ROOT / "docs" / "torch_inside.md").read_text() == page_of_names()

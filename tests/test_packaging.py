@@ -31,8 +31,9 @@ PASSES = ROOT / "passes"
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
+    {"_torch"},
     {"torch_inside"},
-    {"_torch", "devices", "ranks"},
+    {"devices", "ranks"},
     {"operators"},
     {"profile"},
     {"rules"},
@@ -48,7 +49,7 @@ LAYERS = (
     {"whole"},
     {"api", "entry_point"},
     {"debug", "integrations", "preview", "steps"},
-    {"demo"},
+    {"check", "demo"},
     {"cli"},
 )
 PASSES_MAY_IMPORT = {"errors", "torch_inside", "devices", "rules", "ir", "padding", "planner"}

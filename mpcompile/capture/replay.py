@@ -41,7 +41,9 @@ from ..rules import PACKETS
 from ..torch_inside import pytree
 from ..torch_inside.autograd import GET_DATA
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
+from ..torch_inside.health import why_off
 from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
+from ..torch_inside.reach import Part
 from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque_calls import opaque_call
 from .place import Place
@@ -122,8 +124,11 @@ class Replay(fx.Interpreter):
             return Replay(body, self.place).run(*operands)
         if isinstance(target, HigherOrderOperator):
             return opaque_call(self.current, self.place, args, kwargs)
-        if target in PACKETS and self.place.autocast() is not None:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        if target in PACKETS:
+            if (why := why_off(Part.RECURRENT)) is not None:
+                raise CannotRewrite(f"{Part.RECURRENT.value} on this torch ({why})")
+            if self.place.autocast() is not None:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         graph = current_tracer().graph
         before, known = len(graph.nodes), grad_fns((args, kwargs))
         with known_as_before((args, kwargs)):

@@ -1,6 +1,7 @@
 """The ``mpcompile`` command.
 
     info, profile       what this machine offers, and how fast it is
+    check               what works with this torch
     demo                a small training in FP32 and in mixed precision
     plan, explain       what mpcompile does with a model, here or on a GPU that isn't there
     diagnose, bisect    what goes wrong in a model's numbers, and which decision breaks it
@@ -8,8 +9,9 @@
 Exit status:
 
     0   done
-    1   `info`: torch is outside the supported range; `explain` and `diagnose`: a condition that
-        `--fail-...` names holds, and stderr says which one and by how much
+    1   `info`: torch is outside the supported range; `check`: something fails; `explain` and
+        `diagnose`: a condition that `--fail-...` names holds, and stderr says which one and by how
+        much
     2   a request that can't be met: stderr says why
 """
 
@@ -22,7 +24,7 @@ from rich.console import Console
 
 from .._version import __version__
 from ..errors import MPCompileError
-from . import demo, explain, machine, numbers
+from . import check, demo, explain, machine, numbers
 from .common import complain
 
 __all__ = ["main"]
@@ -45,6 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpcompile {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (machine, demo, explain, numbers):
+    for group in (machine, check, demo, explain, numbers):
         group.add(commands)
     return parser

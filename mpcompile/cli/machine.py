@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._torch import RANGE, check_torch_version, is_untested
+from .._torch import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from .._version import __version__
 from ..devices.info import device_facts
 from ..devices.registry import default_device
@@ -21,6 +21,8 @@ from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
+from ..torch_inside.checked import last
+from .check import verdict
 from .common import Commands, known_device, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -77,9 +79,12 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         supported = False
     within = f"{'' if supported else 'NOT '}in the range {RANGE}"
     newer = ", newer than any tested" if is_untested(torch.__version__) else ""
+    tested = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
     rows = {
         "mpcompile": __version__,
         "torch": f"{torch.__version__} ({within}{newer})",
+        "tested with torch": tested,
+        "mpcompile check": _last_check(),
         "python": f"{platform.python_version()} on {platform.platform()}",
         "device": f"{facts.device}: {facts.name}",
         "memory": facts.memory,
@@ -94,6 +99,14 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         table.add_row(f"[b]{escape(name)}[/b]", escape(value))
     console.print(table)
     return 0 if supported else 1
+
+
+def _last_check() -> str:
+    """What the last check of this torch has found."""
+    if (health := last()) is None:
+        return "not made for this torch"
+    off = [f"{part.value} ({why})" for part, why in health.off().items()]
+    return "; ".join([verdict(health), *off])
 
 
 def _profile(options: argparse.Namespace, console: Console) -> int:

@@ -27,12 +27,15 @@ from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_written_inputs import keep_written_inputs
+from ..rules import PACKETS
 from ..state.retained_graph import running_again
 from ..state.second_backward import noticed
 from ..torch_inside import aot
 from ..torch_inside.amp import autocast_is_on, autocast_off
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
+from ..torch_inside.health import refuse, why_off
 from ..torch_inside.inductor import compile_fx
+from ..torch_inside.reach import Part
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
@@ -69,8 +72,10 @@ def emit(
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
+        MPCompileError: see `check_how`.
         RuntimeError: an unknown mode or option (Inductor's own message).
     """
+    check_how(how)
     autocast = autocast_is_on() and not untouched
     with autocast_off() if autocast else contextlib.nullcontext():
         if how == "eager":
@@ -139,6 +144,8 @@ def _untouched(
     Under autocast an RNN may return another dtype than its input has, so the code behind it can't
     be compiled before the RNN has run.
     """
+    if why_off(Part.RECURRENT) is not None and any(n.target in PACKETS for n in gm.graph.nodes):
+        return _as_it_is(gm)  # AOTAutograd takes no LSTM that is for oneDNN
     if not autocast_is_on():
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
@@ -181,6 +188,16 @@ def _inductor(
     # The backward is handed to `inner` now, not when somebody calls `backward()`.
     eager = aot.settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     return eager(compiler)  # type: ignore[no-any-return]
+
+
+def check_how(how: str) -> None:
+    """Refuse `emit="inductor"` where Inductor isn't what it was.
+
+    Raises:
+        MPCompileError: the message says what is wrong.
+    """
+    if how == "inductor":
+        refuse(Part.INDUCTOR, 'emit="inductor"', 'pass emit="aot_eager"')
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..emit.emitter import check_inductor
+from ..emit.emitter import check_how, check_inductor
 from ..errors import MPCompileError, did_you_mean
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..state.loss_scale import LossScale
 from ..torch_inside.distributed import overlaps_backward
+from ..torch_inside.health import refuse
+from ..torch_inside.reach import Part
 from .trace_context import raw_step
 
 
@@ -52,6 +54,7 @@ def check(
     Raises:
         MPCompileError: an argument is wrong; says which and why.
     """
+    refuse(Part.OPTIMIZER, "MPOptimizer", "use the optimizer as it is; its steps are skipped, too")
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise MPCompileError(
@@ -78,6 +81,7 @@ def check(
         )
     if emit not in ("inductor", "aot_eager", "eager"):
         raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
+    check_how(emit)
     if mode is not None and emit != "inductor":
         raise MPCompileError(
             f"MPOptimizer(mode={mode!r}) is Inductor's; it means nothing to {emit}"

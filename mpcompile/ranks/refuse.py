@@ -10,7 +10,20 @@ from torch import nn
 
 from ..errors import MPCompileError
 from ..torch_inside.distributed import FSDP_MARK
+from ..torch_inside.health import refuse, why_off
+from ..torch_inside.reach import Part
 from . import fsdp
+
+
+def check_ranks() -> None:
+    """Refuse to compile for several processes on a torch where that is known to be wrong.
+
+    Raises:
+        MPCompileError: this process is in a group; the message says what is wrong.
+    """
+    if dist.is_available() and dist.is_initialized():
+        instead = "train in one process, or without mpcompile"
+        refuse(Part.RANKS, "mpcompile for the processes of a group", instead)
 
 
 def check_engines(model: nn.Module) -> None:
@@ -20,7 +33,8 @@ def check_engines(model: nn.Module) -> None:
         MPCompileError: the model is sharded by FSDP1 or by tensor parallelism, or FSDP2 was given
             dtypes of its own.
     """
-    if not dist.is_available():
+    check_ranks()
+    if not dist.is_available() or why_off(Part.RANKS) is not None:  # then nothing is split
         return
     for name, module in model.named_modules():
         for group in fsdp.groups_in(module):

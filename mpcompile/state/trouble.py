@@ -20,6 +20,8 @@ import torch
 
 from ..ir.scale import ScaleRule
 from ..torch_inside.autograd import running_backward
+from ..torch_inside.health import why_off
+from ..torch_inside.reach import Part
 from .async_read import Later
 from .live_scale import LiveScale
 from .scale_search import after_backward
@@ -114,7 +116,9 @@ class Trouble:
             self.pending = True
 
     def _may_look(self) -> bool:
-        return self.judge is not None and not self._told and not self._gave_up
+        if self.judge is None or self._told or self._gave_up:
+            return False
+        return why_off(Part.WATCH) is None
 
     # -- looks ------------------------------------------------------------------------------------
 

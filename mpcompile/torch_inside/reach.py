@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import CannotRewrite
+from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["NAMES", "MissingInTorch", "Name", "Part", "private", "probe"]
+__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "private", "probe", "take_all"]
 
 
 class Part(enum.Enum):
@@ -36,8 +37,11 @@ class Part(enum.Enum):
     SAY = "a message says less"
 
 
-class MissingInTorch(CannotRewrite):
-    """A private name that this release of torch lacks; the message says which, and what for."""
+class MissingInTorch(CannotRewrite, MPCompileError):
+    """A private name that this release of torch lacks; the message says which, and what for.
+
+    A reason to do without, where there is a way to; an error for the user everywhere else.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,21 @@ class Name:
         why: what it is for, as a phrase.
         part: what can't do without it.
         probe: raises if it is gone or does something else.
+        others: what other releases call it.
     """
 
     path: str
     why: str
     part: Part
     probe: Callable[[], Any]
+    others: tuple[str, ...] = ()
 
 
 NAMES: dict[str, Name] = {}
 """All names that were taken or probed so far, by their paths."""
+
+GONE: list[Name] = []
+"""Those of them that this torch lacks, as was seen when they were taken."""
 
 
 def private(path: str, why: str, part: Part, *others: str) -> Any:
@@ -80,11 +89,19 @@ def private(path: str, why: str, part: Part, *others: str) -> Any:
                 continue
         raise _missing(path, why)
 
-    NAMES[path] = Name(path, why, part, look)
+    name = NAMES[path] = Name(path, why, part, look, others)
     try:
         return look()
     except MissingInTorch:
+        GONE.append(name)
         return _Absent(path, (), {"_why": why})
+
+
+def take_all() -> None:
+    """Import every file of this room, so that `NAMES` and `GONE` are complete."""
+    room = importlib.import_module(__package__)
+    for file in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+        importlib.import_module(file.name)
 
 
 def probe(path: str, why: str, part: Part) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -123,8 +140,8 @@ class _Absent(type):
         taken = next(c for c in cls.__mro__ if "_why" in vars(c))  # not a class below it
         raise _missing(taken.__name__, vars(taken)["_why"])
 
-    __call__ = __instancecheck__ = __subclasscheck__ = __setattr__ = _raise
-    __len__ = __iter__ = __contains__ = __getitem__ = _raise
+    __call__ = __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = __setattr__ = _raise
+    __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _raise
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):  # what Python itself asks of any class

@@ -38,6 +38,8 @@ from ..torch_inside.dynamo_names import (
     recompile_limit,
 )
 from ..torch_inside.fakes import DataDependentOutputException
+from ..torch_inside.health import why_off
+from ..torch_inside.reach import Part
 from .backend import WholeBackend
 from .calls import NotThisTime, Outdated
 from .tracing import keeps, traceable_optimizers
@@ -91,6 +93,7 @@ class TrainStep:
             whole, self._own, traceable_optimizers, gradients_of_rebound,
             trace_autograd_ops=True, allow_rnn=True,
         )  # fmt: skip
+        self._off = why_off(Part.WHOLE_STEP)
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then
         self._anew, self._bound = anew, WeakIdKeyDictionary()
@@ -114,6 +117,8 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.left is not None:
             return self._pieces(*args, **kwargs)
+        if self._off is not None:
+            return self._leave(CannotRewrite(self._off), args, kwargs)
         while True:
             self._backend.began = False
             try:
@@ -141,7 +146,7 @@ class TrainStep:
                 cause = _cause(error)
                 if isinstance(cause, StateAppeared):
                     break
-                if isinstance(cause, MPCompileError):
+                if isinstance(cause, MPCompileError) and not isinstance(cause, CannotRewrite):
                     raise
                 return self._leave(cause, args, kwargs)
         known = len(self._plans)
