@@ -6,8 +6,9 @@ compiled graph, reads whole parameters, which FSDP gathers before and frees afte
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..torch_inside.distributed import (
     modules_of,
     whole_of,
 )
+from ..torch_inside.reach import MissingInTorch
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -33,7 +35,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def engines(module: nn.Module) -> tuple[int, bool]:
     """What changes when an engine such as FSDP2 takes charge of a module, or of parts of it."""
-    return len(engine_states) if _is_distributed() else 0, FSDP_MARK in vars(module)
+    return len(_engines()), FSDP_MARK in vars(module)
 
 
 def sharded_modules() -> list[nn.Module]:
@@ -91,6 +93,16 @@ def holders() -> Iterator[Any]:
     for state in _states():
         for group in groups_of(state):
             yield from group.fsdp_params
+
+
+@functools.cache  # each call of a compiled module asks for it
+def _engines() -> Mapping[Any, Any]:
+    """Torch's record of engines; empty if this torch has none, which raises where it is needed."""
+    try:
+        len(engine_states)
+    except MissingInTorch:
+        return {}
+    return engine_states
 
 
 def _is_distributed() -> bool:
