@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -196,20 +197,51 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
     assert "BackendCompilerFailed" not in text
 
 
-class _SkippedByDynamo(nn.Module):
-    def __init__(self) -> None:
+class _Disabled(nn.Module):
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
 
+    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+        out: torch.Tensor = self.layers(x @ self.weight)
+        return out
 
 
-def test_a_forward_that_torch_compile_skips_whole_is_reported_once() -> None:
-    model = mpcompile(_SkippedByDynamo(), emit="eager")
-    with pytest.warns(MPCompileWarning, match="no part of _SkippedByDynamo was compiled"):
+@pytest.mark.parametrize(("layers", "calls"), [(0, 1), (1, 3)])
+def test_a_forward_that_torch_compile_skips_whole_is_reported_once(layers: int, calls: int) -> None:
+    """Once its layers have been tried each by itself: the `Sequential`, and the layer in it."""
+    model = mpcompile(_Disabled(layers), emit="eager")
+    for _ in range(calls - 1):
+        model(torch.randn(2, 4))
+    with pytest.warns(MPCompileWarning, match="no part of _Disabled was compiled"):
         model(torch.randn(2, 4))
     model(torch.randn(2, 4))  # a second warning would be an error here
+
+
+def test_what_a_checkpoint_outside_of_graphs_calls_is_reported() -> None:
+    """Dynamo compiles nothing in it. Around its last part, `checkpoint_sequential` has none."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+    model = Checkpointed()
+    exact, x = copy.deepcopy(model).double(), torch.randn(2, 4)
+    mpcompile(model, dtype=torch.float16, emit="eager")
+    model(x).sum().backward()  # from here on the last layer is compiled
+    model.zero_grad()
+    with pytest.warns(MPCompileWarning, match=r"50% of the product FLOPs.*layers\.0 ran"):
+        model(x).sum().backward()
+    exact(x.double()).sum().backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.allclose(p.grad.double(), q.grad, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
