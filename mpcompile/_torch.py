@@ -10,21 +10,44 @@ from typing import NoReturn
 
 from .errors import MPCompileError, MPCompileWarning
 
-__all__ = ["NEWEST", "OLDEST", "RANGE", "check_torch_version"]
+__all__ = ["NEWEST", "OLDEST", "RANGE", "check_torch_version", "is_untested", "warn_of_version"]
 
-OLDEST, NEWEST = (2, 11), (2, 14)
-RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1]}"
+OLDEST = (2, 11)
+NEWEST = (2, 14)  # that mpcompile was tested with: a newer one is tried
+RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 
 
 def check_torch_version(version: str) -> None:
-    """Raise `MPCompileError` outside the supported range, `OLDEST` <= version < `NEWEST`."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not OLDEST <= found < NEWEST:
+    """Raise `MPCompileError` for a torch below `OLDEST`."""
+    if _release(version) < OLDEST:
         raise MPCompileError(
-            f"mpcompile supports torch{RANGE}; this is torch {version}: "
-            "install a supported torch, or an mpcompile made for this one"
+            f"mpcompile supports torch{RANGE}; this is torch {version}: install a supported torch"
         )
+
+
+def is_untested(version: str) -> bool:
+    """Whether a torch is newer than `NEWEST`."""
+    return _release(version) > NEWEST
+
+
+def warn_of_version(version: str) -> None:
+    """Warn of a torch that is not supported, or newer than all that mpcompile was tested with."""
+    try:
+        check_torch_version(version)
+    except MPCompileError as error:
+        # Compiling is refused later. What fails before that, on import, is explained by this.
+        warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=4)
+    if is_untested(version):
+        text = (
+            f"mpcompile: torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that "
+            "mpcompile was tested with: what this torch lacks is refused when it is needed"
+        )
+        warnings.warn(text, MPCompileWarning, stacklevel=4)
+
+
+def _release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _refuse_without_torch() -> NoReturn:
@@ -46,8 +69,4 @@ except ModuleNotFoundError as error:
         raise
     _refuse_without_torch()
 
-try:
-    check_torch_version(torch.__version__)
-except MPCompileError as error:
-    # Compiling is refused later. What fails before that, for a name that torch moved, is explained.
-    warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=3)
+warn_of_version(torch.__version__)

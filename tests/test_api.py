@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import mpcompile as mp
 from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
-from mpcompile._torch import check_torch_version
+from mpcompile._torch import check_torch_version, warn_of_version
 
 
 class Net(nn.Module):
@@ -300,15 +301,25 @@ def test_a_model_without_floats_is_refused() -> None:
         mpcompile(Counter())
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0", "1.13.1+cu117", "unknown"])
-def test_torch_outside_the_range_is_refused(version: str) -> None:
-    with pytest.raises(MPCompileError, match=r"torch>=2\.11,<2\.14"):
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117", "unknown"])
+def test_torch_below_the_range_is_refused(version: str) -> None:
+    with pytest.raises(MPCompileError, match=r"torch>=2\.11"):
         check_torch_version(version)
+    with pytest.warns(MPCompileWarning, match=r"supports torch>=2\.11; this is"):
+        warn_of_version(version)
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1", "2.14.1+cu130"])
 def test_torch_inside_the_range_is_taken(version: str) -> None:
     check_torch_version(version)
+    warn_of_version(version)  # pytest makes an error of a warning
+
+
+@pytest.mark.parametrize("version", ["2.15.0a0+git1234567", "3.0"])
+def test_a_newer_torch_is_warned_of_and_taken(version: str) -> None:
+    check_torch_version(version)
+    with pytest.warns(MPCompileWarning, match=rf"torch {re.escape(version)} is newer than 2\.14"):
+        warn_of_version(version)
 
 
 def test_asking_about_a_model_that_was_not_compiled() -> None:

@@ -72,7 +72,9 @@ def _is_in_place(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _IN_PLACE
 
 
-_store, _read = SideEffects.store_attr, TensorVariable.var_getattr
+# Dynamo's reading of an attribute: `var_getattr` up to torch 2.13, `tp_getattro_impl` from 2.14 on.
+GETATTR = "var_getattr" if hasattr(TensorVariable, "var_getattr") else "tp_getattro_impl"
+_store, _read = SideEffects.store_attr, getattr(TensorVariable, GETATTR)
 
 
 @functools.wraps(_store)
@@ -91,4 +93,4 @@ def _var_getattr(self: Any, tx: Any, name: str) -> Any:
 
 # For the process; they do what they did, outside of the context.
 SideEffects.store_attr = _store_attr  # type: ignore[method-assign]
-TensorVariable.var_getattr = _var_getattr  # type: ignore[method-assign]
+setattr(TensorVariable, GETATTR, _var_getattr)

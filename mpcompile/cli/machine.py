@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._torch import RANGE, check_torch_version
+from .._torch import RANGE, check_torch_version, is_untested
 from .._version import __version__
 from ..devices.info import device_facts
 from ..devices.registry import default_device
@@ -75,9 +75,11 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         check_torch_version(torch.__version__)
     except MPCompileError:
         supported = False
+    within = f"{'' if supported else 'NOT '}in the range {RANGE}"
+    newer = ", newer than any tested" if is_untested(torch.__version__) else ""
     rows = {
         "mpcompile": __version__,
-        "torch": f"{torch.__version__} ({'' if supported else 'NOT '}in the range {RANGE})",
+        "torch": f"{torch.__version__} ({within}{newer})",
         "python": f"{platform.python_version()} on {platform.platform()}",
         "device": f"{facts.device}: {facts.name}",
         "memory": facts.memory,

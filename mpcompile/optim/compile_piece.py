@@ -90,7 +90,9 @@ def _inductor(piece: Piece, emit: Emit, sizes: Sizes) -> Function:
     values = _values(mode, piece, sizes)
     threads = _ONE_THREAD if piece.is_small else {}
     joined = options_for_joins(gm.graph, values[0].device)
-    options = {**_ALWAYS, **threads, **joined, **dict(emit.options)}
+    # Inductor of torch 2.14 defines a symbolic size that is no input by these checks alone.
+    asserts = {"size_asserts": any(size is not None for size in sizes)}
+    options = {**_ALWAYS, **asserts, **threads, **joined, **dict(emit.options)}
     patches = inductor_for(emit.mode, options).config
     inputs = zip(gm.graph.find_nodes(op="placeholder"), piece.inputs, strict=True)
     static = [node for node, given in inputs if is_held(given)]

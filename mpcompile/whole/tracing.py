@@ -28,7 +28,7 @@ from torch._dynamo.variables import TensorVariable, torch_function
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.optim import Optimizer
 
-from ..capture.rebound import written
+from ..capture.rebound import GETATTR, written
 from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..state import hooks
@@ -135,7 +135,7 @@ def _traced_zero_grad(eager: Callable[..., Any]) -> Callable[..., Any]:
 _METHODS = {"step": _traced_step, "zero_grad": _traced_zero_grad}
 
 
-_own_getattr = TensorVariable.var_getattr
+_own_getattr = getattr(TensorVariable, GETATTR)
 
 
 def _traced_getattr(self: Any, tx: Any, name: str) -> Any:
@@ -162,6 +162,8 @@ def _accept_outputs(self: Any, rv: Any, tx: Any) -> None:
 
 
 _own_backward = TensorVariable.method_backward
+_METHODS_OF_TENSORS: Any = vars(TensorVariable).get("tp_methods")  # what torch 2.14 calls
+_OWN_ENTRY = _METHODS_OF_TENSORS and _METHODS_OF_TENSORS["backward"]
 
 
 def _noted_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,11 +177,12 @@ def _traced_groups(self: Any, tx: Any, name: str) -> Any:
     static (see `_Patches`), and makes the optimizer capturable.
     """
     if name == "param_groups":
-        return super(OptimizerVariable, self).var_getattr(tx, name)
+        return getattr(super(OptimizerVariable, self), GETATTR)(tx, name)
     return _own_groups(self, tx, name)
 
 
-_own_groups = OptimizerVariable.var_getattr
+_own_groups = getattr(OptimizerVariable, GETATTR)
+_GETSET: Any = vars(OptimizerVariable).get("tp_getset")  # from torch 2.14 on
 
 
 class _Patches:
@@ -219,9 +222,15 @@ class _Patches:
 
     def apply(self) -> None:
         self._swap_banned()
-        TensorVariable.var_getattr = _traced_getattr  # type: ignore[method-assign]
+        setattr(TensorVariable, GETATTR, _traced_getattr)
         TensorVariable.method_backward = _noted_backward  # type: ignore[method-assign]
-        OptimizerVariable.var_getattr = _traced_groups  # type: ignore[method-assign]
+        if _METHODS_OF_TENSORS:
+            _METHODS_OF_TENSORS["backward"] = type(_OWN_ENTRY)(_noted_backward)
+        if _GETSET is None:
+            setattr(OptimizerVariable, GETATTR, _traced_groups)
+        else:
+            kept = {name: one for name, one in _GETSET.items() if name != "param_groups"}
+            OptimizerVariable.tp_getset = kept  # type: ignore[attr-defined]
         OutputGraph._validate_outputs_safe_for_autograd_nodes = _accept_outputs  # type: ignore[method-assign]
         for cls, name, _, traced in self._methods:
             setattr(cls, name, traced)
@@ -234,9 +243,14 @@ class _Patches:
 
     def revert(self) -> None:
         self._swap_banned()
-        TensorVariable.var_getattr = _own_getattr  # type: ignore[method-assign]
+        setattr(TensorVariable, GETATTR, _own_getattr)
         TensorVariable.method_backward = _own_backward  # type: ignore[method-assign]
-        OptimizerVariable.var_getattr = _own_groups  # type: ignore[method-assign]
+        if _METHODS_OF_TENSORS:
+            _METHODS_OF_TENSORS["backward"] = _OWN_ENTRY
+        if _GETSET is None:
+            setattr(OptimizerVariable, GETATTR, _own_groups)
+        else:
+            OptimizerVariable.tp_getset = _GETSET  # type: ignore[attr-defined]
         OutputGraph._validate_outputs_safe_for_autograd_nodes = _own_validate  # type: ignore[method-assign]
         for cls, name, own, _ in self._methods:
             setattr(cls, name, own)
