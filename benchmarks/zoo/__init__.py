@@ -33,7 +33,7 @@ from benchmarks.harness.record import environment
 from benchmarks.harness.report import SCRATCH, Report, Settings, paragraphs
 
 from .pieces import installed, measure_each
-from .report import make_report
+from .report import LEAST, make_report
 
 __all__ = ["DEVICES", "run"]
 
@@ -50,10 +50,10 @@ def run(settings: Settings) -> Report:
     commit goes on from there.
     """
     record = environment(settings.device)
+    names = installed(LEAST)
     if settings.quick:
-        rows = measure_each([name for name in installed() if name in QUICK], draws=1)
+        rows = measure_each([name for name in names if name in QUICK], draws=1)
     else:
-        rows = measure_each(
-            installed(), DRAWS, kept=SCRATCH / "zoo_rows.jsonl", commit=record["commit"]
-        )
+        kept = SCRATCH / "zoo_rows.jsonl"
+        rows = measure_each(names, DRAWS, kept=kept, commit=record["commit"])
     return make_report(f"zoo_{settings.device.type}", paragraphs(__doc__), rows, record)

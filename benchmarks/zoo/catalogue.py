@@ -14,6 +14,6 @@ HUGGING_FACE: dict[str, Entry] = {
     **ENCODERS, **DECODERS, **ENCODER_DECODERS, **VISIONS, **AUDIO, **EXPERTS, **STATE_SPACES
 }  # fmt: skip
 TIMM: dict[str, Entry] = {**CONVOLUTIONS, **TRANSFORMERS, **MIXERS}
-TORCHVISION: dict[str, Entry] = {**CLASSIFIERS, **DETECTORS, **SEGMENTERS, **FLOWS, **VIDEOS}
+TORCHVISION: dict[str, Entry] = {**DETECTORS, **SEGMENTERS, **CLASSIFIERS, **FLOWS, **VIDEOS}
 
 LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM, "torchvision": TORCHVISION}

@@ -110,7 +110,7 @@ def _swin() -> nn.Module:
 
 CLASSIFIERS = {
     "googlenet": _classifier(_googlenet, _growing(65), 4),
-    "inception_v3": _classifier(_inception, [299], 3),  # its aux head takes no smaller ones
+    "inception_v3": _classifier(_inception, [299] * 3, 3),  # its aux head takes no smaller ones
     "densenet": _classifier(_densenet, _growing(65), 8),
     "efficientnet_b0": _classifier(_efficientnet, _growing(65), 4),
     "swin": _classifier(_swin, _growing(33), 4),
@@ -324,4 +324,4 @@ def _video(build: Callable[[], nn.Module], sizes: Sequence[int]) -> Entry:
     return _entry("video", build, draw, _cross_entropy, sizes)
 
 
-VIDEOS = {"r3d": _video(_r3d, _growing(33)), "mvit": _video(_mvit, [36])}
+VIDEOS = {"r3d": _video(_r3d, _growing(33)), "mvit": _video(_mvit, [36] * 11)}
