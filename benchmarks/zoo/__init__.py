@@ -16,8 +16,9 @@ explain (twice the error of the compiled FP32 model). If neither of two errors t
 that happens by chance in one of 128 rows.
 
 Graphs are those that Dynamo made, over all draws. A fault is an error, a graph left in FP32, a
-warning of mpcompile's, more graphs than torch.compile makes, gradients further off at O1 than
-autocast's, or at O2 than pure half's, which stores what O2 stores. How O2 compares with autocast
+warning of mpcompile's, more graphs than torch.compile makes, a frame left to Python that
+torch.compile traces, gradients further off at O1 than autocast's, or at O2 than pure half's, which
+stores what O2 stores. How O2 compares with autocast
 has its own columns: O2 stores in FP16 what autocast keeps in FP32, such as the residual stream and
 the results of norms. That is what O2 is, and it costs accuracy.
 
