@@ -88,11 +88,12 @@ def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
 def test_the_report_has_sizes_and_frames() -> None:
     failed = {BOTH: {"failed": "E: no"}}
     report = make_report("vision_cpu", [], [a_row(), a_row(**failed)], {})
-    table = report.tables[-1]
-    assert list(table.rows) == [
+    sizes, frames = report.tables[-2:]
+    assert list(sizes.rows) == [
         ("made_up", "3 / 3 / 3 / 3", "1 / 1 / 1 / 1", "1.00x", "1.00x"),
         ("made_up", "3 / - / 3 / 3", "1 / - / 1 / 1", "-", "-"),
     ]
+    assert list(frames.rows) == [("f (a.py:1)", "x", "made_up, made_up")]
     assert report.verdicts["at least 16 architectures of torchvision: 2"] is False
     assert report.verdicts["O1's gradients no further off than compile + autocast's: 1 of 1"]
 

@@ -27,7 +27,7 @@ def make_report(
     return dataclasses.replace(
         report,
         title="torchvision's models in FP16",
-        tables=[*report.tables, _more(rows)],
+        tables=[*report.tables, _more(rows), _frames(rows)],
         verdicts={**report.verdicts, **_verdicts(rows)},
     )
 
@@ -47,6 +47,17 @@ def _more(rows: Sequence[Row]) -> Table:
     columns = ("model", f"graphs, all sizes: {' / '.join(shown)}", "frames left to Python",
                *(f"{level} over {BOTH}" for level in LEVELS))  # fmt: skip
     return Table("Changing sizes", columns, [cells(row) for row in rows if "arms" in row])
+
+
+def _frames(rows: Sequence[Row]) -> Table:
+    """What O1 leaves to Python, and why."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for frame in row.get("arms", {}).get("O1", {}).get("frames", ()):
+            place, _, why = frame.partition(": ")
+            found.setdefault((place, why), []).append(row["name"].partition("/")[2])
+    lines = [(place, why, ", ".join(models)) for (place, why), models in found.items()]
+    return Table("Frames that O1 leaves to Python", ("frame", "why", "models"), lines)
 
 
 def _of_each(arms: Mapping[str, Row], say: Callable[[Row], int]) -> str:
