@@ -20,7 +20,6 @@ from .making import Entry, Inputs
 __all__ = ["ARMS", "AUTOCAST", "BOTH", "COMPILED", "HALF", "LEVELS"]
 __all__ += ["Draw", "Stepped", "floating", "run"]
 
-LOW = torch.float16
 COMPILED, AUTOCAST, HALF = "compile FP32", "autocast", "pure half"
 BOTH = "compile + autocast"
 LEVELS = ("O1", "O2")
@@ -82,21 +81,22 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
     torch._dynamo.reset()
     counters.clear()
     model = copy.deepcopy(model)
-    called = _Half(model) if arm == HALF else model
+    called = _Half(model, entry.low) if arm == HALF else model
     if arm == COMPILED:
         model.compile(backend="eager")
     elif arm == BOTH:
         model.compile(backend="aot_eager")
     elif arm in LEVELS:
-        mpcompile(model, dtype=LOW, level=arm, emit="aot_eager")
-    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, BOTH, HALF) else None
+        mpcompile(model, dtype=entry.low, level=arm, emit="aot_eager")
+    scales = arm in (AUTOCAST, BOTH, HALF) and entry.low == torch.float16
+    scaler = torch.amp.GradScaler("cpu") if scales else None
     found = Stepped([])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for draw in draws:
             model.load_state_dict(draw.weights)
             torch.manual_seed(0)  # for a model that samples
-            with torch.autocast("cpu", LOW, enabled=arm in (AUTOCAST, BOTH)):
+            with torch.autocast("cpu", entry.low, enabled=arm in (AUTOCAST, BOTH)):
                 found.skipped += _step(entry, called, draw.inputs, scaler)
             found.gradients.append(gradients(model))
             found.graphs.append(counters["stats"]["unique_graphs"])
@@ -108,17 +108,17 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
 
 
 class _Half(nn.Module):
-    """A model that computes wholly in FP16, from parameters and a batch in FP32."""
+    """A model that computes wholly in a low dtype, from parameters and a batch in FP32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, low: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.low = model, low
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        low = floating(tensors, LOW)
+        low = floating(tensors, self.low)
         return torch.func.functional_call(
-            self.model, low, floating(args, LOW), floating(kwargs, LOW)
+            self.model, low, floating(args, self.low), floating(kwargs, self.low)
         )
 
 

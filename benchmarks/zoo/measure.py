@@ -52,7 +52,8 @@ def measure(name: str, draws: int) -> dict[str, Any]:
             arms[arm] = _compared(run(arm, entry, model, drawn), exact, draws)
         except Exception as error:
             arms[arm] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {"name": name, "kind": entry.kind, "arms": arms}
+    kind = entry.kind if entry.low == torch.float16 else f"{entry.kind}, BF16"
+    return {"name": name, "kind": kind, "arms": arms}
 
 
 def _model(entry: Entry, seed: int) -> nn.Module:
