@@ -88,6 +88,7 @@ def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
 def test_the_report_has_sizes_and_frames() -> None:
     failed = {BOTH: {"failed": "E: no"}}
     report = make_report("vision_cpu", [], [a_row(), a_row(**failed)], {})
+    assert report.notes[0].startswith("**Not measured yet: faster_rcnn, ")
     sizes, frames = report.tables[-2:]
     assert list(sizes.rows) == [
         ("made_up", "3 / 3 / 3 / 3", "1 / 1 / 1 / 1", "1.00x", "1.00x"),

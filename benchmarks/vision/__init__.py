@@ -10,8 +10,8 @@ boxes and anchors, so that no rounding chooses others (`benchmarks/zoo/torchvisi
 The judge is that of the zoo (`benchmarks/zoo/`, whose report says what an error, a ratio and a
 fault are), with two draws of weights and batch, and behind them one more for each of ten other
 sizes of images (SSD: three sizes; of one size each: two more for Inception, whose auxiliary head
-takes no small images, and ten for MViT). *Further off* means: in each of all these draws. SSD and
-Inception run in BF16, without a GradScaler; the others in FP16.
+takes no small images, and ten for MViT and Swin). *Further off* means: in each of all these draws.
+SSD and Inception run in BF16, without a GradScaler; the others in FP16.
 
 "compile + autocast" is torch.compile (`backend="aot_eager"`) under torch.autocast with a
 GradScaler; "compile FP32" is torch.compile alone. Graphs count those that Dynamo compiled, anew for

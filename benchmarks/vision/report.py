@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.harness.report import Report, Table
 from benchmarks.zoo import report as zoo
 from benchmarks.zoo.arms import BOTH, COMPILED, LEVELS
+from benchmarks.zoo.catalogue import TORCHVISION
 from benchmarks.zoo.faults import further_off, ratio_to
 
 __all__ = ["make_report"]
@@ -23,6 +24,9 @@ def make_report(
     name: str, notes: Sequence[str], rows: Sequence[Row], record: Mapping[str, str]
 ) -> Report:
     """The whole report; `record` says what was measured on, as `environment` does."""
+    there = {row["name"].partition("/")[2] for row in rows}
+    if missing := [model for model in TORCHVISION if model not in there]:
+        notes = [*notes, f"**Not measured yet: {', '.join(missing)}.**"]
     report = zoo.make_report(name, notes, rows, record, LEAST)
     return dataclasses.replace(
         report,

@@ -120,7 +120,8 @@ CLASSIFIERS = {
     "inception_v3": _in_bf16(_classifier(_inception, [299] * 3, 3)),
     "densenet": _classifier(_densenet, _growing(65), 8),
     "efficientnet_b0": _classifier(_efficientnet, _growing(65), 4),
-    "swin": _classifier(_swin, _growing(33), 4),
+    # Of one size: torch takes minutes to trace its windows for unknown ones.
+    "swin": _classifier(_swin, [33] * 11, 4),
 }
 
 
