@@ -4,8 +4,9 @@ A benchmark is a module or a folder of this package with a public
 `run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its
 docstring. There is no list of them to keep up, only one of what lies beside them (`_BESIDE`). A
 benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`. One that
-is fast also has `rerun(device: torch.device) -> Report`: the same in fewer rounds, or of fewer
-rows, which `check` holds against the committed ratios.
+needs packages which the project doesn't names them: `NEEDS = ("torchvision",)`; without them it is
+skipped. One that is fast also has `rerun(device: torch.device) -> Report`: the same in fewer
+rounds, or of fewer rows, which `check` holds against the committed ratios.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
 import pkgutil
 import sys
@@ -50,6 +52,12 @@ def devices(module: ModuleType) -> tuple[str, ...]:
     return getattr(module, "DEVICES", DEVICES)
 
 
+def missing(module: ModuleType) -> str:
+    """The packages that the benchmark needs and that aren't installed; "" if there are none."""
+    needs: tuple[str, ...] = getattr(module, "NEEDS", ())
+    return ", ".join(name for name in needs if importlib.util.find_spec(name) is None)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     known = registry()
     parser = _parser()
@@ -83,6 +91,9 @@ def _run(modules: dict[str, ModuleType], options: argparse.Namespace) -> int:
     settings = Settings(device=torch.device(options.device), quick=options.quick)
     out = options.out or (SCRATCH if options.quick else RESULTS)
     for name, module in modules.items():
+        if lacking := missing(module):
+            print(f"{name}: skipped, because {lacking} is not installed\n", flush=True)
+            continue
         start = time.perf_counter()
         report = module.run(settings)
         if options.quick:

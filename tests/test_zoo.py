@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.zoo import DRAWS, pieces, timm_import
-from benchmarks.zoo.arms import AUTOCAST, COMPILED, HALF, LEVELS
+from benchmarks.zoo.arms import AUTOCAST, BOTH, COMPILED, HALF, LEVELS
 from benchmarks.zoo.catalogue import LIBRARIES
 from benchmarks.zoo.faults import faults, further_off, ratio_to
 from benchmarks.zoo.measure import FLOOR, _dead, measure
@@ -56,13 +56,14 @@ def test_the_zoo_is_large_enough() -> None:
 
 
 def arm(*errors: float, **more: Any) -> dict[str, Any]:
-    found = {"error": list(errors), "worst": list(errors), "graphs": 1, "left": [], "warned": []}
+    found = {"error": list(errors), "worst": list(errors), "graphs": 1, "resized": 1, "frames": [],
+             "left": [], "warned": []}  # fmt: skip
     return {**found, **more}
 
 
 def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
-    sound = {COMPILED: arm(0.0, 0.0), AUTOCAST: arm(2.0, 4.0), HALF: arm(3.0, 3.0),
-             "O1": arm(1.0, 6.0), "O2": arm(2.5, 4.0)}  # fmt: skip
+    sound = {COMPILED: arm(0.0, 0.0), AUTOCAST: arm(2.0, 4.0), BOTH: arm(2.0, 4.0),
+             HALF: arm(3.0, 3.0), "O1": arm(1.0, 6.0), "O2": arm(2.5, 4.0)}  # fmt: skip
     return {"name": "timm/made_up", "kind": "mixer", "arms": {**sound, **arms}}
 
 
@@ -85,6 +86,9 @@ def test_further_off_means_in_each_draw() -> None:
         ({"O2": arm(1.0, 1.0, worst=[3.1, 3.1])},
          "O2: the worst parameter's gradients further off than pure half's"),
         ({"O1": arm(1.0, 1.0, graphs=2)}, "O1 makes 2 graphs, torch.compile 1"),
+        ({"O1": arm(1.0, 1.0, resized=2)}, "O1 makes 2 graphs over all sizes, torch.compile 1"),
+        ({"O2": arm(1.0, 1.0, frames=["forward (net.py:7): why"])},
+         "O2 leaves forward (net.py:7) to Python, torch.compile doesn't"),
         ({"O2": arm(1.0, 1.0, left=["a reason"])}, "O2 leaves a graph in FP32: a reason"),
         ({"O2": arm(1.0, 1.0, warned=["a word"])}, "O2 warns: a word"),
         ({"O2": arm(1.0, 1.0, dead=["head.weight"])}, "O2: the gradient of head.weight is zero"),
@@ -101,6 +105,12 @@ def test_a_dead_parameter_is_named() -> None:
     found = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
     assert _dead(found, exact) == {"b"}
     assert _dead({**found, "b": torch.tensor([0.0, 0, 0, 1e-9])}, exact) == set()
+
+
+def test_frames_that_torch_compile_leaves_are_no_fault() -> None:
+    """Whatever the reason that either gives."""
+    ours, plain = arm(1.0, 1.0, frames=["f (a.py:1): x"]), arm(0.0, 0.0, frames=["f (a.py:1): y"])
+    assert faults(a_row(**{COMPILED: plain, "O1": ours})) == []
 
 
 def test_where_torch_compile_fails_nothing_is_ours() -> None:

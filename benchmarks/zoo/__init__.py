@@ -16,8 +16,9 @@ explain (twice the error of the compiled FP32 model). If neither of two errors t
 that happens by chance in one of 128 rows.
 
 Graphs are those that Dynamo made, over all draws. A fault is an error, a graph left in FP32, a
-warning of mpcompile's, more graphs than torch.compile makes, gradients further off at O1 than
-autocast's, or at O2 than pure half's, which stores what O2 stores. How O2 compares with autocast
+warning of mpcompile's, more graphs than torch.compile makes, a frame left to Python that
+torch.compile traces, gradients further off at O1 than autocast's, or at O2 than pure half's, which
+stores what O2 stores. How O2 compares with autocast
 has its own columns: O2 stores in FP16 what autocast keeps in FP32, such as the residual stream and
 the results of norms. That is what O2 is, and it costs accuracy.
 
@@ -33,7 +34,7 @@ from benchmarks.harness.record import environment
 from benchmarks.harness.report import SCRATCH, Report, Settings, paragraphs
 
 from .pieces import installed, measure_each
-from .report import make_report
+from .report import LEAST, make_report
 
 __all__ = ["DEVICES", "run"]
 
@@ -50,10 +51,10 @@ def run(settings: Settings) -> Report:
     commit goes on from there.
     """
     record = environment(settings.device)
+    names = installed(LEAST)
     if settings.quick:
-        rows = measure_each([name for name in installed() if name in QUICK], draws=1)
+        rows = measure_each([name for name in names if name in QUICK], draws=1)
     else:
-        rows = measure_each(
-            installed(), DRAWS, kept=SCRATCH / "zoo_rows.jsonl", commit=record["commit"]
-        )
+        kept = SCRATCH / "zoo_rows.jsonl"
+        rows = measure_each(names, DRAWS, kept=kept, commit=record["commit"])
     return make_report(f"zoo_{settings.device.type}", paragraphs(__doc__), rows, record)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
+from mpcompile.capture.breaks import skipped_since
 
 from .making import Entry, Inputs
 
-__all__ = ["AUTOCAST", "COMPILED", "HALF", "LEVELS", "Draw", "Stepped", "floating", "run"]
+__all__ = ["ARMS", "AUTOCAST", "BOTH", "COMPILED", "HALF", "LEVELS"]
+__all__ += ["Draw", "Stepped", "floating", "run"]
 
-LOW = torch.float16
 COMPILED, AUTOCAST, HALF = "compile FP32", "autocast", "pure half"
+BOTH = "compile + autocast"
 LEVELS = ("O1", "O2")
-
-K = TypeVar("K")
+ARMS = (COMPILED, AUTOCAST, BOTH, HALF, *LEVELS)
 
 _TRIES = 30
 """Steps that a scale may take to fit: GradScaler starts at 2^16 and halves."""
@@ -45,21 +45,31 @@ class Stepped:
     Attributes:
         gradients: for each draw, of each parameter that has one, unscaled, in FP64.
         skipped: steps that changed nothing, because gradients overflowed.
-        graphs: that Dynamo made.
+        graphs: that Dynamo had made when it was done with each draw.
+        frames: that Dynamo left to Python, and why.
         left: why a graph of ours stayed in FP32.
         warned: mpcompile's own warnings.
     """
 
     gradients: list[dict[str, Tensor]]
     skipped: int = 0
-    graphs: int = 0
+    graphs: list[int] = dataclasses.field(default_factory=list)
+    frames: list[str] = dataclasses.field(default_factory=list)
     left: list[str] = dataclasses.field(default_factory=list)
     warned: list[str] = dataclasses.field(default_factory=list)
 
 
-def floating(inputs: Mapping[K, Tensor], dtype: torch.dtype) -> dict[K, Tensor]:
-    """The same, its floating-point tensors in `dtype`."""
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+def floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same tensor or number; the same dict, list or tuple of them, at any depth: with
+    floating-point tensors in `dtype`.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(floating(item, dtype) for item in value)
+    return value
 
 
 def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
@@ -71,39 +81,45 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
     torch._dynamo.reset()
     counters.clear()
     model = copy.deepcopy(model)
-    called = _Half(model) if arm == HALF else model
+    called = _Half(model, entry.low) if arm == HALF else model
     if arm == COMPILED:
         model.compile(backend="eager")
+    elif arm == BOTH:
+        model.compile(backend="aot_eager")
     elif arm in LEVELS:
-        mpcompile(model, dtype=LOW, level=arm, emit="aot_eager")
-    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, HALF) else None
+        mpcompile(model, dtype=entry.low, level=arm, emit="aot_eager")
+    scales = arm in (AUTOCAST, BOTH, HALF) and entry.low == torch.float16
+    scaler = torch.amp.GradScaler("cpu") if scales else None
     found = Stepped([])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for draw in draws:
             model.load_state_dict(draw.weights)
-            with torch.autocast("cpu", LOW) if arm == AUTOCAST else contextlib.nullcontext():
+            torch.manual_seed(0)  # for a model that samples
+            with torch.autocast("cpu", entry.low, enabled=arm in (AUTOCAST, BOTH)):
                 found.skipped += _step(entry, called, draw.inputs, scaler)
             found.gradients.append(gradients(model))
+            found.graphs.append(counters["stats"]["unique_graphs"])
     found.warned = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
-    found.graphs = counters["stats"]["unique_graphs"]
+    found.frames = list(skipped_since({}))
     if arm in LEVELS:
         found.left = [plan.left for plan in compiled_plans(model) if plan.left]
     return found
 
 
 class _Half(nn.Module):
-    """A model that computes wholly in FP16, from parameters and a batch in FP32."""
+    """A model that computes wholly in a low dtype, from parameters and a batch in FP32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, low: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.low = model, low
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        low = floating(tensors, LOW)
-        args = tuple(floating(dict(enumerate(args)), LOW).values())
-        return torch.func.functional_call(self.model, low, args, floating(kwargs, LOW))
+        low = floating(tensors, self.low)
+        return torch.func.functional_call(
+            self.model, low, floating(args, self.low), floating(kwargs, self.low)
+        )
 
 
 def _step(entry: Entry, model: nn.Module, inputs: Inputs, scaler: Any) -> int:

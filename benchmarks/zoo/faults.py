@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -59,7 +59,17 @@ def _faults(row: Mapping[str, Any], level: str) -> list[str]:
     graphs, plain = ours["graphs"], arms[COMPILED]["graphs"]
     if graphs > plain:
         found.append(f"{level} makes {graphs} graphs, torch.compile {plain}")
+    graphs, plain = ours["resized"], arms[COMPILED]["resized"]
+    if graphs > plain:
+        found.append(f"{level} makes {graphs} graphs over all sizes, torch.compile {plain}")
+    left = _names(ours["frames"]) - _names(arms[COMPILED]["frames"])
+    found += [f"{level} leaves {frame} to Python, torch.compile doesn't" for frame in sorted(left)]
     for measure, what in (("error", "gradients"), ("worst", "the worst parameter's gradients")):
         if further_off(row, level, peer, measure):
             found.append(f"{level}: {what} further off than {peer}'s")
     return found
+
+
+def _names(frames: Iterable[str]) -> set[str]:
+    """Of the functions, without the reasons: "forward (model.py:12)"."""
+    return {frame.partition(": ")[0] for frame in frames}

@@ -55,12 +55,16 @@ class Entry:
         build: makes the model, with weights drawn from torch's default generator.
         draw: makes what it is called with, from a generator of its own.
         loss: of the model and what `draw` made: a scalar.
+        others: make batches of other sizes, each from a generator.
+        low: the low dtype; in BF16, nothing scales the loss.
     """
 
     kind: str
     build: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], Inputs]
     loss: Callable[[nn.Module, Inputs], Tensor]
+    others: tuple[Callable[[torch.Generator], Inputs], ...] = ()
+    low: torch.dtype = torch.float16
 
 
 def hugging_face(

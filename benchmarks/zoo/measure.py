@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arms import AUTOCAST, COMPILED, HALF, LEVELS, Draw, Stepped, floating, gradients, run
+from .arms import ARMS, Draw, Stepped, floating, gradients, run
 from .catalogue import LIBRARIES
 from .making import Entry
 
@@ -31,49 +31,58 @@ Gradients = dict[str, Tensor]
 def measure(name: str, draws: int) -> dict[str, Any]:
     """Measure `library/model`.
 
+    After the draws, each arm takes one more step for each of the entry's batches of other sizes.
+
     Returns:
         `arms`: for each, `error` and `worst` (of each draw), `dead` (parameters whose gradient is
-        exactly zero where FP64's is not), `graphs`, `skipped`, `left`, `warned`;
+        exactly zero where FP64's is not), `graphs` (after the draws), `resized` (graphs at the
+        end), `frames`, `skipped`, `left`, `warned`;
         or `failed`, why it didn't run.
     """
     library, _, model_name = name.partition("/")
     entry = LIBRARIES[library][model_name]
-    made = [_draw(entry, seed) for seed in range(draws)]
-    model, drawn = made[0][0], [draw for _, draw in made]
-    exact = [_exact(entry, model, draw) for model, draw in made]
+    drawers = [*[entry.draw] * draws, *entry.others]
+    drawn = [Draw(_model(entry, seed).state_dict(), draw(torch.Generator().manual_seed(seed)))
+             for seed, draw in enumerate(drawers)]  # fmt: skip
+    model = _model(entry, 0)
+    exact = [_exact(entry, model, draw) for draw in drawn]
     arms = {}
-    for arm in (COMPILED, AUTOCAST, HALF, *LEVELS):
+    for arm in ARMS:
         try:
-            arms[arm] = _compared(run(arm, entry, model, drawn), exact)
+            arms[arm] = _compared(run(arm, entry, model, drawn), exact, draws)
         except Exception as error:
             arms[arm] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {"name": name, "kind": entry.kind, "arms": arms}
+    kind = entry.kind if entry.low == torch.float16 else f"{entry.kind}, BF16"
+    return {"name": name, "kind": kind, "arms": arms}
 
 
-def _draw(entry: Entry, seed: int) -> tuple[nn.Module, Draw]:
+def _model(entry: Entry, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = entry.build()
-    inputs = entry.draw(torch.Generator().manual_seed(seed))
-    return model, Draw(copy.deepcopy(model.state_dict()), inputs)
+    return entry.build()
 
 
 def _exact(entry: Entry, model: nn.Module, draw: Draw) -> Gradients:
-    in_fp64 = copy.deepcopy(model).double()
+    in_fp64 = copy.deepcopy(model)
+    in_fp64.load_state_dict(draw.weights)
+    in_fp64.double()
     if hasattr(in_fp64, "set_experts_implementation"):  # torch's grouped product has no FP64
         with contextlib.suppress(ValueError):  # a model without experts
             in_fp64.set_experts_implementation("eager")
+    torch.manual_seed(0)  # as in `run`
     entry.loss(in_fp64, floating(draw.inputs, torch.float64)).backward()
     return gradients(in_fp64)
 
 
-def _compared(found: Stepped, exact: list[Gradients]) -> dict[str, Any]:
+def _compared(found: Stepped, exact: list[Gradients], draws: int) -> dict[str, Any]:
     errors = [_errors(*pair) for pair in zip(found.gradients, exact, strict=True)]
     return {
         "error": [error for error, _, _ in errors],
         "worst": [worst for _, worst, _ in errors],
         "worst_parameter": [name for _, _, name in errors],
         "dead": sorted(set().union(*map(_dead, found.gradients, exact))),
-        "graphs": found.graphs,
+        "graphs": found.graphs[draws - 1],
+        "resized": found.graphs[-1],
+        "frames": found.frames,
         "skipped": found.skipped,
         "left": found.left,
         "warned": found.warned,

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,19 @@ _PIECE = 12
 """Models in one process: libraries are imported once for them, memory is given back after them."""
 
 
-def installed() -> list[str]:
-    """`library/model` of each library that is there."""
-    there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
+def installed(libraries: Iterable[str]) -> list[str]:
+    """`library/model` of each of `libraries` that is there."""
+    there = [library for library in libraries if importlib.util.find_spec(library)]
     return [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
 
 
 def measure_each(
-    names: Sequence[str], draws: int, *, kept: Path | None = None, commit: str = ""
+    names: Sequence[str],
+    draws: int,
+    *,
+    kept: Path | None = None,
+    commit: str = "",
+    piece: int = _PIECE,
 ) -> list[dict[str, Any]]:
     """Rows as `benchmarks/zoo/measure.py` makes them; one at which its process died has `died`
     instead of `arms`.
@@ -45,6 +50,7 @@ def measure_each(
         kept: a file to which each row is added at once. Rows in it that were measured with as many
             draws at the same `commit`, without uncommitted changes, are not measured again.
         commit: what is measured.
+        piece: models in one process.
     """
     stamp = {"commit": commit, "draws": draws}
     rows = _known(kept, stamp)
@@ -58,7 +64,7 @@ def measure_each(
                     _append(kept, {"stamp": stamp, "row": row})
 
     missing = [name for name in names if name not in rows]
-    pieces = [missing[start : start + _PIECE] for start in range(0, len(missing), _PIECE)]
+    pieces = [missing[start : start + piece] for start in range(0, len(missing), piece)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(fill, pieces))
     return [rows[name] for name in names]

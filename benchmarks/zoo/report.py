@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.report import Report, Table
 
-from .arms import AUTOCAST, COMPILED, HALF, LEVELS
+from .arms import AUTOCAST, BOTH, COMPILED, HALF, LEVELS
 from .faults import faults, further_off, peer_fails, ratio_to
 
 __all__ = ["make_report"]
@@ -25,15 +25,24 @@ _RATIOS = [
 
 
 def make_report(
-    name: str, notes: Sequence[str], rows: Sequence[Row], record: Mapping[str, str]
+    name: str,
+    notes: Sequence[str],
+    rows: Sequence[Row],
+    record: Mapping[str, str],
+    least: Mapping[str, int] = LEAST,
 ) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+    """The whole report.
+
+    Args:
+        record: what was measured on, as `environment` says it.
+        least: library -> architectures of it that there are to be.
+    """
     return Report(
         name=name,
         title="A zoo of architectures in FP16",
         notes=[*notes, _o2_and_autocast(rows)],
-        tables=[_table(library, rows) for library in LEAST] + _findings(rows),
-        verdicts=_verdicts(rows),
+        tables=[_table(library, rows) for library in least] + _findings(rows),
+        verdicts=_verdicts(rows, least),
         data={"rows": list(rows)},
         environment=record,
     )
@@ -84,17 +93,17 @@ def _findings(rows: Sequence[Row]) -> list[Table]:
     found += [
         (row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}")
         for row in rows
-        for arm in (COMPILED, AUTOCAST, HALF)
+        for arm in (COMPILED, AUTOCAST, BOTH, HALF)
         if "failed" in row.get("arms", {}).get(arm, {})
     ]
     return [Table("Faults", ("model", "what"), found)] if found else []
 
 
-def _verdicts(rows: Sequence[Row]) -> dict[str, bool]:
+def _verdicts(rows: Sequence[Row], least: Mapping[str, int]) -> dict[str, bool]:
     verdicts = {}
-    for library, least in LEAST.items():
+    for library, wanted in least.items():
         number = len(_of(library, rows))
-        verdicts[f"at least {least} architectures of {library}: {number}"] = number >= least
+        verdicts[f"at least {wanted} architectures of {library}: {number}"] = number >= wanted
     comparable = [row for row in rows if not peer_fails(row)]
     sound = sum(not faults(row) for row in comparable)
     claim = "models without a fault, of those that torch.compile trains"
