@@ -200,6 +200,9 @@ MAY_NAME = {
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/state/async_read.py": ("cpu", "the mirror of a number is host memory"),
+    "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
+    "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
+    "mpcompile/torch_inside/tensors.py": ("meta", "a probe of what a subclass keeps"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}
