@@ -66,6 +66,7 @@ def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
 # -- master weights -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_master_weights_training_stalls(seed: int) -> None:
     steps = 250
@@ -88,6 +89,7 @@ def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.M
 # -- loss scaling ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_loss_scaling_training_stalls(seed: int) -> None:
     steps = 140

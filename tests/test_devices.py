@@ -202,7 +202,7 @@ MAY_NAME = {
     "mpcompile/state/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
     "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
-    "mpcompile/torch_inside/tensors.py": ("meta", "a probe of what a subclass keeps"),
+    "mpcompile/torch_inside/tensors.py": ("meta", "a probe asks which memory a tensor has"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}
