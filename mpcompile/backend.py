@@ -39,7 +39,7 @@ from .emit.fusing import gains, is_apart
 from .emit.islands import has_rnn, pieces
 from .emit.joint import NO_PASSES, JointPasses, joint_passes
 from .emit.tracing_settings import or_broken
-from .errors import CannotRewrite, MPCompileError, MPCompileWarning
+from .errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from .inspect.advice import say_nothing_runs_low, say_products_stay
 from .inspect.graph_plan import GraphPlan, plan_of_left
 from .inspect.log_graph import log_graph
@@ -144,8 +144,7 @@ def reason_of(error: Exception) -> str:
     """Why a graph can't be rewritten, in one line."""
     if isinstance(error, CannotRewrite):
         return str(error)
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
+    return in_one_line(error)
 
 
 def _compile(

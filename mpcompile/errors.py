@@ -10,6 +10,7 @@ an error.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -23,6 +24,16 @@ class MPCompileWarning(UserWarning):
 
 class CannotRewrite(Exception):
     """This graph can't be rewritten safely; the argument is the reason, in one sentence."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """`"ValueError: the batch is empty"`: an error's type and the first line that it says; of a C++
+    compiler that failed, what it said: `"... C++ compile error (Python.h: No such file)"`.
+    """
+    text = str(error).strip() or "no message"
+    compiler = re.search(r": (?:fatal )?error: (.+)$", text, re.MULTILINE)
+    more = f" ({compiler[1].strip()})" if compiler and "\n" in text[: compiler.start()] else ""
+    return f"{type(error).__name__}: {text.splitlines()[0]}{more}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 import mpcompile as mp
 from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
 from mpcompile._torch import check_torch_version, warn_of_version
+from mpcompile.errors import in_one_line
 
 
 class Net(nn.Module):
@@ -279,6 +280,15 @@ def test_errors_found_while_compiling_come_out_as_they_are(
         mpcompile(Net(), emit="eager")(torch.randn(4, 8))
     with pytest.raises(MPCompileError, match=r"none\.json"):
         mpcompile(lambda x: x @ x, emit="eager")(torch.randn(4, 4))
+
+
+def test_what_a_cpp_compiler_said_is_in_the_reason() -> None:
+    from torch._inductor.exc import CppCompileError
+
+    said = "/tmp/a.cpp:30:10: fatal error: Python.h: No such file\n   30 | #include <Python.h>"
+    error = CppCompileError(["g++", "/tmp/a.cpp"], said)
+    assert in_one_line(error) == "CppCompileError: C++ compile error (Python.h: No such file)"
+    assert in_one_line(ValueError("a: error: b\nmore")) == "ValueError: a: error: b"
 
 
 def test_a_recurrent_layer_in_a_compiled_function_is_traced() -> None:

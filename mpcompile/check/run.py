@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..errors import MPCompileWarning
+from ..errors import MPCompileWarning, in_one_line
 from ..torch_inside.health import Failure, Health, assumed, missing
 from ..torch_inside.reach import GONE, NAMES, Name, take_all
 from .programs import PROGRAMS, Program
@@ -42,7 +42,7 @@ def tried(program: Program) -> Failure | None:
         try:
             why = _wrong(program)
         except Exception as error:  # whatever another torch may raise
-            why = _line(error)
+            why = in_one_line(error)
     if why is not None:
         return Failure(program.about, program.part, why)
     said = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
@@ -71,7 +71,7 @@ def _tried_name(name: Name) -> Failure | None:
     try:
         name.probe()
     except Exception as error:  # it is there, but it isn't what it was
-        return Failure(name.path.replace(":", "."), name.part, _line(error))
+        return Failure(name.path.replace(":", "."), name.part, in_one_line(error))
     return None
 
 
@@ -84,8 +84,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
 from .. import ir
-from ..errors import CannotRewrite
+from ..errors import CannotRewrite, in_one_line
 from ..ir import aten
 from ..ir.step import Slot
 from ..torch_inside.fakes import DataDependentOutputException
@@ -135,5 +135,4 @@ def _drop_idle_writes(graph: fx.Graph) -> None:
 def _describe(error: Exception) -> str:
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         return "it branches on the value of a tensor, or makes a Python number of it"
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first}"
+    return in_one_line(error)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..errors import in_one_line
 from ..torch_inside.dynamo_names import TorchRuntimeError
 
 __all__ = ["described", "place"]
@@ -17,10 +18,9 @@ _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 def described(error: BaseException) -> str:
     """For example `"ValueError: the batch is empty (model.py:12)"`."""
-    text = str(error).strip() or "no message"
-    said = f"{type(error).__name__}: {text.splitlines()[0]}"
+    said = in_one_line(error)
     if isinstance(error, TorchRuntimeError) and (
-        inner := re.search(r": got (\w+\(.*\))$", text, re.M)
+        inner := re.search(r": got (\w+\(.*\))$", str(error).strip(), re.M)
     ):
         said = inner[1]  # the error that Dynamo got from an operator
     return said + place(error)

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls.module_call import running
 from ..capture.rebound import gradients_of_rebound
-from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
+from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..inspect.graph_plan import GraphPlan
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
@@ -228,8 +228,7 @@ def _reason(error: Exception) -> str:
             f"it differs from call to call, and has been compiled {many} times "
             "(torch._dynamo.config.recompile_limit)"
         )
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}{_place(error)}"
+    return f"{in_one_line(error)}{_place(error)}"
 
 
 def _place(error: Exception) -> str:
