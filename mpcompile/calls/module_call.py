@@ -69,7 +69,7 @@ def running(
         if torchscript_trace() is not None:  # it traces operators: those of the plain function
             return plain(*args, **kwargs)
         call = inner
-        if looking is not None and not torch.compiler.is_compiling() and looking.due:
+        if looking is not None and not torch.compiler.is_dynamo_compiling() and looking.due:
             call = look
         try:
             if foreign.is_under_autocast():
@@ -146,7 +146,7 @@ class ModuleCall:
         if self._widens:
             args, kwargs = widened(args, kwargs)
         result = self._compiled(*args, **kwargs)
-        if not self._told and not torch.compiler.is_compiling():
+        if not self._told and not torch.compiler.is_dynamo_compiling():
             if torch.is_grad_enabled():
                 uncalled.called(self._module)
             # After a call that may compile more than this one did, it is too early to tell.
@@ -218,7 +218,7 @@ class ModuleCall:
 
     def _is_sharded_anew(self) -> bool:
         """Whether an engine has taken charge of the module, or of parts of it."""
-        if torch.compiler.is_compiling() or (
+        if torch.compiler.is_dynamo_compiling() or (
             self._engines == (engines := fsdp.engines(self._module))
         ):
             return False

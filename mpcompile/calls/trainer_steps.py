@@ -166,7 +166,7 @@ class StepCall:
         functools.update_wrapper(self, method)  # Lightning looks at its signature and its code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # one step that calls another
+        if torch.compiler.is_dynamo_compiling():  # one step that calls another
             return self.method(*args, **kwargs)
         refuse_second_precision(self._module)
         if self._logs is None:
@@ -186,7 +186,7 @@ class _Forward:
         self._own = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_redirected():
+        if torch.compiler.is_dynamo_compiling() or self._is_redirected():
             return plain_call(self._module)(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 

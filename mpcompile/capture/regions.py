@@ -32,7 +32,7 @@ def noting_regions(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled function inlines this one
+        if torch.compiler.is_dynamo_compiling():  # a compiled function inlines this one
             return compiled(*args, **kwargs)
         before, _thread.outside = _thread.outside, _depth()
         try:

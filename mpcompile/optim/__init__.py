@@ -6,7 +6,7 @@ members.py        the parameters of a step
 inputs.py         the inputs of a step's graph
 trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
-trace_context.py  what is patched meanwhile
+trace_context.py  the context meanwhile
 elementwise.py    whether it may run on shards of parameters
 pipeline.py       the passes of `passes/step`, in order
 pieces.py         the graph is parted into pieces

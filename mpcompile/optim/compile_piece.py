@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,6 @@ _ONE_THREAD = {"cpp.threads": 1}
 Sizes = tuple[int | None, ...]  # see `Piece.sizes`
 
 _compiled: dict[tuple[object, ...], Function] = {}
-_compiling = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,9 @@ def compile_on_vectors(piece: Piece, emit: Emit, differing: Sequence[int]) -> Fu
 
 def _cached(piece: Piece, emit: Emit, sizes: Sizes) -> Function:
     key = (emit, piece.is_small, sizes, *signature(piece))
-    with _compiling:
-        if key not in _compiled:
-            _compiled[key] = _inductor(piece, emit, sizes)
-        return _compiled[key]
+    if key not in _compiled:
+        _compiled[key] = _inductor(piece, emit, sizes)
+    return _compiled[key]
 
 
 def _inductor(piece: Piece, emit: Emit, sizes: Sizes) -> Function:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ..errors import CannotRewrite, MPCompileWarning
 from ..state import parameters
 from ..state.loss_scale import LossScale
+from ..torch_inside.dynamo import compile_session
 from ..torch_inside.modes import modes_off
 from .absent import Absent
 from .apart import ParametersMix
@@ -112,7 +113,7 @@ class CompiledSteps:
         elif self._patterns >= _MOST:
             self._warn_of_too_many(part)
             return None
-        with modes_off():  # tracing uses its own FakeTensors
+        with compile_session(), modes_off():  # tracing uses its own FakeTensors
             wide = known.absent is not None if known is not None else self._patterns >= _EXACT
             step = self._compiled_wide(key, part, whole, own) if wide and self._apart else None
             if step is not None:

@@ -118,7 +118,7 @@ class MPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             foreign.refuse_unscaling(self._inner, sys._getframe(1))
         return self._inner.param_groups
 

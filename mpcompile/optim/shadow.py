@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import CannotRewrite
 from ..ir.step import Slot
+from ..torch_inside.optimizers import unhooked
 from .inputs import Member, Setting, is_list
 from .trace_context import raw_step
 
@@ -63,7 +64,7 @@ class Shadow:
             StateAppeared: the step makes state that isn't there yet.
             CannotRewrite: it changes a value that is no tensor, or state of no parameter.
         """
-        optimizer: Any = object.__new__(type(self.optimizer))
+        optimizer: Any = object.__new__(unhooked(type(self.optimizer)))
         optimizer.__dict__.update(self.optimizer.__dict__)
         # Copies of the plain values: the step's changes to them don't reach the optimizer.
         optimizer.__dict__.update(_plain_values(self.attributes))

@@ -1,4 +1,4 @@
-"""The context in which a step is traced: without torch's wrappers, and numbers stay tensors."""
+"""The context in which a step is traced: numbers stay tensors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..torch_inside.amp import autocast_off
-from ..torch_inside.optimizers import is_hooked, said_to_compile, without_wrappers
+from ..torch_inside.dynamo import compile_session
+from ..torch_inside.optimizers import without_wrappers
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_tracing = threading.Lock()  # the process has only one compiling flag
 
 
 @contextlib.contextmanager
 def tracing(cls: type[Optimizer]) -> Iterator[None]:
-    """The context for tracing the step of an optimizer of this class; one thread at a time."""
-    with (
-        _tracing,
-        said_to_compile(),
-        _unwrapped(cls),
-        _items_stay_tensors(cls),
-        torch.no_grad(),
-        autocast_off(),
-    ):
+    """The context for tracing the step of an optimizer of this class, in a compile session."""
+    with compile_session(), _items_stay_tensors(cls), torch.no_grad(), autocast_off():
         yield
 
 
@@ -50,29 +42,19 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _unwrapped(cls: type[Optimizer]) -> Iterator[None]:
-    """Remove hooks and profiler ranges from `super().step()`: they are not part of the step."""
-    wrapped: list[Any] = [c for c in cls.__mro__ if is_hooked(vars(c).get("step"))]
-    steps = [c.step for c in wrapped]
-    for base, step in zip(wrapped, steps, strict=True):
-        base.step = step.__wrapped__
-    try:
-        yield
-    finally:
-        for base, step in zip(wrapped, steps, strict=True):
-            base.step = step
-
-
-@contextlib.contextmanager
 def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
-    """Make `.item()` return the 0-d tensor, and `min` and `max` in the file of `cls` take tensors.
+    """Make `.item()` return the 0-d tensor, and `min` and `max` in the file of `cls` take tensors,
+    in this thread.
 
     So a step that reads numbers from the device to compute with them (Adafactor) becomes a graph
     without such reads. A branch on such a number still fails.
     """
     namespace = inspect.unwrap(cls.step).__globals__
     theirs = {name: namespace[name] for name in ("min", "max") if name in namespace}
-    namespace.update(min=_of_tensors(min, torch.minimum), max=_of_tensors(max, torch.maximum))
+    namespace.update(
+        min=_of_tensors(theirs.get("min", min), torch.minimum),
+        max=_of_tensors(theirs.get("max", max), torch.maximum),
+    )
     try:
         with _ItemIsTensor():
             yield
@@ -83,7 +65,11 @@ def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
 
 
 def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
     def choose(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return builtin(*args, **kwargs)
         tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if tensor is None or len(args) == 1:
             return builtin(*args, **kwargs)

@@ -129,7 +129,7 @@ def is_under_autocast() -> bool:
     """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
     graph of somebody else's.)
     """
-    return not torch.compiler.is_compiling() and autocast_is_on()
+    return not torch.compiler.is_dynamo_compiling() and autocast_is_on()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .reach import Part, private, probe
+import torch
+
+from .reach import MissingInTorch, Part, private, probe
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import graph_break
     from torch._dynamo.callback import CallbackArgs, callback_handler
+    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
@@ -29,6 +34,9 @@ else:
     )
     callback_handler = private(
         "torch._dynamo.callback:callback_handler", "calls back as a compile begins", Part.COMPILE
+    )
+    compile_lock = private(
+        "torch._dynamo.convert_frame:compile_lock", "is held while Dynamo compiles", Part.OPTIMIZER
     )
     TensorifyScalarRestartAnalysis = private(
         "torch._dynamo.exc:TensorifyScalarRestartAnalysis", "traces a program anew", Part.COMPILE
@@ -58,6 +66,7 @@ __all__ = [
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
     "callback_handler",
+    "compile_session",
     "graph_break",
     "reset_code",
     "torch_function",
@@ -82,6 +91,26 @@ def traced_output() -> OutputGraph | None:
     return None if translator is None else translator.output
 
 
+@contextlib.contextmanager
+def compile_session() -> Iterator[None]:
+    """What is traced or compiled outside of Dynamo, such as an optimizer's step, is so in here: one
+    thread at a time, Dynamo's among them, and `torch.compiler.is_compiling()` says so in all of
+    them, as while Dynamo compiles (2.13). It keeps torch.optim from calling `.item()`; and up to
+    torch 2.13 a thread that calls a compiled function raises while another one traces without it.
+
+    Raises:
+        MissingInTorch: there is no such switch.
+    """
+    with compile_lock:
+        before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+        try:
+            if not torch.compiler.is_compiling():
+                raise MissingInTorch(f"torch {torch.__version__} has another sign of a compile")
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+
+
 def _translator() -> Any:
     return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
 
@@ -89,3 +118,9 @@ def _translator() -> Any:
 @probe("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
 def _hides() -> None:
     assert "grad" in torch_function.banned_attrs
+
+
+@probe("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)
+def _is_said() -> None:
+    with compile_session():
+        pass

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .reach import MissingInTorch, Part, private, probe
+from .reach import Part, private, probe
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -28,7 +27,7 @@ __all__ = [
     "is_hooked",
     "is_wrapped_by_scheduler",
     "note_step",
-    "said_to_compile",
+    "unhooked",
     "without_wrappers",
 ]
 
@@ -82,23 +81,20 @@ def without_wrappers(step: Any) -> Callable[..., Any]:
 _SWITCH = "_use_grad"
 
 
-@contextlib.contextmanager
-def said_to_compile() -> Iterator[None]:
-    """Keep torch.optim from calling `.item()`, in all threads, as it does while Dynamo traces.
-
-    Raises:
-        MissingInTorch: there is no such switch.
+def unhooked(cls: type[Optimizer]) -> type[Optimizer]:
+    """The class, or one below it, in which `super().step()` finds no step with torch's wrappers: no
+    hooks run, and no profiler sees it. The classes themselves stay as they are.
     """
-    import torch
-
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        if not torch.compiler.is_compiling():
-            raise MissingInTorch(f"torch {torch.__version__} asks for another sign of a compile")
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    own = next(c for c in cls.__mro__ if "step" in vars(c))
+    wrapped = [c for c in cls.__mro__ if c is not own and is_hooked(vars(c).get("step"))]
+    if not wrapped:
+        return cls
+    # Each stands in front of its own base in the order of methods, so `super()` finds it first.
+    without: list[Any] = [
+        type(f"Unhooked{c.__name__}", (c,), {"step": vars(c)["step"].__wrapped__}) for c in wrapped
+    ]
+    below: type[Optimizer] = type(f"Unhooked{cls.__name__}", (cls, *without), {})
+    return below
 
 
 def _one() -> Optimizer:
@@ -145,12 +141,6 @@ def _is_unwrapped() -> None:
     assert is_hooked(step)
     assert not is_hooked(without_wrappers(step))
     assert without_wrappers(step).__code__.co_name == "step"
-
-
-@probe("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)
-def _is_said() -> None:
-    with said_to_compile():
-        pass
 
 
 @probe("torch.optim.lr_scheduler:LRScheduler", "wraps its optimizer's step", Part.WHOLE_STEP)

@@ -1,0 +1,146 @@
+"""What one thread traces and compiles, another one doesn't see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.ir import step_graph
+
+LOW: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns or raises, called in a thread of its own."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+class Meanwhile(torch.optim.AdamW):
+    """While its step is traced, another thread runs a function."""
+
+    def __init__(self, params: Any, function: Callable[[], Any]) -> None:
+        super().__init__(params)
+        self.function = function
+
+    def step(self, closure: Any = None) -> Any:
+        results.append(in_another_thread(self.function))
+        return super().step(closure)
+
+
+results: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def no_results() -> Iterator[None]:
+    results.clear()
+    yield
+    results.clear()
+
+
+def trained_with(function: Callable[[], Any]) -> None:
+    """Compile the step of an optimizer, and run a function in another thread meanwhile."""
+    model = mpcompile(net(), **LOW)
+    optimizer = MPOptimizer(Meanwhile(model.parameters(), function), emit="eager")
+    model(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    assert results
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_a_model_is_served_while_a_step_is_traced(
+    by_passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, x = mpcompile(net(), **LOW).eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        expected = served(x)
+
+    def serve() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = served(x)
+        return result
+
+    def traced(function: Callable[..., Any]) -> Any:
+        def meanwhile(*args: Any) -> Any:
+            results.append(in_another_thread(serve))
+            return function(*args)
+
+        return make_fx(meanwhile)
+
+    if by_passes:
+        monkeypatch.setattr(step_graph, "make_fx", traced)
+    trained_with((lambda: expected) if by_passes else serve)
+    assert len(results) > by_passes
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_step_of_another_thread_keeps_its_guard() -> None:
+    model = mpcompile(net(), **LOW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(3, 8)
+    model(x).sum().backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def overflow() -> None:
+        optimizer.zero_grad()
+        (model(x).sum() * 1e30).backward()
+        optimizer.step()
+
+    trained_with(overflow)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert loss_scale_of(model).skipped_steps == len(results)
+
+
+def test_autocast_of_another_thread_is_still_taken_off() -> None:
+    model, x = mpcompile(net(), **LOW).eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        expected = model(x)
+
+    def under_autocast() -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            result: torch.Tensor = model(x)
+        return result
+
+    trained_with(under_autocast)
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_step_through_super_runs_no_hook_while_it_is_traced() -> None:
+    class Twice(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on, its step runs hooks
+    model, calls = mpcompile(net(), **LOW), []
+    optimizer = MPOptimizer(Twice(model.parameters()), emit="eager")
+    optimizer.register_step_pre_hook(lambda *_: calls.append(torch.compiler.is_compiling()))
+    step = torch.optim.AdamW.step
+    for _ in range(3):
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+    assert calls == [False] * 3
+    assert torch.optim.AdamW.step is step
