@@ -19,6 +19,7 @@ from .backend import mpcompile_backend
 from .calls import uncalled
 from .calls.looking import Looking
 from .calls.module_call import ModuleCall, running
+from .calls.owned_backend import compiled_by
 from .calls.say_outside import gains, say_outside
 from .calls.sharded_call import ends_graph
 from .calls.trainer_steps import compile_steps, has_steps
@@ -123,19 +124,16 @@ def _compiled(
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = _Record(scale, {**request, "loss_scale": scale})
-    compile_kwargs = {
-        "backend": mpcompile_backend,
-        "options": {**record.request, "_listener": record.plans.append},
-        **torch_compile_kwargs,
-    }
+    options = {**record.request, "_listener": record.plans.append}
     looking_for = None if settings.level is Level.O0 else _looking_for(settings, record)
     if isinstance(model, nn.Module):
         check_module(model, settings)
         first, *others = ddp.called_modules(model)
-        compile_kwargs["options"]["_names"] = names_in(first)
+        options["_names"] = names_in(first)
         compiled_call = functools.partial(
             ModuleCall,
-            compile_kwargs=compile_kwargs,
+            backend=functools.partial(mpcompile_backend, options=options),
+            compile_kwargs=torch_compile_kwargs,
             reads_copies=settings.level is Level.O2,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
@@ -150,7 +148,7 @@ def _compiled(
         uncalled.expect(first)
         return model
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
-    compiled = _compiled_function(model, compile_kwargs, record, looking_for, anew)
+    compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
     _records[compiled] = record
     return compiled
 
@@ -172,6 +170,7 @@ def _looking_for(settings: Settings, record: _Record) -> Callable[[Any], Looking
 
 def _compiled_function(
     function: Callable[..., Any],
+    options: dict[str, Any],
     compile_kwargs: dict[str, Any],
     record: _Record,
     looking_for: Callable[[Any], Looking] | None,
@@ -182,9 +181,10 @@ def _compiled_function(
 
     def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
         # Between backward and step is code of the user's, who was promised true gradients.
-        options = {**compile_kwargs["options"], "_true_gradients": goes_backward(function)}
-        options.update({"emit": emit} if emit else {})
-        compiled = torch.compile(one, **{**compile_kwargs, "options": options})
+        own = {**options, "_true_gradients": goes_backward(function)}
+        own.update({"emit": emit} if emit else {})
+        backend = functools.partial(mpcompile_backend, options=own)
+        compiled = compiled_by(backend, one, **compile_kwargs)
         looking = looking_for(function) if looking_for is not None and emit is None else None
         return running(
             compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
@@ -192,7 +192,7 @@ def _compiled_function(
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, compile_kwargs, record.plans, anew)
+    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, anew)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..torch_inside.dynamo_names import get_code_state, no_recompile_limit
 from ..torch_inside.modules import plain_call
+from .own_code import with_own_code
 
 __all__ = ["compiled_apart", "nothing_happened"]
 
@@ -39,8 +40,8 @@ def compiled_apart(
         return call(module, *args, **kwargs)
 
     name = f"{purpose}_{next(_numbers)}_of_{type(module).__name__}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    compiled = torch.compile(forward, backend=backend, dynamic=False, **_APART)
+    own = with_own_code(forward, name)
+    compiled = torch.compile(own, backend=backend, dynamic=False, **_APART)
     return compiled if _APART else _unlimited(compiled)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside import Outside
+from .own_code import with_own_code
 
 __all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]
 
@@ -34,9 +35,7 @@ def entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
-    name = f"{type(module).__name__}_{next(_numbers)}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    return forward
+    return with_own_code(forward, f"{type(module).__name__}_{next(_numbers)}")
 
 
 def enter_by_itself(module: nn.Module) -> None:

@@ -40,6 +40,7 @@ from . import uncalled
 from .half_inputs import widened, widens_inputs
 from .looking import Looking, enter_by_itself, entry
 from .outside import aside
+from .owned_backend import compiled_by
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
@@ -90,7 +91,8 @@ class ModuleCall:
 
     Args:
         module: the module.
-        compile_kwargs: arguments of torch.compile.
+        compile_kwargs: arguments of torch.compile, but for the backend.
+        backend: takes a graph and its inputs.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
@@ -103,13 +105,14 @@ class ModuleCall:
         module: nn.Module,
         compile_kwargs: Mapping[str, Any],
         *,
+        backend: Callable[..., Any],
         reads_copies: bool,
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
         looking: Callable[[nn.Module], Looking] | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
-        self._module, self._compile_kwargs = module, compile_kwargs
+        self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
         self._reads_copies, self._check, self._called = reads_copies, check, called
         self._method, self._checked = method, False
         self._looking = looking(module) if looking is not None else None
@@ -182,6 +185,7 @@ class ModuleCall:
         call = ModuleCall(
             part,
             self._compile_kwargs,
+            backend=self._backend,
             reads_copies=self._reads_copies,
             check=lambda _: None,
             called=lambda _: True,
@@ -197,7 +201,7 @@ class ModuleCall:
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
         own = entry(function, module)
-        compiled = torch.compile(own, **self._compile_kwargs)
+        compiled = compiled_by(self._backend, own, **self._compile_kwargs)
         run = running(compiled, own, looking=self._looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).

@@ -9,6 +9,7 @@ folded back here, so this one step stores what they would not.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -80,13 +81,20 @@ class Watched:
         assert kept.captured is not None
         assert kept.rewritten is not None
         self.captured, self.rewritten = kept.captured, kept.rewritten
-        self.plan, self.code, self.repair = plan, code, repair
+        self.plan, self.repair = plan, repair
+        # What Dynamo keeps of the graph hangs on the code.
+        self._code = weakref.ref(code) if code is not None else None
         graph = self.captured.graph
         targets = [target for n in graph.nodes if ir.is_op(n) for target in ir.written(n)]
         memory = {ir.storage(target) for target in targets} - {None}
         inputs = enumerate(graph.find_nodes(op="placeholder"))
         self._inputs = GraphInputs.of(self.rewritten.graph)
         self._written = [i for i, n in inputs if ir.storage(n) in memory]
+
+    @property
+    def code(self) -> CodeType | None:
+        """The user's code, if it is known, and there still is it."""
+        return self._code() if self._code is not None else None
 
     def run(
         self, compiled: Callable[..., Any], inputs: Sequence[Any], given: Sequence[Any],

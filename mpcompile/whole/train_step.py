@@ -26,6 +26,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls.module_call import running
+from ..calls.own_code import with_own_code
+from ..calls.owned_backend import compiled_by
 from ..capture.rebound import gradients_of_rebound
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..inspect.graph_plan import GraphPlan
@@ -59,7 +61,8 @@ class TrainStep:
     Args:
         function: the user's.
         compile_in_pieces: (function, emit) -> the function compiled in pieces.
-        compile_kwargs: of `torch.compile`, our backend's options among them.
+        options: of our backend.
+        compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
         anew: makes another one of the same function.
     """
@@ -68,6 +71,7 @@ class TrainStep:
         self,
         function: Callable[..., Any],
         compile_in_pieces: Callable[[Callable[..., Any], str | None], Callable[..., Any]],
+        options: Mapping[str, Any],
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
         anew: Callable[[], TrainStep],
@@ -79,16 +83,9 @@ class TrainStep:
         self._own = _with_code_of_its_own(function)
         self._plans = plans
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
-        self._backend = WholeBackend(compile_kwargs["options"])
-        whole = torch.compile(
-            self._own,
-            **{
-                **compile_kwargs,
-                "backend": self._backend,
-                "fullgraph": True,
-                "options": {"guard_filter_fn": keeps},
-            },
-        )
+        self._backend = WholeBackend(options)
+        settings = {"fullgraph": True, "options": {"guard_filter_fn": keeps}}
+        whole = compiled_by(self._backend, self._own, **{**compile_kwargs, **settings})
         self._whole = running(
             whole, self._own, traceable_optimizers, gradients_of_rebound,
             trace_autograd_ops=True, allow_rnn=True,
@@ -199,13 +196,7 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(_with_code_of_its_own(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return types.MethodType(_with_code_of_its_own(type(function).__call__), function)
-    code, defaults = function.__code__, function.__defaults__
-    own_code = code.replace(co_name=code.co_name)
-    copy = types.FunctionType(
-        own_code, function.__globals__, function.__name__, defaults, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return with_own_code(function, function.__code__.co_name)
 
 
 def _cause(error: Exception) -> Exception:
