@@ -1,0 +1,88 @@
+"""What was compiled of a model is gone when the model is, without `torch.compiler.reset()`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.inspect.graph_plan import GraphPlan
+from mpcompile.optim.step import CompiledStep
+from mpcompile.state.loss_scale import LossScale
+
+# What each model has of its own, and what would hold it: graphs with their fakes, plans, steps.
+KINDS = (CompiledStep, GraphPlan, LossScale, fx.GraphModule, fx.Node, nn.Module)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def plain_optimizer() -> None:
+    model = mpcompile(net(), dtype=torch.float16, emit="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for factor in (1.0, 1e30, 1.0):
+        (model(torch.randn(3, 8)).sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+    assert loss_scale_of(model).skipped_steps == 1
+
+
+def generated_step() -> None:
+    model = mpcompile(net(), dtype=torch.float16, level="O2", emit="aot_eager")
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()), emit="eager")
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @mpcompile(dtype=torch.float16, emit="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(2):
+        step(torch.randn(3, 8))
+
+
+def alive() -> Counter[str]:
+    """How many objects of each kind there are."""
+    for _ in range(3):  # what a finalizer lets go is collected by the next one
+        gc.collect()
+    found = gc.get_objects()
+    return Counter(kind.__name__ for kind in KINDS for o in found if issubclass(type(o), kind))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged() -> Iterator[None]:
+    """pytest keeps the records of a test, and torch's trace hands graphs to these."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("train", [plain_optimizer, generated_step, whole_step])
+def test_a_model_leaves_nothing_behind(train: Callable[[], Any]) -> None:
+    train()
+    train()  # what is made once for all models is there
+    before = alive()
+    for _ in range(3):
+        train()
+    assert alive() <= before
