@@ -72,7 +72,7 @@ def alive() -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged() -> Iterator[None]:
-    """pytest keeps the records of a test, and torch's trace hands graphs to these."""
+    """Pytest keeps the records of a test, and torch's trace hands graphs to these."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
