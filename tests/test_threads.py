@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.ir import step_graph
 
 LOW: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
@@ -144,3 +145,49 @@ def test_a_step_through_super_runs_no_hook_while_it_is_traced() -> None:
         optimizer.step()
     assert calls == [False] * 3
     assert torch.optim.AdamW.step is step
+
+
+class AnotherCompiles:
+    """Another thread compiles something, from `begin` to `end`: Dynamo says nothing of what others
+    compile meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
+            self._began.set()
+            self._ends.wait()
+
+    def begin(self) -> None:
+        self._thread.start()
+        self._began.wait()
+
+    def end(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_settings_are_set_and_taken_back_whatever_else_compiles(begins_first: bool) -> None:
+    other, first, layer = AnotherCompiles(), nn.Linear(8, 8), nn.LSTM(8, 8)
+    begin = torch.compiler.assume_constant_result(lambda: other.begin())
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if not begins_first:
+            begin()  # while Dynamo traces this
+        y: torch.Tensor = layer(first(x))[0]
+        return y
+
+    model = mpcompile(call, dtype=torch.bfloat16, emit="eager", strict=True)
+    if begins_first:
+        other.begin()
+    try:
+        model(torch.randn(3, 2, 8))
+        assert not torch._dynamo.config.allow_rnn
+    finally:
+        other.end()
+    (plan,) = compiled_plans(model)
+    assert "LOW" in [n.precision for n in plan.nodes if n.op == "aten::lstm"]

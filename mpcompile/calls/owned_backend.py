@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..emit.tracing_settings import check_set
+
 __all__ = ["compiled_by"]
 
 
@@ -23,6 +25,7 @@ def compiled_by(
     known = weakref.ref(backend)
 
     def theirs(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        check_set()
         ours = known()
         assert ours is not None
         return ours(gm, example_inputs)

@@ -12,7 +12,9 @@
 Dynamo reads a setting while it traces. Setting one around each call costs a twentieth of a small
 model's step: it is a context variable, and writing one empties the cache through which all of them
 are read. So they are set only while something compiles: Dynamo calls back at the start and at the
-end of that, in the thread that compiles.
+end of that, in the thread that compiles. Of what begins while another thread compiles it says
+nothing, and of what ends only in the last of these threads. So a call at such a time has them set
+around it, and what was set is taken back when the call returns.
 """
 
 from __future__ import annotations
@@ -42,9 +44,14 @@ class _Thread(threading.local):
         # by the calls of our functions that this thread is in
         self.wanted: list[list[Callable[[], AbstractContextManager[Any]]]] = []
         self.setting = contextlib.ExitStack()
+        self.is_set = False
 
 
-_thread = _Thread()
+class _Process:
+    compiles = False  # in any thread, as far as Dynamo has said
+
+
+_thread, _process = _Thread(), _Process()
 
 
 def traced_with(
@@ -56,19 +63,40 @@ def traced_with(
     within these contexts.
     """
     wanted = [*contexts, lambda: config.patch(settings)]
+    _listen()
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _begin not in callback_handler.start_callbacks:  # a reset of Dynamo's forgets them
-            callback_handler.register_start_callback(_begin)
-            callback_handler.register_end_callback(_end)
+        _listen()  # a reset of Dynamo's forgets it
         _thread.wanted.append(wanted)
         try:
+            if _process.compiles and not _thread.is_set:
+                _enter()
             return compiled(*args, **kwargs)
         finally:
             _thread.wanted.pop()
+            if _thread.is_set:
+                _close()
 
     return call
+
+
+def _listen() -> None:
+    if _begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin)
+        callback_handler.register_end_callback(_end)
+
+
+def check_set() -> None:
+    """See that what is being compiled was traced with the settings that its call wants: another
+    thread may have begun to compile after that.
+
+    Raises:
+        RestartAnalysis: it was not; they are set now.
+    """
+    if _thread.wanted and not _thread.is_set:
+        _enter()
+        raise _anew()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -81,14 +109,33 @@ def is_traced_by_us() -> bool:
 # looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(_: CallbackArgs) -> None:
+    _process.compiles = True
+    if _thread.wanted:
+        _enter()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _end(_: CallbackArgs) -> None:
+    _process.compiles = False
+    _close()
+
+
+def _enter() -> None:
+    _close()
+    _thread.is_set = True
     for contexts in _thread.wanted:
         for context in contexts:
             _thread.setting.enter_context(context())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _end(_: CallbackArgs) -> None:
+def _close() -> None:
+    _thread.is_set = False
     _thread.setting.close()
+
+
+def _anew() -> RestartAnalysis:
+    """Of the errors by which Dynamo traces anew, the one that a backend may raise."""
+    return dynamo.TensorifyScalarRestartAnalysis()
 
 
 @contextlib.contextmanager
@@ -112,8 +159,7 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
             raise
         broken = config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
-        # Of the errors by which Dynamo traces anew, the one that a backend may raise.
-        raise dynamo.TensorifyScalarRestartAnalysis from None
+        raise _anew() from None
 
 
 def _has_value_sizes(graph: fx.Graph) -> bool:

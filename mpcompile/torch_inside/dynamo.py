@@ -36,7 +36,7 @@ else:
         "torch._dynamo.callback:callback_handler", "calls back as a compile begins", Part.COMPILE
     )
     compile_lock = private(
-        "torch._dynamo.convert_frame:compile_lock", "is held while Dynamo compiles", Part.OPTIMIZER
+        "torch._dynamo.convert_frame:compile_lock", "is held while Dynamo compiles", Part.COMPILE
     )
     TensorifyScalarRestartAnalysis = private(
         "torch._dynamo.exc:TensorifyScalarRestartAnalysis", "traces a program anew", Part.COMPILE
@@ -66,6 +66,7 @@ __all__ = [
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
     "callback_handler",
+    "compile_lock",
     "compile_session",
     "graph_break",
     "reset_code",

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,8 +34,6 @@ from ..torch_inside import dynamo
 from ..torch_inside.graphs import STATIC_INPUT
 from ..torch_inside.optimizers import is_wrapped_by_scheduler
 from ..torch_inside.replace import calls_of, method, reads_of
-
-_tracing = threading.Lock()  # the methods of a class are the same for all threads
 
 
 class _Parameters:
@@ -233,7 +230,7 @@ _patches: list[_Patches] = []  # of the trace that runs
 @contextlib.contextmanager
 def traceable_optimizers() -> Iterator[None]:
     """In this context, Dynamo traces the steps of all optimizers as `take_step`."""
-    with _tracing:
+    with dynamo.compile_lock:  # the methods of a class are the same for all threads
         patches = _Patches()
         patches.apply()
         _patches.append(patches)
