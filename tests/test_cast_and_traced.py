@@ -33,8 +33,8 @@ def test_a_cast_behind_the_first_call_is_refused_as_before_it(
     torch.testing.assert_close(model(x), before, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace_method")
 def test_torchscript_traces_the_plain_model() -> None:
     """Before the first call and after it, by itself and inside of another module. (torch's own
     check of a trace compares with the compiled model, and would warn of its rounding.)

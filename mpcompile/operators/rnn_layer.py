@@ -2,10 +2,12 @@
 
 Torch's own operators are made for autograd, which asks less of them than a graph does:
 
-* `aten::mkldnn_rnn_layer` makes the workspace that its backward needs only in grad mode;
+* `aten::mkldnn_rnn_layer` makes the workspace that its backward needs only in grad mode, and its
+  fake has no bytes in it: so ours has a size of 0, too, and the bytes are behind that (Inductor of
+  2.14 looks at the size);
 * `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake.
 
-Read in torch 2.13; the same in 2.11.
+Read in torch 2.13; the same in 2.11 and 2.14.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 def _rnn_layer(*args: Any) -> Any:
     with below_autograd(), torch.enable_grad():
-        return _FORWARD(*args)
+        *results, workspace = _FORWARD(*args)
+        return (*results, workspace[:0])
 
 
 def _rnn_layer_backward(*args: Any) -> Any:
+    *others, workspace = args
     with below_autograd():
-        return tuple(grad.contiguous() for grad in _BACKWARD(*args))
+        whole = torch.empty(0, dtype=workspace.dtype).set_(workspace.untyped_storage())
+        return tuple(grad.contiguous() for grad in _BACKWARD(*others, whole))
 
 
 def _fake_backward(*args: Any) -> Any:
