@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..emit.tracing_settings import check_set
+from ..emit.tracing_settings import check_set, take_back
 
 __all__ = ["compiled_by"]
 
@@ -28,7 +28,9 @@ def compiled_by(
         check_set()
         ours = known()
         assert ours is not None
-        return ours(gm, example_inputs)
+        compiled_graph = ours(gm, example_inputs)
+        take_back()
+        return compiled_graph
 
     compiled = torch.compile(function, backend=theirs, **kwargs)
     vars(compiled)["_mpcompile_backend"] = backend

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import fx
 
 from .._torch import is_untested
 from ..errors import CannotRewrite, MPCompileError
-from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable
+from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable, compile_lock
 from ..torch_inside.reach import MissingInTorch
 from ..torch_inside.replace import method, reads_of
 
@@ -34,21 +33,19 @@ _IN_PLACE = frozenset(
 )
 
 
-class _Thread(threading.local):
-    depth = 0  # of contexts
-
-
-_thread = _Thread()
-
-
 @contextlib.contextmanager
 def gradients_of_rebound() -> Iterator[None]:
-    """In this context, Dynamo of this thread sets and reads `.grad` of what was written."""
-    _thread.depth += 1
-    try:
+    """In this context, Dynamo sets and reads `.grad` of what was written; no other thread compiles.
+
+    Raises:
+        MissingInTorch: it can't be followed with this torch.
+    """
+    with compile_lock, contextlib.ExitStack() as undo:
+        for replacement in (_STORING, _READING):
+            if not replacement.is_applied:  # by a function that is called in this one
+                replacement.apply()
+                undo.callback(replacement.revert)
         yield
-    finally:
-        _thread.depth -= 1
 
 
 def written(tensor: Any, output: OutputGraph) -> Any:
@@ -79,13 +76,23 @@ def check_torch() -> None:
     What Dynamo has set of a tensor that it takes for a result leaves no trace. So a release that
     the tests have not seen shows once that it sets and reads gradients by what stands here.
     """
-    if _missing:
-        raise MPCompileError(f"functions can't be compiled: {_missing[0]}")
+    if (missing := _missing()) is not None:
+        raise MPCompileError(f"functions can't be compiled: {missing}")
     if is_untested(torch.__version__) and not _is_followed():
         raise MPCompileError(
             f"functions can't be compiled: torch {torch.__version__} sets or reads gradients in a "
             "new way; compile the module instead"
         )
+
+
+@functools.cache
+def _missing() -> MissingInTorch | None:
+    """Why gradients can't be followed with this torch, or None."""
+    try:
+        with gradients_of_rebound():
+            return None
+    except MissingInTorch as missing:
+        return missing
 
 
 @functools.cache
@@ -114,12 +121,12 @@ def check_reached(reads_gradients: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way.
     """
-    if _thread.depth and reads_gradients and not _READING.reached:
+    if _READING.is_applied and reads_gradients and not _READING.reached:
         raise CannotRewrite("Dynamo reads gradients in a new way")
 
 
 def _store_attr(theirs: Any, self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    if name == "grad" and _thread.depth:
+    if name == "grad":
         item = written(item, self.output_graph_weakref())
     return theirs(self, item, name, *args, **kwargs)
 
@@ -129,19 +136,11 @@ def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
     there is what was there before the function. And where it is None, Dynamo says so of the one
     None that it has for all that is traced in this process.
     """
-    if _thread.depth:
-        variable, effects = written(variable, tx.output), tx.output.side_effects
-        if effects.has_pending_mutation_of_attr(variable, "grad"):
-            return effects.load_attr(variable, "grad")
+    variable, effects = written(variable, tx.output), tx.output.side_effects
+    if effects.has_pending_mutation_of_attr(variable, "grad"):
+        return effects.load_attr(variable, "grad")
     return theirs(variable, tx)
 
 
-# For the process; they do what they did, outside of the context.
 _STORING = method(SideEffects, "store_attr", _store_attr)
 _READING = reads_of(TensorVariable, "grad", _read_grad)
-_missing: list[MissingInTorch] = []
-for _replacement in (_STORING, _READING):
-    try:
-        _replacement.apply()
-    except MissingInTorch as _gone:
-        _missing.append(_gone)

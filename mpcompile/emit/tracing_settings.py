@@ -13,8 +13,9 @@ Dynamo reads a setting while it traces. Setting one around each call costs a twe
 model's step: it is a context variable, and writing one empties the cache through which all of them
 are read. So they are set only while something compiles: Dynamo calls back at the start and at the
 end of that, in the thread that compiles. Of what begins while another thread compiles it says
-nothing, and of what ends only in the last of these threads. So a call at such a time has them set
-around it, and what was set is taken back when the call returns.
+nothing, and of what ends only in the last of these threads. So a call at such a time is slower: the
+settings are set around it, and what else is wanted makes Dynamo trace a graph twice. It stays no
+longer than that: contexts may hold Dynamo's lock.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Thread(threading.local):
         # by the calls of our functions that this thread is in
         self.wanted: list[list[Callable[[], AbstractContextManager[Any]]]] = []
         self.setting = contextlib.ExitStack()
-        self.is_set = False
+        self.is_set = self.is_late = False  # late: set by `check_set`
 
 
 class _Process:
@@ -71,7 +72,8 @@ def traced_with(
         _thread.wanted.append(wanted)
         try:
             if _process.compiles and not _thread.is_set:
-                _enter()
+                with config.patch(settings):
+                    return compiled(*args, **kwargs)
             return compiled(*args, **kwargs)
         finally:
             _thread.wanted.pop()
@@ -96,7 +98,14 @@ def check_set() -> None:
     """
     if _thread.wanted and not _thread.is_set:
         _enter()
+        _thread.is_late = True
         raise _anew()
+
+
+def take_back() -> None:
+    """Take back what `check_set` has set: the graph is traced."""
+    if _thread.is_late:
+        _close()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -108,9 +117,11 @@ def is_traced_by_us() -> bool:
 # Disabled for Dynamo: a `backward()` within a compiled function compiles the backward while Dynamo
 # looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin(_: CallbackArgs) -> None:
+def _begin(args: CallbackArgs) -> None:
     _process.compiles = True
-    if _thread.wanted:
+    # No other compile traces a program. And this one has Dynamo's lock: who waits for that in a
+    # callback, of which there is one at a time, may wait for a thread that waits for its own.
+    if _thread.wanted and args.callback_trigger.name == "DYNAMO":
         _enter()
 
 
@@ -129,7 +140,7 @@ def _enter() -> None:
 
 
 def _close() -> None:
-    _thread.is_set = False
+    _thread.is_set = _thread.is_late = False
     _thread.setting.close()
 
 

@@ -52,6 +52,11 @@ class Replacement:
         """How often torch has called it in this thread."""
         return self._calls[threading.get_ident()]
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether it is there now."""
+        return self._undo is not None
+
     def apply(self) -> None:
         """Put it there.
 
