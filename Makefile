@@ -44,13 +44,15 @@ test-torch:
 	@$(if $(filter command line environment,$(origin TORCH)),:,echo 'say which: make test-torch TORCH=2.11.0'; exit 2)
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH)
 
-# The tests that touch the insides of torch, against another one: a few minutes (`.ci/run`).
+# The tests that touch the insides of torch, against another one: a few minutes (`.ci/run`). Of each
+# test, a third of the rows.
 INSIDE := tiny torch_inside private_names torch_faults capture backend emit emit_rnn passes_classify \
 	passes_functionalize passes_place_casts passes_scale_gradients joint optim optim_settings train_step \
-	whole_step_loops whole_step_optimizers hazards_checkpoint hazards_gradients ddp fsdp fake_cuda
+	whole_step_loops whole_step_optimizers hazards_checkpoint hazards_gradients ddp fsdp fake_cuda \
+	threads leaks whole_step_reached gone_names
 
 test-inside:
-	$(MAKE) test-torch PYTEST_ARGS="$(INSIDE:%=tests/test_%.py) $(PYTEST_ARGS)"
+	$(MAKE) test-torch PYTEST_ARGS="--every 3 $(INSIDE:%=tests/test_%.py) $(PYTEST_ARGS)"
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

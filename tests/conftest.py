@@ -37,16 +37,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "of the rows of each test, run every n-th"
+    parser.addoption("--every", type=int, default=1, metavar="n", help=about)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the rows of a test marked sampled(n), the default run takes every n-th."""
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None or any(map(item.get_closest_marker, ("slow", "whole"))):
+        if any(map(item.get_closest_marker, ("slow", "whole"))):
             continue
+        mark = item.get_closest_marker("sampled")
+        every = max(config.getoption("--every"), 1 if mark is None else mark.args[0])
         test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
+        if seen[test] % every:
             item.add_marker("whole")
         seen[test] += 1
 

@@ -28,8 +28,7 @@ from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..rules import PACKETS
-from ..state.retained_graph import running_again
-from ..state.second_backward import noticed
+from ..state.second_backward import noticed, of_compiled
 from ..torch_inside import aot
 from ..torch_inside.amp import autocast_is_on, autocast_off
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
@@ -168,7 +167,7 @@ def _compiled(
     Attributes of the graph module are part of the key.
     """
     gm._mpcompile_version = __version__  # type: ignore[assignment]
-    return running_again(compile_graph(gm, example_inputs))
+    return of_compiled(compile_graph(gm, example_inputs))
 
 
 def _inductor(

@@ -18,8 +18,7 @@
     found_scale.py       where a search begins, and what becomes of what it finds
     not_finite.py        what was not finite before any gradient was
     two_scales.py        the gradients of a graph, compared at two scales
-    retained_graph.py    lets a compiled backward run several times over one forward
-    second_backward.py   refuses gradients of a compiled graph's gradients
+    second_backward.py   a compiled backward may run again, and refuses to be differentiated
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks
     shardings.py         what FSDP2 gathers and reduces

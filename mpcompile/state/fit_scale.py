@@ -39,9 +39,8 @@ from .found_scale import first_tried, give_up, keep
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
-from .retained_graph import is_kept
 from .scale_search import in_closure
-from .second_backward import notice
+from .second_backward import is_kept, notice
 from .two_scales import FACTOR, check_two_scales
 
 _numbers = itertools.count()

@@ -1,9 +1,16 @@
-"""Raise where somebody differentiates a compiled backward, which is not possible.
+"""What a compiled backward does beyond AOTAutograd's: it may run again, and says where it can't be
+differentiated.
 
-AOTAutograd raises by itself only if an input of the backward needs a gradient: otherwise the
-backward's results are constants. A stored weight needs one; its cast to a low dtype, which is
-stored in its place, does not (read in torch 2.11 and 2.12, where a gradient penalty then trains
-nothing, silently). So under `create_graph=True` we make the results of the backward no constants.
+Run again, over one forward: `retain_graph=True`, or `torch.autograd.grad` once for each loss. A
+backward that Inductor compiles may write to tensors that its forward saved for it ("donated
+buffers"): less memory is taken. If the first backward of all keeps its graph, it is compiled
+without that; otherwise AOTAutograd raises where a later one keeps it. Here such a backward gets
+copies of these tensors instead. Who keeps no graph pays nothing.
+
+Be differentiated: AOTAutograd raises by itself only if an input of the backward needs a gradient;
+otherwise the backward's results are constants. A stored weight needs one; its cast to a low dtype,
+which is stored in its place, does not (read in torch 2.11 and 2.12, where a gradient penalty then
+trains nothing, silently). So under `create_graph=True` we make the results no constants.
 
 AOTAutograd makes an autograd.Function for each graph that it compiles. The backward of this class
 is wrapped, once: a hook on the node of each call costs a small network a few percent of its step,
@@ -21,16 +28,89 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
-from ..torch_inside.aot import is_compiled
-from ..torch_inside.autograd import function_of
+from ..ir.fakes import duplicate
+from ..ir.units import grad_fns
+from ..torch_inside.aot import CopiedContext, is_compiled
+from ..torch_inside.autograd import function_of, keeps_graph
 
-__all__ = ["notice", "noticed"]
+__all__ = ["is_kept", "notice", "noticed", "of_compiled"]
 
 Gradients = tuple[Tensor | None, ...]
 
 
+def is_kept() -> bool:
+    """Whether the backward that runs in this thread keeps its graph."""
+    return keeps_graph()
+
+
+def of_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what AOTAutograd compiled: its backward may run several times over one forward, and its
+    gradients raise if they are differentiated.
+    """
+    known = False
+
+    def graph(*args: Any) -> Any:
+        nonlocal known
+        if known:
+            return run(*args)
+        before = grad_fns(args)
+        results = run(*args)
+        known = True
+        # An input that the graph wrote to has a new history, too.
+        for function in _compiled(grad_fns((*results, *args)), before) - set(_wrapped):
+            _wrapped.add(function)
+            _wrap_backward(function)
+        return results
+
+    return graph
+
+
+def _compiled(nodes: set[Node], before: set[Node]) -> set[Any]:
+    """AOTAutograd's classes between the results of a graph and the histories of its inputs. (What
+    it returns may be a view of what the class returned.)
+    """
+    found, seen, left = set(), set(before), list(nodes)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_compiled(function := function_of(node)):
+            found.add(function)
+        left += [below for below, _ in node.next_functions if below is not None]
+    return found
+
+
+def _wrap_backward(function: Any) -> None:
+    """Give each backward of a class of AOTAutograd's that keeps its graph, and may write to what is
+    saved in it, copies of that. Let the gradients raise that it returns.
+    """
+    backward, donated = function.backward, None
+
+    def again(ctx: Any, *gradients: Any) -> Any:
+        nonlocal donated
+        if is_kept() and function.compiled_bw is not None:
+            metadata = function.metadata
+            found = [i - metadata.num_symints_saved_for_bw for i in metadata.bw_donated_idxs or ()]
+            if donated is None:
+                donated = found
+            # AOTAutograd raises if it finds any. (Removed last: another thread may look, too.)
+            metadata.bw_donated_idxs = []
+            if donated:
+                ctx = CopiedContext(ctx, donated, duplicate)
+        results = backward(ctx, *gradients)
+        return _connected(results) or results
+
+    # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function.
+    function.backward = staticmethod(torch.compiler.disable(again))
+
+
+# classes of AOTAutograd whose backward is wrapped
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled graph: its gradients raise if they are differentiated."""
+    """Wrap a graph, compiled or not: its gradients raise if they are differentiated."""
     # Both are known after the first call (in which something has a history), and the same in each:
     # Dynamo compiles another graph where other inputs need gradients.
     returns_inputs: bool | None = None
@@ -67,32 +147,11 @@ def notice(results: Sequence[Any]) -> None:
 
 
 def _notice(nodes: set[Node]) -> bool:
-    """Let the gradients of these raise. Returns whether those of any such nodes now do."""
-    functions = [function_of(node) for node in nodes]
-    for node, function in zip(nodes, functions, strict=True):
-        if is_compiled(function):
-            _wrap_backward(function)
-        else:
-            node.register_hook(lambda gradients, _: _connected(gradients))
-    return bool(nodes) and all(map(is_compiled, functions))
-
-
-def _wrap_backward(function: Any) -> None:
-    """Let the gradients raise that this autograd.Function returns, in each of its backwards."""
-    if function in _wrapped:
-        return
-    _wrapped.add(function)
-    backward = function.backward
-
-    def raising(ctx: Any, *gradients: Any) -> Any:
-        results = backward(ctx, *gradients)
-        return _connected(results) or results
-
-    function.backward = staticmethod(raising)
-
-
-# classes of AOTAutograd whose backward is wrapped
-_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+    """Let the gradients of these raise. Returns whether they do so without a hook."""
+    others = [node for node in nodes if not is_compiled(function_of(node))]
+    for node in others:
+        node.register_hook(lambda gradients, _: _connected(gradients))
+    return bool(nodes) and not others
 
 
 def _nodes(values: Sequence[Any]) -> set[Node]:
