@@ -124,11 +124,31 @@ def test_a_rate_that_is_set_is_seen_without_any(
 
 def test_optimizers_are_as_they_were_where_a_place_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing.dynamo, "CHECK_OUTPUTS", "check_that_never_was")
-    before = vars(torch.optim.Optimizer)["zero_grad"], dict(vars(tracing.dynamo.TensorVariable))
+    before = torch_as_it_is()
     with pytest.warns(MPCompileWarning, match="OutputGraph.check_that_never_was is not there"):
         agree(plain)
-    after = vars(torch.optim.Optimizer)["zero_grad"], dict(vars(tracing.dynamo.TensorVariable))
-    assert before == after
+    assert torch_as_it_is() == before
+
+
+def test_nothing_stays_in_torch_behind_a_trace() -> None:
+    before = torch_as_it_is()
+    assert agree(reads_settings) is None
+    assert torch_as_it_is() == before
+
+
+def test_optimizers_are_as_they_are_while_a_step_is_traced() -> None:
+    before = torch_as_it_is()[0]
+    with tracing.traceable_optimizers():
+        assert torch_as_it_is()[0] == before
+
+
+def torch_as_it_is() -> list[dict[str, Any]]:
+    """What a trace might leave its own things in."""
+    optimizers = [dict(vars(cls)) for cls in (torch.optim.Optimizer, torch.optim.SGD)]
+    names = ("TensorVariable", "OptimizerVariable", "OutputGraph", "SideEffects")
+    dynamos = [getattr(tracing.dynamo, name) for name in names]
+    tables = [dict(vars(c).get("tp_getset", {})) for c in dynamos]
+    return [{"optimizers": optimizers}, *(dict(vars(c)) for c in dynamos), *tables]
 
 
 # -- a parameter that is written under its name ----------------------------------------------------
@@ -171,13 +191,10 @@ def test_a_gradient_that_was_set_is_read_back() -> None:
 
 
 @pytest.fixture
-def aside(request: pytest.FixtureRequest) -> Iterator[None]:
+def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has Dynamo call its own function in the place of one of ours."""
-    replacement = request.param
-    replacement.revert()
-    replacement._calls.clear()
-    yield
-    replacement.apply()
+    monkeypatch.setattr(request.param, "_counted", lambda theirs: theirs)
+    request.param._calls.clear()
 
 
 @pytest.mark.parametrize("aside", [rebound._READING], indirect=True, ids=["read"])
@@ -216,6 +233,6 @@ def test_an_untested_release_that_loses_gradients_is_refused(untested: None, asi
 def test_functions_are_refused_where_no_gradient_can_be_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rebound, "_missing", [MissingInTorch("torch 3.0 has none")])
+    monkeypatch.setattr(rebound, "_missing", lambda: MissingInTorch("torch 3.0 has none"))
     with pytest.raises(MPCompileError, match=r"functions can't be compiled: torch 3\.0 has none"):
         compiled_by_hand()

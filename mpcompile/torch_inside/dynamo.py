@@ -11,7 +11,7 @@ import torch
 from .reach import MissingInTorch, Part, private, probe
 
 if TYPE_CHECKING:
-    from types import CodeType
+    from types import CodeType, FunctionType
 
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import graph_break
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import tls
-    from torch._dynamo.variables import TensorVariable, torch_function
+    from torch._dynamo.variables import (
+        ConstantVariable,
+        TensorVariable,
+        UserFunctionVariable,
+        builder,
+        torch_function,
+    )
+    from torch._dynamo.variables.functions import FunctoolsPartialVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
 else:
     _EFFECTS = "notes what the traced program sets"
@@ -47,6 +54,19 @@ else:
     TensorVariable = private(
         "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
     )
+    builder = private(
+        "torch._dynamo.variables:builder", "makes Dynamo's variables", Part.WHOLE_STEP
+    )
+    _FUNCTIONS = "traces functions of ours"
+    ConstantVariable = private(
+        "torch._dynamo.variables:ConstantVariable", _FUNCTIONS, Part.WHOLE_STEP
+    )
+    FunctoolsPartialVariable = private(
+        "torch._dynamo.variables.functions:FunctoolsPartialVariable", _FUNCTIONS, Part.WHOLE_STEP
+    )
+    UserFunctionVariable = private(
+        "torch._dynamo.variables:UserFunctionVariable", _FUNCTIONS, Part.WHOLE_STEP
+    )
     torch_function = private(
         "torch._dynamo.variables:torch_function", "traces subclasses of tensors", Part.WHOLE_STEP
     )
@@ -54,17 +74,22 @@ else:
         "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
     )
 
+IS_STATIC = "get_static_address_type"
+"""The function of `builder` that tells whether a tensor is marked by `mark_static_address`."""
+
 CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
 """The method of `OutputGraph` that refuses results whose graph a backward has used up."""
 
 __all__ = [
     "CHECK_OUTPUTS",
+    "IS_STATIC",
     "CallbackArgs",
     "OptimizerVariable",
     "OutputGraph",
     "SideEffects",
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
+    "builder",
     "callback_handler",
     "compile_lock",
     "compile_session",
@@ -73,6 +98,7 @@ __all__ = [
     "torch_function",
     "traced_code",
     "traced_output",
+    "with_number",
 ]
 
 
@@ -90,6 +116,12 @@ def traced_output() -> OutputGraph | None:
     """Dynamo's record of what it is tracing in this thread; None if that is nothing."""
     translator = _translator()
     return None if translator is None else translator.output
+
+
+def with_number(function: FunctionType, number: int) -> Any:
+    """Dynamo's variable of `functools.partial(function, number)`, which nothing is guarded on."""
+    numbers = [ConstantVariable.create(number)]
+    return FunctoolsPartialVariable(UserFunctionVariable(function), numbers, {})
 
 
 @contextlib.contextmanager

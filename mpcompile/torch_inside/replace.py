@@ -107,7 +107,9 @@ def reads_of(cls: Any, name: str, ours: Function) -> Replacement:
         name: of the attribute in the traced program, such as `"grad"`.
         ours: returns a variable of Dynamo's; None leaves it to the class above `cls`.
     """
-    return Replacement(lambda: _entry(cls, name, _ATTRIBUTES) or _reading(cls, name), ours)
+    return Replacement(
+        lambda: _entry(cls, name, _ATTRIBUTES) or _reading(cls, name) or _new_entry(cls, name), ours
+    )
 
 
 def _attribute(cls: Any, name: str) -> Place:
@@ -143,11 +145,25 @@ def _entry(cls: Any, name: str, tables: tuple[str, ...]) -> Place | None:
     return put
 
 
-def _reading(cls: Any, name: str) -> Place:
-    """One attribute of all that a method reads."""
+def _new_entry(cls: Any, name: str) -> Place:
+    """An entry that the table of the class lacks."""
+    table = vars(cls).get(_ATTRIBUTES[0], {})
+    kinds = {type(entry) for entry in table.values()}
+    if len(kinds) != 1:
+        raise _unknown(cls, name, "is read in a new way")
+
+    def put(wrap: Wrap) -> Callable[[], None]:
+        table[name] = kinds.pop()(wrap(lambda variable, tx: None))
+        return lambda: table.pop(name)
+
+    return put
+
+
+def _reading(cls: Any, name: str) -> Place | None:
+    """One attribute of all that a method reads; None if the class has no such method."""
     reader = next((r for r in _GETATTR if r in vars(cls)), None)
     if reader is None:
-        raise _unknown(cls, name, "is read in a new way")
+        return None
 
     def put(wrap: Wrap) -> Callable[[], None]:
         def wrap_all(theirs: Function) -> Function:

@@ -22,7 +22,7 @@ from .calls import Call
 from .forward import Forward
 from .parts import is_training_step
 from .program import Program
-from .tracing import changes_settings, check_reached, optimizers_as_they_are
+from .tracing import changes_settings, check_reached
 from .update import Update
 
 
@@ -46,10 +46,6 @@ class WholeBackend:
         Raises:
             CannotRewrite, StateAppeared: it can't be one graph.
         """
-        with optimizers_as_they_are():
-            return self._compiled(gm, example_inputs)
-
-    def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _check_graph(gm)
         if not is_training_step(gm.graph):
             forward = backend.mpcompile_backend(gm, example_inputs, options=self._options)
@@ -104,12 +100,12 @@ def _check_graph(gm: fx.GraphModule) -> None:
     A parameter that it takes for a constant has a name in the graph for each place that it is read
     from, and a gradient under one of them is not seen under the others.
     """
+    check_reached(is_training_step(gm.graph))
     for node in gm.graph.find_nodes(op="get_attr"):
         if is_leaf(ir.attribute(gm, node)):
             raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
     if changes_settings():
         raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
-    check_reached(is_training_step(gm.graph))
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:

@@ -44,7 +44,7 @@ from ..torch_inside.health import why_off
 from ..torch_inside.reach import Part
 from .backend import WholeBackend
 from .calls import NotThisTime, Outdated
-from .tracing import keeps, traceable_optimizers
+from .tracing import traceable_optimizers
 
 # What torch raises where a number that only a tensor's value tells would have to be known.
 _UNBACKED = (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)
@@ -84,8 +84,8 @@ class TrainStep:
         self._plans = plans
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
         self._backend = WholeBackend(options)
-        settings = {"fullgraph": True, "options": {"guard_filter_fn": keeps}}
-        whole = compiled_by(self._backend, self._own, **{**compile_kwargs, **settings})
+        settings = {**compile_kwargs, "fullgraph": True}
+        whole = compiled_by(self._backend, self._own, **settings)
         self._whole = running(
             whole, self._own, traceable_optimizers, gradients_of_rebound,
             trace_autograd_ops=True, allow_rnn=True,
