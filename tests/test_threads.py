@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -191,3 +193,81 @@ def test_settings_are_set_and_taken_back_whatever_else_compiles(begins_first: bo
         other.end()
     (plan,) = compiled_plans(model)
     assert "LOW" in [n.precision for n in plan.nodes if n.op == "aten::lstm"]
+
+
+# -- all at once -----------------------------------------------------------------------------------
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """With numbers that don't come from the generator that all threads share."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return module
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(number))
+
+
+def compiles() -> list[torch.Tensor]:
+    model = mpcompile(filled(net()), level="O2", **LOW)
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), emit="eager")
+    for i in range(4):
+        model(batch(i)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.parameters()]
+
+
+def overflows() -> list[torch.Tensor]:
+    model = mpcompile(filled(net()), **LOW)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(40):
+        (model(batch(i)).square().mean() * (1e30 if i % 7 == 3 else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scale = loss_scale_of(model)
+    return [*model.parameters(), torch.tensor([scale.value, scale.skipped_steps])]
+
+
+def drops() -> list[torch.Tensor]:
+    model = filled(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @mpcompile(dtype=torch.float16, emit="eager")
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for i in range(3):
+        step(batch(i))
+    assert step.left is None
+    return [*model.parameters()]
+
+
+@pytest.mark.slow
+def test_what_four_threads_do_is_what_one_does() -> None:
+    """One compiles, one trains with overflows, one makes models and drops them, one serves."""
+    served = mpcompile(filled(net()), **LOW).eval()
+
+    def serves() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [served(batch(i)) for i in range(5)]
+
+    tasks = (compiles, overflows, drops, serves)
+    alone = [task() for task in tasks]
+    end = time.monotonic() + 60
+
+    def again(task: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> int:
+        count = 0
+        while time.monotonic() < end:
+            assert all(map(torch.equal, task(), expected)), task.__name__
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        counts = [*pool.map(again, tasks, alone)]
+    assert all(counts)

@@ -15,7 +15,8 @@ are read. So they are set only while something compiles: Dynamo calls back at th
 end of that, in the thread that compiles. Of what begins while another thread compiles it says
 nothing, and of what ends only in the last of these threads. So a call at such a time is slower: the
 settings are set around it, and what else is wanted makes Dynamo trace a graph twice. It stays no
-longer than that: contexts may hold Dynamo's lock.
+longer than that: contexts may hold Dynamo's lock. Whoever gets no graph without them tries again
+(`were_set`, `wait_for_others`).
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ class _Thread(threading.local):
         self.wanted: list[list[Callable[[], AbstractContextManager[Any]]]] = []
         self.setting = contextlib.ExitStack()
         self.is_set = self.is_late = False  # late: set by `check_set`
+        self.were_set = False  # in the last call
 
 
-class _Process:
-    compiles = False  # in any thread, as far as Dynamo has said
+_thread = _Thread()
+_idle = threading.Event()  # nothing compiles in any thread, as far as Dynamo has said
+_idle.set()
 
-
-_thread, _process = _Thread(), _Process()
+_LONGEST = 60.0  # seconds to wait for other threads, which may wait for this one
 
 
 def traced_with(
@@ -70,8 +72,9 @@ def traced_with(
     def call(*args: Any, **kwargs: Any) -> Any:
         _listen()  # a reset of Dynamo's forgets it
         _thread.wanted.append(wanted)
+        _thread.were_set = False
         try:
-            if _process.compiles and not _thread.is_set:
+            if not (_thread.is_set or _idle.is_set()):
                 with config.patch(settings):
                     return compiled(*args, **kwargs)
             return compiled(*args, **kwargs)
@@ -87,6 +90,16 @@ def _listen() -> None:
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
         callback_handler.register_end_callback(_end)
+
+
+def were_set() -> bool:
+    """Whether something was traced with what this thread's last call wants."""
+    return _thread.were_set
+
+
+def wait_for_others() -> None:
+    """Wait until no thread compiles, but no longer than a minute."""
+    _idle.wait(_LONGEST)
 
 
 def check_set() -> None:
@@ -118,7 +131,7 @@ def is_traced_by_us() -> bool:
 # looks at each frame. Dynamo would compile these two as well, under the lock it calls them with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(args: CallbackArgs) -> None:
-    _process.compiles = True
+    _idle.clear()
     # No other compile traces a program. And this one has Dynamo's lock: who waits for that in a
     # callback, of which there is one at a time, may wait for a thread that waits for its own.
     if _thread.wanted and args.callback_trigger.name == "DYNAMO":
@@ -127,13 +140,13 @@ def _begin(args: CallbackArgs) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end(_: CallbackArgs) -> None:
-    _process.compiles = False
+    _idle.set()
     _close()
 
 
 def _enter() -> None:
     _close()
-    _thread.is_set = True
+    _thread.is_set = _thread.were_set = True
     for contexts in _thread.wanted:
         for context in contexts:
             _thread.setting.enter_context(context())

@@ -25,7 +25,6 @@ __all__ = [
     "has_hooks",
     "init_group",
     "is_hooked",
-    "is_wrapped_by_scheduler",
     "note_step",
     "unhooked",
     "without_wrappers",
@@ -62,11 +61,6 @@ def note_step(optimizer: Any) -> None:
 def is_hooked(step: Any) -> bool:
     """Whether torch has wrapped a class's step, to run hooks and to be seen by the profiler."""
     return getattr(step, "hooked", False)
-
-
-def is_wrapped_by_scheduler(step: Any) -> bool:
-    """Whether a scheduler has wrapped the step of its optimizer, to see that it is called."""
-    return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def without_wrappers(step: Any) -> Callable[..., Any]:
@@ -141,12 +135,3 @@ def _is_unwrapped() -> None:
     assert is_hooked(step)
     assert not is_hooked(without_wrappers(step))
     assert without_wrappers(step).__code__.co_name == "step"
-
-
-@probe("torch.optim.lr_scheduler:LRScheduler", "wraps its optimizer's step", Part.WHOLE_STEP)
-def _is_wrapped() -> None:
-    import torch
-
-    optimizer = _one()
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert is_wrapped_by_scheduler(vars(optimizer)["step"])

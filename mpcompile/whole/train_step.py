@@ -29,6 +29,7 @@ from ..calls.module_call import running
 from ..calls.own_code import with_own_code
 from ..calls.owned_backend import compiled_by
 from ..capture.rebound import gradients_of_rebound
+from ..emit.tracing_settings import wait_for_others, were_set
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..inspect.graph_plan import GraphPlan
 from ..optim.eager import op_by_op
@@ -53,6 +54,8 @@ _TORCH = Path(torch.__file__).parent
 
 # A step that is outdated so many times in a row, each after fewer runs than this, runs in pieces.
 _MOST, _OFTEN = 8, 100
+
+_TRIES = 8  # to compile while other threads do
 
 
 class TrainStep:
@@ -116,6 +119,7 @@ class TrainStep:
             return self._pieces(*args, **kwargs)
         if self._off is not None:
             return self._leave(CannotRewrite(self._off), args, kwargs)
+        tries = 0
         while True:
             self._backend.began = False
             try:
@@ -140,6 +144,10 @@ class TrainStep:
             except Exception as error:
                 if self._backend.began:  # it is the program that failed, as it does in pieces
                     raise
+                if not were_set() and tries < _TRIES:  # another thread compiled at that time
+                    tries += 1
+                    wait_for_others()
+                    continue
                 cause = _cause(error)
                 if isinstance(cause, StateAppeared):
                     break
