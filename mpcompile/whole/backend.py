@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,9 @@ class WholeBackend:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
         self._thread = threading.local()
-        self.varying: dict[Any, frozenset[Setting]] = {}
+        self.varying: weakref.WeakKeyDictionary[Any, frozenset[Setting]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any
