@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.calls.own_code import drop_unused, with_own_code
 from mpcompile.inspect.graph_plan import GraphPlan
 from mpcompile.optim.step import CompiledStep
 from mpcompile.state.loss_scale import LossScale
@@ -64,7 +66,8 @@ def whole_step() -> None:
 
 def alive() -> Counter[str]:
     """How many objects of each kind there are."""
-    for _ in range(3):  # what a finalizer lets go is collected by the next one
+    for _ in range(3):  # what goes with a function is collected after it
+        drop_unused()
         gc.collect()
     found = gc.get_objects()
     return Counter(kind.__name__ for kind in KINDS for o in found if issubclass(type(o), kind))
@@ -86,3 +89,20 @@ def test_a_model_leaves_nothing_behind(train: Callable[[], Any]) -> None:
     for _ in range(3):
         train()
     assert alive() <= before
+
+
+def test_a_function_may_go_while_its_code_is_reset() -> None:
+    """It is held by what was compiled of it alone: torch freed the code's entries twice."""
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        own = functions.pop()
+        return lambda *args: (own, gm(*args))[1]
+
+    functions = [with_own_code(lambda x: x + 1, "adds_one")]
+    held = weakref.ref(functions[0])
+    torch.compile(functions[0], backend=backend)(torch.ones(2))
+    gc.collect()
+    assert held() is not None
+    torch.compiler.reset()
+    assert held() is None
+    drop_unused()

@@ -103,12 +103,12 @@ def _check_graph(gm: fx.GraphModule) -> None:
     A parameter that it takes for a constant has a name in the graph for each place that it is read
     from, and a gradient under one of them is not seen under the others.
     """
+    if changes_settings():
+        raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
     check_reached(is_training_step(gm.graph))
     for node in gm.graph.find_nodes(op="get_attr"):
         if is_leaf(ir.attribute(gm, node)):
             raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
-    if changes_settings():
-        raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
