@@ -47,7 +47,8 @@ def run(settings: Settings) -> Report:
     looked = {} if settings.quick else {
         task.name: found
         for task in ROWS
-        if (found := second.look_again(task, rows[task.name], device)) is not None
+        if task.name in rows and not task.lacking
+        and (found := second.look_again(task, rows[task.name], device)) is not None
     }  # fmt: skip
     return report_of(rows, looked, work, device)
 
@@ -77,6 +78,9 @@ def report_of(
     )
     machines = ", ".join(sorted({row.machine for row in (*rows.values(), *again.values())}))
     notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes, f"Trained on: {machines}."]
+    for packages in sorted({rows[task.name].packages for task in there if task.needs} - {""}):
+        them = (task.name for task in there if task.needs and rows[task.name].packages == packages)
+        notes.append(f"With {packages}: {', '.join(them)}.")
     if again:
         notes += paragraphs(second.__doc__)
     if missing := [task.name for task in ROWS if task.name not in rows]:
