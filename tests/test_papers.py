@@ -23,7 +23,7 @@ from benchmarks.papers.histograms import Histogram
 from benchmarks.papers.report import OFF, make_report
 from benchmarks.papers.store import Kept, Row, Store
 from benchmarks.papers.task import Metrics, Probe, Task
-from benchmarks.papers.tasks import ROWS, TASKS
+from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
 from benchmarks.papers.tasks.gan import frechet_distance
 from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
@@ -221,6 +221,8 @@ def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ROWS, ids=lambda task: task.name)
 def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
+    for package in task.needs:
+        pytest.importorskip(package)
     (way,) = (way for way in QUALITY if way.name == "FP16 O2")
     outcome = train(task, way, 0, "eager", CPU, 2)
     assert task.metric in outcome.metrics
@@ -229,7 +231,7 @@ def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-@pytest.mark.parametrize("averaged", ROWS[len(TASKS) :], ids=lambda task: task.name)
+@pytest.mark.parametrize("averaged", AS_AVERAGED, ids=lambda task: task.name)
 def test_smaller_gradients_are_the_same_training(averaged: Task) -> None:
     """A loss divided by a power of two, and all that gradients are compared with: equal to the bit,
     but for what lies below FP32's normal numbers.
@@ -310,6 +312,22 @@ def test_a_row_is_kept_or_committed_or_trained(
     assert Store("cpu").kept(task) is None
     assert Store("cpu").latest(task) == other
     assert not other.is_of_now(task)
+
+
+def test_a_row_that_lacks_a_package_is_not_trained(
+    tmp_path: Path, trained: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the one that is committed."""
+    lacking = [dataclasses.replace(LINE, name=name, needs=("no_such_package",)) for name in "ab"]
+    assert [task.lacking for task in (LINE, *lacking)] == ["", "no_such_package", "no_such_package"]
+    committed = plain(Kept("of other code", "there", row_of(1.0), "torch 9, no_such_package 1"))
+    (tmp_path / "papers_cpu.json").write_text(json.dumps({"rows": {"b": committed}}))
+    monkeypatch.setattr(rows, "ROWS", [ROWS[0], *lacking])
+    found = rows.train_rows(rows.FULL, CPU)
+    assert [name for name, *_ in trained] == [ROWS[0].name]
+    assert list(found) == [ROWS[0].name, "b"]
+    assert found["b"].packages == "torch 9, no_such_package 1"
+    assert found[ROWS[0].name].packages == f"torch {torch.__version__}"
 
 
 # -- what is off, again ----------------------------------------------------------------------------

@@ -1,16 +1,27 @@
-"""The detection row: boxes, scenes, the multibox loss, and two steps of it."""
+"""The detection rows: boxes, scenes, the multibox loss, torchvision's detectors; some steps."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.papers import boxes
+from benchmarks.papers.task import Task
 from benchmarks.papers.tasks.detection import SSD, Detector, multibox_loss, prior_boxes
-from benchmarks.papers.tasks.detection_data import SHAPES, SIDE, scenes
+from benchmarks.papers.tasks.detection_data import SHAPES, SIDE, Scenes, scenes
+from benchmarks.papers.tasks.detection_loop import batches, precision, rate
+from benchmarks.papers.tasks.detection_torchvision import (
+    RETINANET,
+    SSDLITE,
+    retinanet,
+    ssdlite,
+    targets,
+)
 from benchmarks.papers.training import train
 from benchmarks.papers.ways import QUALITY
 
@@ -209,3 +220,87 @@ def test_two_steps() -> None:
     outcome = train(SSD, FP16_O2, 0, "eager", CPU, steps=2)
     assert all(math.isfinite(value) for value in outcome.metrics.values())
     assert 0 <= outcome.metrics["mAP, %"] <= 100
+
+
+# -- what all detectors share ----------------------------------------------------------------------
+
+
+def there_in(data: Scenes) -> list[boxes.Found]:
+    """What is in each scene, found with certainty."""
+    return [
+        boxes.Found(box[label >= 0], label[label >= 0], torch.ones(int((label >= 0).sum())))
+        for box, label in zip(data.boxes, data.labels, strict=True)
+    ]
+
+
+def test_precision_is_in_percent() -> None:
+    data = scenes(20, seed=5)
+    found = there_in(data)
+    assert precision(found, data) == pytest.approx(100)
+    assert precision(found[1:] + found[:1], data) < 50  # each one's in the scene before it
+
+
+def test_batches_are_of_one_seed_and_mirrored_with_their_boxes() -> None:
+    first, again, other = ([*itertools.islice(batches(seed, 8, CPU), 3)] for seed in (0, 0, 1))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0].images, other[0].images)
+    data = scenes(1500, seed=1)
+    plain, mirrored = 0, 0
+    for images, corners in ((b.images, b.boxes) for b in first):
+        for image, box in zip(images, corners, strict=True):
+            flipped = image.flip(2)
+            (kept,) = (data.images == image).flatten(1).all(1).nonzero().T
+            (turned,) = (data.images == flipped).flatten(1).all(1).nonzero().T
+            plain, mirrored = plain + len(kept), mirrored + len(turned)
+            (scene,) = torch.cat([kept, turned])
+            left, top, right, bottom = data.boxes[scene].unbind(-1)
+            turned_back = torch.stack([1 - right, top, 1 - left, bottom], -1)
+            assert torch.equal(box, turned_back if len(turned) else data.boxes[scene])
+    assert plain + mirrored == 24
+    assert min(plain, mirrored) > 0
+
+
+def test_the_learning_rate() -> None:
+    """A third of the way up, on top, then a tenth and a hundredth of it."""
+    rates = [rate(step, steps=60, warm_up=6) for step in (1, 5, 39, 40, 49, 50, 59)]
+    assert rates == pytest.approx([1 / 3, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+# -- torchvision's detectors -----------------------------------------------------------------------
+
+
+def test_each_image_has_four_boxes_in_pixels() -> None:
+    data = Scenes(
+        torch.zeros(1, 3, SIDE, SIDE),
+        torch.tensor([[[0.0, 0, 0, 0], [0.25, 0.5, 0.5, 1], [0, 0, 0.5, 0.5], [0, 0, 0, 0]]]),
+        torch.tensor([[-1, 3, 0, -1]]),
+    )
+    (target,) = targets(data)
+    first, second = [16, 32, 32, 64], [0, 0, 32, 32]
+    assert target["boxes"].tolist() == [first, first, second, first]
+    assert target["labels"].tolist() == [4, 4, 1, 4]  # 0 is the ground
+
+
+@pytest.mark.parametrize("build", [retinanet, ssdlite])
+def test_a_box_that_is_there_twice_changes_no_loss(build: Callable[[], nn.Module]) -> None:
+    pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    net = build()
+    data = scenes(8, seed=6)
+    once = [{"boxes": found.boxes * SIDE, "labels": found.labels + 1} for found in there_in(data)]
+    assert {len(one["labels"]) for one in once} > {1}
+    expected, losses = (net([*data.images], wanted) for wanted in (once, targets(data)))
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns, while Dynamo traces torchvision
+@pytest.mark.parametrize("task", [RETINANET, SSDLITE], ids=lambda task: task.name)
+def test_torchvisions_detectors_train_as_in_fp32(task: Task) -> None:
+    """Six steps of each; losses of the first are equal but for FP16's rounding."""
+    pytest.importorskip("torchvision")
+    full, low = (train(task, way, 0, "eager", CPU, steps=6) for way in (QUALITY[0], FP16_O2))
+    assert low.curve[0] == pytest.approx(full.curve[0], rel=2e-3)
+    assert low.curve == pytest.approx(full.curve, rel=0.1)
+    assert 0 <= low.metrics["mAP, %"] <= 100
+    assert low.metrics["held-out loss"] == pytest.approx(full.metrics["held-out loss"], rel=0.2)
+    assert low.scales[0][1] == 0  # no step was skipped

@@ -4,11 +4,12 @@ Micikevicius et al. train networks for classification, detection, speech, transl
 images with FP16 weights, activations and gradients, FP32 master weights and loss scaling, and reach
 FP32's accuracy without a changed hyperparameter. Each row here is such a network, written from its
 own paper and made narrow enough for two CPU cores, on data that ships with a package or is
-generated; the DLRM row is beside the paper's. Small batches make large gradients: three rows, whose
-loss is divided by a number of micro-batches, have gradients as small as a step of the paper's big
-LSTM (20,480 words), of GPT-2 (2^19 tokens) and of a transformer that translates (320,000 words)
-has. "FP16 O2, no loss scale" leaves out loss scaling, and nothing else. O2 has an `MPOptimizer`, so
-weights and their gradients are FP16 there, as in the paper; O1 has the plain optimizer.
+generated; the DLRM row is beside the paper's, and two detectors are torchvision's own code, where
+that is installed. Small batches make large gradients: three rows, whose loss is divided by a number
+of micro-batches, have gradients as small as a step of the paper's big LSTM (20,480 words), of GPT-2
+(2^19 tokens) and of a transformer that translates (320,000 words) has. "FP16 O2, no loss scale"
+leaves out loss scaling, and nothing else. O2 has an `MPOptimizer`, so weights and their gradients
+are FP16 there, as in the paper; O1 has the plain optimizer.
 
 A seed sets the initial weights and the order of the data. The FP32 runs are plain eager PyTorch.
 The others differ from them by `mpcompile(model, ...)`, and at O2 by `MPOptimizer(optimizer)`.
@@ -47,7 +48,8 @@ def run(settings: Settings) -> Report:
     looked = {} if settings.quick else {
         task.name: found
         for task in ROWS
-        if (found := second.look_again(task, rows[task.name], device)) is not None
+        if task.name in rows and not task.lacking
+        and (found := second.look_again(task, rows[task.name], device)) is not None
     }  # fmt: skip
     return report_of(rows, looked, work, device)
 
@@ -77,6 +79,9 @@ def report_of(
     )
     machines = ", ".join(sorted({row.machine for row in (*rows.values(), *again.values())}))
     notes = [*paragraphs(__doc__), f"Data: {data}.", how, magnitudes, f"Trained on: {machines}."]
+    for packages in sorted({rows[task.name].packages for task in there if task.needs} - {""}):
+        them = (task.name for task in there if task.needs and rows[task.name].packages == packages)
+        notes.append(f"With {packages}: {', '.join(them)}.")
     if again:
         notes += paragraphs(second.__doc__)
     if missing := [task.name for task in ROWS if task.name not in rows]:

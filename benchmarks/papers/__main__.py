@@ -31,10 +31,13 @@ if __name__ == "__main__":
     rows = _newest(kind, "rows")
     if what == ["again"]:
         for task in ROWS:
-            if task.name in rows:
+            if task.name in rows and not task.lacking:
                 look_again(task, rows[task.name], device)
     elif what:
-        for number in what:
-            keep(ROWS[int(number)], device)
+        for task in (ROWS[int(number)] for number in what):
+            if task.lacking:
+                print(f"{task.name}: skipped, because {task.lacking} is not installed")
+            else:
+                keep(task, device)
     else:
         print(report_of(rows, _newest(kind, "again"), FULL, device).write(RESULTS))

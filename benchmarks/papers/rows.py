@@ -18,7 +18,7 @@ from benchmarks.harness.processes import json_from_process
 from benchmarks.harness.record import environment
 from benchmarks.harness.report import plain
 
-from .store import Kept, Row, Store, fingerprint, read_row
+from .store import Kept, Row, Store, fingerprint, packages, read_row
 from .task import Task
 from .tasks import ROWS
 from .training import train
@@ -53,15 +53,19 @@ QUICK = Work("eager", seeds=1, mixed_seeds=1, steps=2, processes=False)
 
 
 def train_rows(work: Work, device: torch.device) -> dict[str, Kept]:
-    """Task's name -> its row."""
+    """Task's name -> its row; of those that lack a package here, those that are committed."""
+    here = [task for task in ROWS if not task.lacking]
     if not work.processes:
         name = environment(device)["name"]
-        return {task.name: Kept("", name, _row(task, work, device, QUALITY)) for task in ROWS}
+        return {task.name: Kept("", name, _row(task, work, device, QUALITY)) for task in here}
     # A GPU is one machine; on a CPU, each row has one core.
     workers = 1 if device.type == "cuda" else os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        rows = pool.map(lambda task: keep(task, device), ROWS)
-        return {task.name: row for task, row in zip(ROWS, rows, strict=True)}
+        rows = pool.map(lambda task: keep(task, device), here)
+        trained = {task.name: row for task, row in zip(here, rows, strict=True)}
+    store = Store(device.type)
+    elsewhere = {task.name: store.latest(task) for task in ROWS if task.lacking}
+    return trained | {name: row for name, row in elsewhere.items() if row is not None}
 
 
 def _row(task: Task, work: Work, device: torch.device, ways: Sequence[Way]) -> Row:
@@ -98,7 +102,9 @@ def train_elsewhere(
         *chosen, environment={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     machine = environment(device)["name"]
-    return read_row({"fingerprint": code, "machine": machine, "runs": runs})
+    return read_row(
+        {"fingerprint": code, "machine": machine, "packages": packages(task), "runs": runs}
+    )
 
 
 if __name__ == "__main__":

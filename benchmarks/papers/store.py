@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.harness.report import RESULTS, SCRATCH, plain
 from .task import Task
 from .training import Outcome, train
 
-__all__ = ["Kept", "Row", "Store", "fingerprint", "read_row"]
+__all__ = ["Kept", "Row", "Store", "fingerprint", "packages", "read_row"]
 
 Row = dict[str, list[Outcome]]
 """Way -> an outcome for each seed."""
@@ -37,11 +38,13 @@ class Kept:
     Attributes:
         fingerprint: of the code that trained it; "" if that was a quick run.
         machine: the name of its processor, or GPU.
+        packages: torch and what the task needs beside it, as `packages` names them; "": unknown.
     """
 
     fingerprint: str
     machine: str
     runs: Row
+    packages: str = ""
 
     def is_of_now(self, task: Task) -> bool:
         """Whether the code as it is now has trained it."""
@@ -96,7 +99,7 @@ def read_row(row: Mapping[str, Any]) -> Kept:
         way: [Outcome(**{**outcome, "metrics": _numbers(outcome["metrics"])}) for outcome in runs]
         for way, runs in row["runs"].items()
     }
-    return Kept(row["fingerprint"], row["machine"], runs)
+    return Kept(row["fingerprint"], row["machine"], runs, row.get("packages", ""))
 
 
 def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -105,13 +108,20 @@ def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def fingerprint(task: Task) -> str:
-    """Of the code that trains, and of torch."""
+    """Of the code that trains, and of the packages that it trains with."""
     ours = [file for folder in ("mpcompile", "passes") for file in (ROOT / folder).rglob("*.py")]
     seen: set[str] = set()
     theirs = _sources(task.module, seen) | _sources(train.__module__, seen)
     files = [*sorted(ours), *sorted(theirs)]
-    text = b"".join(file.read_bytes() for file in files) + torch.__version__.encode()
+    versions = packages(task) if task.needs else torch.__version__
+    text = b"".join(file.read_bytes() for file in files) + versions.encode()
     return hashlib.sha256(text).hexdigest()[:12]
+
+
+def packages(task: Task) -> str:
+    """Versions: of torch, and of what the task needs beside it, where it is installed."""
+    needed = [f"{name} {version(name)}" for name in task.needs if not task.lacking]
+    return ", ".join([f"torch {torch.__version__}", *needed])
 
 
 def _sources(module: str, seen: set[str]) -> set[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -64,6 +65,7 @@ class Task:
             `trainer.optimizer` for each optimizer, in the order of a user's script. The seed sets
             the order of the data; torch's global generator, seeded before, sets the weights.
         grains: metric -> the smallest spread that means anything, such as one image's share.
+        needs: packages beside the project's own, without which it isn't trained.
     """
 
     name: str
@@ -74,9 +76,15 @@ class Task:
     steps: int
     start: Callable[[Trainer, int], Training]
     grains: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         """The name of the module that it is written in."""
         start = self.start
         return (start.func if isinstance(start, functools.partial) else start).__module__
+
+    @property
+    def lacking(self) -> str:
+        """The packages that it needs and that aren't installed; "" if there are none."""
+        return ", ".join(name for name in self.needs if importlib.util.find_spec(name) is None)

@@ -11,9 +11,9 @@ The judge is that of the zoo (`benchmarks/zoo/`, whose report says what an error
 fault are), with two draws of weights and batch, and behind them one more for each of ten other
 sizes of images (SSD: three sizes; of one size each: two more for Inception, whose auxiliary head
 takes no small images, and ten for MViT and Swin). *Further off* means: in each of all these draws.
-SSD and Inception run in BF16, without a GradScaler; the others in FP16. Where autocast's error is
-about 1 or more, as in Inception at its initial weights, no way computes the gradient, and the row
-compares nothing but graphs.
+SSD, Inception and DeepLab run in BF16, without a GradScaler; the others in FP16. Where autocast's
+error is about 1 or more, as in Inception at its initial weights, no way computes the gradient, and
+the row compares nothing but graphs.
 
 "compile + autocast" is torch.compile (`backend="aot_eager"`) under torch.autocast with a
 GradScaler; "compile FP32" is torch.compile alone. Graphs count those that Dynamo compiled, anew for

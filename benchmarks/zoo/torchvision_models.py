@@ -272,7 +272,7 @@ def _segmenter(name: str) -> Entry:
 
 
 SEGMENTERS = {
-    "deeplabv3": _segmenter("deeplabv3_mobilenet_v3_large"),
+    "deeplabv3": _in_bf16(_segmenter("deeplabv3_mobilenet_v3_large")),  # 960 channels, dilated
     "lraspp": _segmenter("lraspp_mobilenet_v3_large"),
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from ..task import Task
 from .classification import INCEPTION, RESNET
 from .detection import SSD
+from .detection_torchvision import RETINANET, SSDLITE
 from .gan import DCGAN
 from .language import BIG_LSTM, BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED, GPT_TASK
 from .recommendation import DLRM
 from .speech import DEEP_SPEECH
 from .translation import LSTM_ATTENTION, TRANSFORMER, TRANSFORMER_AS_AVERAGED
 
-__all__ = ["BIG_LSTM", "ROWS", "SSD", "TASKS"]
+__all__ = ["AS_AVERAGED", "BIG_LSTM", "ROWS", "SSD", "TASKS"]
 
 TASKS: tuple[Task, ...] = (
     RESNET,
@@ -26,5 +27,8 @@ TASKS: tuple[Task, ...] = (
     DLRM,
 )
 
-ROWS: tuple[Task, ...] = (*TASKS, BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED, TRANSFORMER_AS_AVERAGED)
-"""The table: all tasks, and three with gradients as small as in the papers' large batches."""
+AS_AVERAGED: tuple[Task, ...] = (BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED, TRANSFORMER_AS_AVERAGED)
+"""Tasks with gradients as small as in the papers' large batches."""
+
+ROWS: tuple[Task, ...] = (*TASKS, *AS_AVERAGED, RETINANET, SSDLITE)
+"""The table: all of these, and torchvision's detectors, where it is installed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from .. import boxes
 from ..task import Metrics, Probe, Task
 from ..ways import Trainer
 from .detection_data import SHAPES, SIDE, Scenes, scenes
+from .detection_loop import DATA, HELD_OUT, batches, precision, rate
 
 __all__ = ["SSD", "Detector", "multibox_loss", "prior_boxes"]
 
@@ -147,8 +147,6 @@ BATCH = 8
 STEPS = 1200
 RATE, WARM_UP = 1.5e-2, 300
 """The learning rate, and the steps in which it rises to that."""
-TRAIN, HELD_OUT = 1500, 300
-"""Scenes."""
 
 
 class _Training:
@@ -157,18 +155,11 @@ class _Training:
         self._net = trainer.model(Detector())
         sgd = functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=5e-4)
         self._optimizer = trainer.optimizer(sgd, [*self._net.parameters()])
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, _rate)
+        rising = functools.partial(rate, steps=STEPS, warm_up=WARM_UP)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rising)
         self._priors = prior_boxes().to(trainer.device)
-        self._batches = self._draw(seed)
+        self._batches = batches(seed, BATCH, trainer.device)
         self._update = trainer.whole(self._train)
-
-    def _draw(self, seed: int) -> Iterator[Scenes]:
-        generator = torch.Generator().manual_seed(seed)
-        data = scenes(TRAIN, seed=1)
-        while True:
-            for chosen in torch.randperm(TRAIN, generator=generator).split(BATCH):
-                flipped = torch.rand(len(chosen), generator=generator) < 0.5
-                yield _mirrored(data[chosen], flipped).to(self._trainer.device)
 
     def step(self) -> Tensor:
         batch = next(self._batches)
@@ -210,25 +201,7 @@ class _Training:
             places, logits = self._net.forward(batch.images)
             losses.append(multibox_loss(places, logits, *self._targets(batch)).item())
             found += _found(boxes.decode(places, self._priors).cpu(), logits.softmax(-1).cpu())
-        there = [
-            boxes.Found(box[label >= 0], label[label >= 0], torch.ones_like(label[label >= 0]))
-            for box, label in zip(data.boxes, data.labels, strict=True)
-        ]
-        precision = boxes.mean_average_precision(found, there, range(len(SHAPES)))
-        return {"held-out loss": sum(losses) / len(losses), "mAP, %": 100 * precision}
-
-
-def _rate(step: int) -> float:
-    """Of the learning rate: a warm-up, then a tenth from two thirds and from five sixths on."""
-    decay = 0.1 ** ((step >= 2 * STEPS // 3) + (step >= 5 * STEPS // 6))
-    return float(min(1.0, (step + 1) / WARM_UP) * decay)
-
-
-def _mirrored(data: Scenes, flipped: Tensor) -> Scenes:
-    images = torch.where(flipped.view(-1, 1, 1, 1), data.images.flip(3), data.images)
-    left, top, right, bottom = data.boxes.unbind(-1)
-    mirrored = torch.stack([1 - right, top, 1 - left, bottom], dim=-1)
-    return Scenes(images, torch.where(flipped.view(-1, 1, 1), mirrored, data.boxes), data.labels)
+        return {"held-out loss": sum(losses) / len(losses), "mAP, %": precision(found, data)}
 
 
 def _found(answers: Tensor, chances: Tensor, most: int = 100) -> list[boxes.Found]:
@@ -251,7 +224,7 @@ def _found(answers: Tensor, chances: Tensor, most: int = 100) -> list[boxes.Foun
 SSD = Task(
     name="SSD",
     claim="detection",
-    data="generated: 64x64 scenes of one to four shapes; 1500 to train on, 300 held out",
+    data=DATA,
     metric="mAP, %",
     higher=True,
     steps=STEPS,
