@@ -35,8 +35,10 @@ from . import optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
-# the scales that some graph uses
+# the scales that some graph uses; each is held by its graphs, and by the parameters that they read
 _live: weakref.WeakSet[LossScale] = weakref.WeakSet()
+# those of them whose graphs pass gradients on to other networks: all that a step looks through
+_open: weakref.WeakSet[LossScale] = weakref.WeakSet()
 # called whenever a graph's scale becomes known
 _listeners: weakref.WeakSet[ScaleListener] = weakref.WeakSet()
 
@@ -57,6 +59,8 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
     depend on. Returns the shards.
     """
     _live.add(scale)
+    if scale.open:  # known before any of its graphs is watched
+        _open.add(scale)
     shards = fsdp.shards_of(trained)
     trained = [*trained, *(shard.parameter for shard in shards)]
     scale.overflows.watch(trained)
@@ -201,7 +205,7 @@ def _upstream_of(
     its last look, and may come after its other parameters (a critic after its generator).
     """
     looks = optimizers.state_of(optimizer).looks
-    before = [s for s in set(_live).difference(own) if s.open] if others else []
+    before = set(_open).difference(own) if others else ()
     return [s for s in before if s.overflows.count().passes > looks.get(s, Count()).passes]
 
 

@@ -13,7 +13,6 @@ import torch
 if TYPE_CHECKING:
     from .copies import WorkingCopy
     from .loss_scale import LossScale
-    from .reductions import Reduction
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class ParamState:
         in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
             its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
-        reduction: averages its gradients over processes, as a weak reference.
     """
 
     owner: weakref.ref[Any] | None = None
@@ -35,7 +33,6 @@ class ParamState:
     copies: Mapping[torch.dtype, WorkingCopy] = field(default_factory=dict)
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
-    reduction: weakref.ref[Reduction] | None = None
 
     @property
     def optimizer(self) -> Any:
