@@ -21,7 +21,7 @@ from mpcompile.profile import Profile, store
 from mpcompile.profile.grid import Point
 from mpcompile.profile.key import key_of
 from mpcompile.profile.measure import measure
-from mpcompile.state import scale_log
+from mpcompile.state import live_scale
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "troubleshooting.md"
@@ -177,10 +177,10 @@ class Arriving:
 
 def test_the_log_waits_for_no_device(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line comes once the number is there; and without a listener no number is asked for."""
-    monkeypatch.setattr(scale_log, "Later", Arriving)
+    monkeypatch.setattr(live_scale, "Later", Arriving)
     monkeypatch.setattr(Arriving, "made", 0)
     scale = LossScale.dynamic(2.0**10)
-    log = scale_log.ScaleLog(scale.state)
+    log = live_scale.ScaleLog(scale.state)
     there = {"scale": torch.tensor(2.0**9), "skipped_steps": torch.tensor(1)}
     with monkeypatch.context() as deaf:
         deaf.setattr(logging.getLogger("mpcompile.scale"), "isEnabledFor", lambda level: False)

@@ -128,6 +128,19 @@ def test_imports_point_downward(path: Path) -> None:
             assert height(other) < height(unit), f"{path}: {unit} must not import {other}"
 
 
+@pytest.mark.parametrize("room", ["state", "calls"])
+def test_the_files_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    """Not for their types either."""
+    left = {
+        f"{room}.{path.stem}": {".".join(target.split(".")[:2]) for target in imported(path)}
+        for path in (PACKAGE / room).glob("*.py")
+    }
+    while free := [name for name, read in left.items() if not read & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
 def test_every_layer_exists() -> None:
     for unit in set().union(*LAYERS):
         assert is_file(unit) or (PACKAGE / unit).is_dir(), f"{unit} is gone: take it out of LAYERS"

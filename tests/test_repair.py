@@ -29,8 +29,7 @@ from torch import nn
 
 from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
-from mpcompile.calls import verdict
-from mpcompile.state import repairs
+from mpcompile.state import guard, repairs
 
 PARTS = [Activation, Square, Steep]
 HOW = [("O1", False), ("O1", True), ("O2", False), ("O2", True)]  # level, whether MPOptimizer
@@ -294,7 +293,7 @@ def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "_processes", lambda: 2)
+    monkeypatch.setattr(guard, "decide_alike", lambda: True)
     model = compiled(Activation, repair=True)
     (warning,) = Training(model).run(20).warnings
     assert "each process would repair by itself" in warning
@@ -302,12 +301,12 @@ def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _count_processes(rank: int) -> None:
-    assert verdict._processes() == 2
+    assert guard.decide_alike()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_processes_are_those_of_the_group() -> None:
-    assert verdict._processes() == 1
+    assert not guard.decide_alike()
     on_each_rank(_count_processes)
 
 

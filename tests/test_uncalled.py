@@ -77,6 +77,17 @@ def test_one_warning_says_what_to_do(generated: bool) -> None:
     (message,) = warned(module, MPOptimizer(optimizer, emit="eager") if generated else optimizer)
     assert "Lightning was compiled but never called, yet" in message
     assert "self.net = mpcompile(self.net)" in message
+    assert not uncalled._waiting
+
+
+def test_it_is_said_among_hooks_of_the_users() -> None:
+    """Torch goes through all hooks as we say it: none may be removed meanwhile."""
+    module, steps = mpcompile(Lightning(), **OPTIONS), []
+    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    with handle:
+        assert len(warned(module, optimizer_of(module))) == 1
+    assert len(steps) == 3
+    mpcompile(nn.Linear(8, 4), **OPTIONS)(torch.randn(2, 8)).sum().backward()
     assert not looks()
 
 

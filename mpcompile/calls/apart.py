@@ -16,7 +16,7 @@ from torch import nn
 
 from ..torch_inside.dynamo_names import get_code_state, no_recompile_limit
 from ..torch_inside.modules import plain_call
-from .own_code import with_own_code
+from .looking import entry
 
 __all__ = ["compiled_apart", "nothing_happened"]
 
@@ -33,14 +33,8 @@ def compiled_apart(
     module: nn.Module, backend: Callable[..., Any], purpose: str
 ) -> Callable[..., Any]:
     """The module's call, compiled for fixed sizes under a name of its own, with `purpose` in it."""
-    call = plain_call(type(module))
-
-    # As in module_call.py: Dynamo skips torch's own files, and keeps sizes by frame name.
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(module, *args, **kwargs)
-
     name = f"{purpose}_{next(_numbers)}_of_{type(module).__name__}"
-    own = with_own_code(forward, name)
+    own = entry(plain_call(type(module)), module, name)
     compiled = torch.compile(own, backend=backend, dynamic=False, **_APART)
     return compiled if _APART else _unlimited(compiled)
 

@@ -29,13 +29,17 @@ __all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]
 _numbers = itertools.count()
 
 
-def entry(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`function(module, ...)`, as a function with a code object of its own."""
+def entry(
+    function: Callable[..., Any], module: nn.Module, name: str | None = None
+) -> Callable[..., Any]:
+    """`function(module, ...)`, as a function with a code object of its own, of this name: Dynamo
+    skips torch's own files, and keeps sizes by the name.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
-    return with_own_code(forward, f"{type(module).__name__}_{next(_numbers)}")
+    return with_own_code(forward, name or f"{type(module).__name__}_{next(_numbers)}")
 
 
 def enter_by_itself(module: nn.Module) -> None:

@@ -36,7 +36,9 @@ def expect(module: nn.Module) -> None:
 
 
 def called(module: nn.Module) -> None:
-    """Note that the module was called: there is nothing left to check."""
+    """Note that the module was called: there is nothing left to check. Not within the hook: torch
+    goes through its hooks there.
+    """
     global _hook
     _waiting.pop(module, None)
     if not _waiting and _hook is not None:
@@ -67,7 +69,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not own:
             others.add(optimizer)
         elif any(p.grad is not None for p in own) and _updates(optimizer):
-            called(module)
+            del _waiting[module]
             _warn(module, optimizer)
 
 

@@ -7,8 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterable
 
-import torch
-
 from .. import logs
 from ..errors import MPCompileWarning
 from ..ir.places import Place
@@ -78,17 +76,11 @@ def _why_not(scale: LossScale, pins: dict[str, Place], graph: Watched) -> str | 
         return f"{', '.join(pins)} are in FP32 already"
     if scale.repairs.used_up:
         return f"{MOST} repairs are the most that it makes"
-    if _processes() > 1:
+    if guard.decide_alike():
         return "each process would repair by itself, and all of a group must run the same program"
     if graph.code is None:
         return "torch.compile did not compile this graph"
     return None
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    grouped = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if grouped else 1
 
 
 def _restore(repaired: LossScale) -> None:

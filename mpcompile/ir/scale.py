@@ -13,10 +13,13 @@ traces them with tensors into the graph of an optimizer step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+
+from ..errors import MPCompileError
 
 # The start of the dynamic scale, as GradScaler's; also the largest start that a search may find.
 INIT_SCALE = 2.0**16
@@ -47,6 +50,56 @@ class ScaleRule:
     def dynamic(self) -> bool:
         return self.kind == "dynamic"
 
+    def check(self, init_scale: float | None, start: float) -> None:
+        """Refuse constants that make no sense.
+
+        Args:
+            init_scale: the first scale as the user gave it.
+            start: the one that is meant by it.
+
+        Raises:
+            MPCompileError: a factor, interval or bound that makes no sense.
+        """
+        growth, backoff = self.growth_factor, self.backoff_factor
+        interval, hysteresis = self.growth_interval, self.hysteresis
+        bounds = f"min_scale={self.min_scale}, max_scale={self.max_scale}"
+        fits = not self.dynamic or 0 < self.min_scale <= start <= self.max_scale
+        checks = {
+            f"init_scale={init_scale}: must be positive and finite": 0 < start < float("inf"),
+            f"growth_factor={growth}: must be above 1": growth > 1,
+            f"backoff_factor={backoff}: must be between 0 and 1": 0 < backoff < 1,
+            f"growth_interval={interval}: must be a whole number from 1": _is_count(interval),
+            f"hysteresis={hysteresis}: must be a whole number from 1": _is_count(hysteresis),
+            f"{bounds}: need 0 < min <= init <= max": fits,
+        }
+        for complaint, fine in checks.items():
+            if not fine:
+                raise MPCompileError(f"LossScale.{self.kind}({complaint})")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _constant(name: str) -> Any:
+    def set_it(scale: Ruled, value: Any) -> None:
+        scale.rule = dataclasses.replace(scale.rule, **{name: value})
+
+    return property(lambda scale: getattr(scale.rule, name), set_it)
+
+
+class Ruled:
+    """What has a rule, with the constants of the rule as attributes: read off it, and set in it."""
+
+    rule: ScaleRule
+    kind: str = _constant("kind")
+    growth_factor: float = _constant("growth_factor")
+    backoff_factor: float = _constant("backoff_factor")
+    growth_interval: int = _constant("growth_interval")
+    hysteresis: int = _constant("hysteresis")
+    min_scale: float = _constant("min_scale")
+    max_scale: float = _constant("max_scale")
+
 
 @dataclass(frozen=True)
 class ScaleState:
@@ -75,6 +128,22 @@ class ScaleState:
     def saved(self) -> dict[str, Any]:
         """The fields that a checkpoint keeps, by name."""
         return {name: getattr(self, name) for name in SAVED_FIELDS}
+
+    @classmethod
+    def loaded(cls, saved: Mapping[str, Any], hysteresis: int) -> ScaleState:
+        """The values in a state dict of a LossScale, or of a `torch.amp.GradScaler`.
+
+        Raises:
+            MPCompileError: the mapping is neither.
+        """
+        if {"kind", *SAVED_FIELDS} <= saved.keys():
+            return cls(**{name: saved[name] for name in SAVED_FIELDS})
+        if {"scale", "_growth_tracker"} <= saved.keys():
+            return cls(float(saved["scale"]), int(saved["_growth_tracker"]), hysteresis)
+        raise MPCompileError(
+            f"LossScale.load_state_dict: keys {sorted(saved)} are neither a LossScale's nor a "
+            "torch.amp.GradScaler's"
+        )
 
 
 SAVED_FIELDS = tuple(f.name for f in dataclasses.fields(ScaleState) if f.compare)

@@ -4,20 +4,18 @@
     optimizers.py        one `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored
+    traced_gradients.py  hides these from what Dynamo traces
     clipping.py          clips gradients, also those that are stored scaled
     foreign.py           notices somebody else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
-      live_scale.py        its current values, and when they move
-      scale_options.py     the constants of its rule
+      live_scale.py        its current values, when they move, and the log of that
       overflows.py         the count of backward passes that overflowed
-      scale_search.py      whether backward passes search for what fits
+      scale_search.py      when backward passes search for what fits, and what is kept of it
       said.py              what it has said to users
       trouble.py           how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32
-    fit_scale.py         the search: a backward is run again at lower scales
-    found_scale.py       where a search begins, and what becomes of what it finds
+    fit_scale.py         a backward is run again at lower scales, and compared at two
     not_finite.py        what was not finite before any gradient was
-    two_scales.py        the gradients of a graph, compared at two scales
     second_backward.py   a compiled backward may run again, and refuses to be differentiated
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks

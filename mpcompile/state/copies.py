@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
@@ -336,20 +335,3 @@ def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str)
                 "gradient can be stored under one only: hand both models the same "
                 "LossScale, mpcompile(..., loss_scale=scale)"
             )
-
-
-def refuse_scaled(optimizer: Optimizer) -> None:
-    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones.
-
-    Raises:
-        MPCompileError: it holds a parameter whose gradient is stored scaled.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for copy in copies_of(parameter).values():
-                if copy.gradient.is_scaled(parameter.grad):
-                    raise MPCompileError(
-                        f"{type(optimizer).__name__} is about to use a gradient that is stored in "
-                        "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
-                        "too. Step each parameter with one of them"
-                    )

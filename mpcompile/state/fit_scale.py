@@ -12,7 +12,9 @@ later one.
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
     a later one       2**14: inf; 2**13: finite                 -> the gradient; the scale is 2**13
 
-Once for each graph, the gradients are compared with those at a lower scale (`two_scales.py`).
+Once for each graph, while the start is searched, the gradients are compared with those at a lower
+scale. A gradient that leaves a graph does not depend on the scale at which it was made. This is
+asked of numbers: it shares nothing with the proof (`ir/units.py`), which asks the graph.
 
 All this happens only while `scale.search.searching` (`scale_search.py` says when that is);
 otherwise the compiled function is called directly. A search waits for the device.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +34,21 @@ from torch.autograd.function import once_differentiable
 
 from .. import ir
 from ..devices.generators import RandomState, unchanged
+from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..torch_inside.autograd import base_of
-from .found_scale import first_tried, give_up, keep
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
-from .scale_search import in_closure
+from .scale_search import first_tried, give_up, in_closure, keep
 from .second_backward import is_kept, notice
-from .two_scales import FACTOR, check_two_scales
+
+# How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
+# scale, by rounding; not grow by this.
+FACTOR = 16.0
+
+_NEAR = 0.01  # relative, of norms: rounding makes no more of a factor
 
 _numbers = itertools.count()
 Function = Callable[..., Any]
@@ -287,3 +294,37 @@ def _like(result: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 def _is_tracked(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def check_two_scales(
+    higher: Sequence[torch.Tensor | None],
+    lower: Sequence[torch.Tensor | None],
+    scaled: Collection[int],
+) -> None:
+    """Raise MPCompileError if a gradient follows the loss scale, or its inverse. Waits for the
+    device.
+
+    Args:
+        higher, lower: the gradients of a graph's inputs at two scales, the first of which is FACTOR
+            times the second.
+        scaled: the inputs (by number) whose gradient is to leave multiplied by the scale.
+    """
+    for i, (one, other) in enumerate(zip(higher, lower, strict=True)):
+        if one is None or other is None or one.is_sparse:
+            continue
+        wanted = FACTOR if i in scaled else 1.0
+        one, other = one.float() / wanted, other.float()
+        if _is_multiple(one, other, FACTOR) or _is_multiple(other, one, FACTOR):
+            raise MPCompileError(
+                f"the gradient of input {i} of a compiled graph depends on the loss scale. This is "
+                "a bug of mpcompile, and the gradient is wrong; until it is mended, compile this "
+                'model with loss_scale="none", or in BF16'
+            )
+
+
+def _is_multiple(one: torch.Tensor, other: torch.Tensor, factor: float) -> bool:
+    """Whether `one` is `factor` times `other`, and neither is zero, inf or NaN."""
+    size = torch.linalg.vector_norm(one)
+    off = torch.linalg.vector_norm(one - factor * other)
+    near, known = torch.stack([off <= _NEAR * size, (size > 0) & size.isfinite()]).tolist()
+    return bool(near and known)

@@ -28,15 +28,18 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
+from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from . import optimizers, parameters, reductions
+from . import copies, optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
-# the scales that some graph uses
+# the scales that some graph uses; each is held by its graphs, and by the parameters that they read
 _live: weakref.WeakSet[LossScale] = weakref.WeakSet()
+# those of them whose graphs pass gradients on to other networks: all that a step looks through
+_open: weakref.WeakSet[LossScale] = weakref.WeakSet()
 # called whenever a graph's scale becomes known
 _listeners: weakref.WeakSet[ScaleListener] = weakref.WeakSet()
 
@@ -57,6 +60,8 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
     depend on. Returns the shards.
     """
     _live.add(scale)
+    if scale.open:  # known before any of its graphs is watched
+        _open.add(scale)
     shards = fsdp.shards_of(trained)
     trained = [*trained, *(shard.parameter for shard in shards)]
     scale.overflows.watch(trained)
@@ -123,22 +128,22 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    gradients = [(p, grad) for p, grad in held if grad is not None]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return
     # Each scale is judged by the gradients of its own graphs; any overflow skips the whole step.
-    own: dict[LossScale, list[torch.Tensor]] = {
-        s: [] for p, _ in held for s in parameters.scales_of(p)
-    }
+    own: dict[LossScale, list[torch.Tensor]] = {}
     others: list[torch.Tensor] = []
-    for parameter, gradient in gradients:
-        scales = parameters.scales_of(parameter)
+    for parameter in held:
+        scales, gradient = parameters.scales_of(parameter), parameter.grad
         for scale in scales:
-            own[scale].append(gradient)
-        if not scales:
+            of_scale = own.setdefault(scale, [])
+            if gradient is not None:
+                of_scale.append(gradient)
+        if gradient is not None and not scales:
             others.append(gradient)
-    ranks = ranks_of(p for p, _ in held)
+    ranks = ranks_of(held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward
     # left), or before graphs of which the optimizer holds nothing.
@@ -166,6 +171,23 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def refuse_scaled(optimizer: Optimizer) -> None:
+    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones.
+
+    Raises:
+        MPCompileError: it holds a parameter whose gradient is stored scaled.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for copy in copies.copies_of(parameter).values():
+                if copy.gradient.is_scaled(parameter.grad):
+                    raise MPCompileError(
+                        f"{type(optimizer).__name__} is about to use a gradient that is stored in "
+                        "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
+                        "too. Step each parameter with one of them"
+                    )
+
+
 def show_hidden(optimizer: Optimizer) -> None:
     """Put the gradients back that were hidden from the step."""
     hidden = optimizers.state_of(optimizer).hidden
@@ -189,7 +211,7 @@ def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
     return [bool(flag) for flag in ranks.all_max(torch.stack(moved)).tolist()]
 
 
-def _alike() -> bool:
+def decide_alike() -> bool:
     """Whether other ranks train the same parameters, so that all must decide alike."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -201,7 +223,7 @@ def _upstream_of(
     its last look, and may come after its other parameters (a critic after its generator).
     """
     looks = optimizers.state_of(optimizer).looks
-    before = [s for s in set(_live).difference(own) if s.open] if others else []
+    before = set(_open).difference(own) if others else ()
     return [s for s in before if s.overflows.count().passes > looks.get(s, Count()).passes]
 
 
@@ -219,7 +241,7 @@ def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflo
     if not overflow:
         state.poisoned = False
         return False
-    if _alike():  # the gradients are the same on all ranks, but each counts its own overflows
+    if decide_alike():  # the gradients are the same on all ranks, but each counts its own overflows
         for scale in ran:
             scale.settle(True)
         state.poisoned = True

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import copies, foreign, guard, optimizers, reductions, shardings
+from . import foreign, guard, optimizers, reductions, shardings
 from .scale_search import closure_runs
 
 _CLOSURE = "closure"
@@ -138,7 +138,7 @@ def _checked_closure(
 def _check_gradients(optimizer: Optimizer) -> None:
     if guard.is_needed():
         guard.skip_if_overflowed(optimizer)
-        copies.refuse_scaled(optimizer)
+        guard.refuse_scaled(optimizer)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""The current values of a loss scale: where they are kept, and when they move.
+"""The current values of a loss scale: where they are kept, when they move, and the log of that.
 
 They are Python numbers until a generated optimizer step moves them. From then on they are tensors
 on its device, so that the step need not wait for the host. The rule itself is in `ir/scale.py`.
@@ -7,13 +7,15 @@ on its device, so that the step need not wait for the host. The rule itself is i
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 
 import torch
 
+from .. import logs
 from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from .async_read import Later
-from .scale_log import ScaleLog
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
@@ -190,3 +192,49 @@ class LiveScale:
         """Count a skipped step, without moving the scale."""
         before = self.state
         self._take(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1), before)
+
+
+class ScaleLog:
+    """What the log has said of one loss scale: its value, and how many steps were skipped."""
+
+    def __init__(self, state: ScaleState) -> None:
+        self._arriving: tuple[Later, Later] | None = None
+        self._scale, self._skipped = state.scale, state.skipped_steps
+
+    def start_at(self, scale: float, skipped: int | None = None) -> None:
+        """Take these values for known, and log nothing: they were found, or loaded."""
+        self._arriving = None  # older than what is known now
+        self._scale = scale
+        self._skipped = self._skipped if skipped is None else skipped
+
+    def move_to(self, scale: float) -> None:
+        """Log that a search has moved the scale."""
+        self.learn(scale, self._skipped)
+
+    def learn(self, scale: float, skipped: int) -> None:
+        """Log what is new in these values."""
+        before, steps = self._scale, skipped - self._skipped
+        self.start_at(scale, skipped)
+        if steps:
+            logs.event(
+                "scale", logging.INFO, "skipped",
+                "gradients overflowed at the loss scale %(scale)g; steps skipped: %(steps)d",
+                scale=before, steps=steps,
+            )  # fmt: skip
+        if scale != before:
+            logs.event(
+                "scale", logging.INFO, "moved", "the loss scale moves from %(before)g to %(after)g",
+                before=before, after=scale,
+            )  # fmt: skip
+
+    def look(self, resident: Mapping[str, torch.Tensor]) -> None:
+        """Log what is new in the tensors that a generated step writes to, if anybody listens. It
+        waits for nothing: on a GPU the line comes a step late.
+        """
+        if not resident or not logs.is_heard("scale", logging.INFO):
+            return
+        if self._arriving is None:
+            self._arriving = Later(resident["scale"]), Later(resident["skipped_steps"])
+        scale, skipped = (later.read() for later in self._arriving)
+        if scale is not None and skipped is not None:
+            self.learn(float(scale), int(skipped))

@@ -10,9 +10,8 @@ section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start la
     once per training forward     the scale moves, by the rule
 
 A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
-overflows (`overflows.py`) and the search for what fits (`scale_search.py`, `fit_scale.py`). The
-multiplication itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` decides
-whether an optimizer may take its step.
+overflows (`overflows.py`) and the search for what fits (`scale_search.py`). The multiplication
+itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` tells who may take a step.
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ from typing import Any
 
 import torch
 
-from ..errors import MPCompileError
-from ..ir.scale import INIT_SCALE, SAVED_FIELDS, ScaleRule, ScaleState, updated
-from ..ranks.agree import Ranks
+from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
 from .overflows import Overflows
 from .repairs import Repairs
 from .said import Said
-from .scale_options import Setting, check
 from .scale_search import Search
 from .trouble import Trouble
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 
-class LossScale:
+class LossScale(Ruled):
     """How gradients are scaled in FP16, and the current scale.
 
     Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and
@@ -63,26 +59,17 @@ class LossScale:
         agreed: whether all ranks of a group have the same scale: its start was given, or they have
             agreed on one since it was searched for, or loaded.
         restored, loaded: whether its state was loaded; whether no forward has used that state yet.
-        live, overflows, search, trouble: its parts.
-        repairs: what `repair=True` has pinned to FP32 in its graphs.
+        live, overflows, search, trouble, repairs, said: its parts.
 
     Raises:
         MPCompileError: a factor, interval or bound that makes no sense.
     """
 
-    kind = Setting[str]()
-    growth_factor = Setting[float]()
-    backoff_factor = Setting[float]()
-    growth_interval = Setting[int]()
-    hysteresis = Setting[int]()
-    min_scale = Setting[float]()
-    max_scale = Setting[float]()
-
     def __init__(self, rule: ScaleRule, init_scale: float | None) -> None:
         fitting = init_scale is None
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None
-        check(rule, init_scale, start)
+        rule.check(init_scale, start)
         self.rule = rule
         self.open = False
         self.searches = fitting
@@ -216,15 +203,7 @@ class LossScale:
         Raises:
             MPCompileError: the mapping is neither.
         """
-        if {"kind", *SAVED_FIELDS} <= state.keys():
-            live = ScaleState(**{name: state[name] for name in SAVED_FIELDS})
-        elif {"scale", "_growth_tracker"} <= state.keys():
-            live = ScaleState(float(state["scale"]), int(state["_growth_tracker"]), self.hysteresis)
-        else:
-            raise MPCompileError(
-                f"LossScale.load_state_dict: keys {sorted(state)} are neither a LossScale's nor a "
-                "torch.amp.GradScaler's"
-            )
+        live = ScaleState.loaded(state, self.hysteresis)
         settings = {name: state[name] for name in _SETTINGS if name in state}
         self.rule = dataclasses.replace(self.rule, **settings)
         self.state = live
@@ -252,13 +231,6 @@ class LossScale:
             self.live.forget_tensors()
             self.live.start_at(value, found=True)
             self.live.moves += 1
-
-    def agree_on_start(self, ranks: Ranks) -> None:
-        """At the top of a step that all these ranks take: agree on the start, if that is still to
-        be done.
-        """
-        if ranks and not self.agreed:
-            self.take_start(ranks.least([self.start])[0])
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -316,7 +288,8 @@ class LossScale:
         for reduction in sorted(self.overflows.reductions, key=lambda r: r.number):
             if not reduction.settled:
                 reduction.settle()
-        self.agree_on_start(self.overflows.ranks)
+        if (ranks := self.overflows.ranks) and not self.agreed:
+            self.take_start(ranks.least([self.start])[0])
         overflow = self.overflows.before_update_by_hand(gradients)
         self.settle(overflow)
         return overflow
@@ -362,21 +335,15 @@ class LossScale:
         return self.live.begin_step(self.rule)
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keep the state on `device` from now on, and return it: 0-d tensors by the fields of
-        `ScaleState`. A generated step writes to them.
-        """
+        """Keep the state on `device` from now on, and return it: see `LiveScale.reside`."""
         return self.live.reside(device)
 
     def skip_for(self) -> None:
-        """Count a step skipped for an overflow in this scale's graphs, by an optimizer that holds
-        none of their parameters. That optimizer doesn't move the scale.
-        """
+        """Count a step skipped by an optimizer of none of these parameters; nothing moves."""
         self.said.step(skipped=True)
         self.live.count_skipped()
 
     def warn_at_floor(self) -> None:
-        """Warn once that the scale can't get lower and gradients still overflow, unless a look says
-        what it is that overflows.
-        """
+        """Warn once that gradients overflow at the lowest scale, unless a look says which."""
         if not self.trouble.look_at_floor():
             self.said.at_floor(self.min_scale)

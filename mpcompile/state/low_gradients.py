@@ -128,8 +128,7 @@ class LowGradient:
         if master.grad_dtype is torch.float32:
             return
         if grad is not None and grad.dtype is self.dtype:
-            if self._was_changed(grad) and bool(grad.any()):  # zeros need no rescaling
-                self._refuse_changed()
+            self.check_untouched(grad)
             grad = grad.float() if self.stored is None else self.stored.true(grad)
         master.grad = None
         master.grad_dtype = torch.float32

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from .loss_scale import LossScale
-    from .overflows import Count
+from .loss_scale import LossScale
+from .overflows import Count
 
 
 class OptimizerState:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,9 +25,6 @@ from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
 from ..torch_inside.tensors import norm_of_each
 from .async_read import Later
-
-if TYPE_CHECKING:
-    from .reductions import Reduction
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,22 @@ class Count:
 
 
 _FLAGS = 32
+
+
+class Reduction(Protocol):
+    """What averages gradients over ranks (`reductions.py`), as far as a count knows it.
+
+    Attributes:
+        number: counts the reductions, in the same order on all ranks.
+        settled: whether there is nothing that ranks have to agree on.
+    """
+
+    number: int
+    settled: bool
+
+    def settle(self) -> None: ...
+
+    def backward_runs(self) -> None: ...
 
 
 def _sum(flags: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -6,14 +6,11 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .copies import WorkingCopy
-    from .loss_scale import LossScale
-    from .reductions import Reduction
+from .loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -23,19 +20,17 @@ class ParamState:
     Attributes:
         owner: the MPOptimizer whose step writes its copies, as a weak reference.
         given: the loss scale that the owner was given, for models without one from the user.
-        copies: its working copies, by dtype.
+        copies: its working copies, by dtype; `copies.copies_of` gives them.
         in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
             its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
-        reduction: averages its gradients over processes, as a weak reference.
     """
 
     owner: weakref.ref[Any] | None = None
     given: LossScale | None = None
-    copies: Mapping[torch.dtype, WorkingCopy] = field(default_factory=dict)
+    copies: Mapping[torch.dtype, Any] = field(default_factory=dict)
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
-    reduction: weakref.ref[Reduction] | None = None
 
     @property
     def optimizer(self) -> Any:

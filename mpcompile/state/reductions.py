@@ -158,8 +158,7 @@ class Reduction:
         self._expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
         self._running = -1  # the backward that will call `_look`
         self._hooked = False
-        for parameter in self.parameters():
-            parameters.note(parameter, reduction=weakref.ref(self))
+        parameters.changed()  # `beside` was derived without it
         copies.read_in_full(self.parameters())
 
     def parameters(self) -> list[torch.nn.Parameter]:

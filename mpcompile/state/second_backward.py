@@ -19,7 +19,6 @@ since torch hands it all gradients. Other nodes get the hook.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -36,6 +35,7 @@ from ..torch_inside.autograd import function_of, keeps_graph
 __all__ = ["is_kept", "notice", "noticed", "of_compiled"]
 
 Gradients = tuple[Tensor | None, ...]
+_WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
 
 
 def is_kept() -> bool:
@@ -57,9 +57,9 @@ def of_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
         results = run(*args)
         known = True
         # An input that the graph wrote to has a new history, too.
-        for function in _compiled(grad_fns((*results, *args)), before) - set(_wrapped):
-            _wrapped.add(function)
-            _wrap_backward(function)
+        for function in _compiled(grad_fns((*results, *args)), before):
+            if _WRAPPED not in vars(function):
+                _wrap_backward(function)
         return results
 
     return graph
@@ -103,10 +103,7 @@ def _wrap_backward(function: Any) -> None:
 
     # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function.
     function.backward = staticmethod(torch.compiler.disable(again))
-
-
-# classes of AOTAutograd whose backward is wrapped
-_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+    setattr(function, _WRAPPED, True)
 
 
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..devices.generators import unchanged
-from ..state.found_scale import first_tried, give_up, keep
 from ..state.loss_scale import LossScale
+from ..state.scale_search import first_tried, give_up, keep
 from ..torch_inside.amp import autocast_off
 from .program import Program
 
