@@ -17,9 +17,7 @@ from torch import nn
 
 from mpcompile import MPCompileError, plan_for
 from mpcompile.inspect.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
-from mpcompile.inspect.page import render
-from mpcompile.inspect.page.data import aligned, data_of
-from mpcompile.inspect.page.summary import charts_of, tiles_of
+from mpcompile.inspect.page.of_plan import aligned, charts_of, render, tiles_of
 from mpcompile.inspect.plan import ModuleLine, Plan
 from mpcompile.inspect.saved_bytes import Saved
 from mpcompile.inspect.tensor_cores import TensorCoreOp, TensorCoreReport
@@ -59,6 +57,10 @@ def node(name: str, **fields: Any) -> PlanNode:
         "precision": "FULL", "rule": "table", "reason": "it grows",
     }  # fmt: skip
     return PlanNode(name=name, **{**given, **fields})
+
+
+def data_in(plan: Plan) -> Any:
+    return Page(render(plan)).data
 
 
 def plan_with(*nodes: PlanNode, **fields: Any) -> Plan:
@@ -162,7 +164,7 @@ def test_modules_count_what_is_below_them() -> None:
         node("loss"),
         modules=modules,
     )
-    found = [(m["path"], m["kind"], m["parent"], m["counts"]) for m in data_of(plan)["modules"]]
+    found = [(m["path"], m["kind"], m["parent"], m["counts"]) for m in data_in(plan)["modules"]]
     assert found == [
         ("", "Net", True, {"FULL": 2, "LOW": 1}),
         ("b", "List", True, {"FULL": 1, "LOW": 1}),
@@ -175,14 +177,14 @@ def test_a_backward_node_has_the_precision_of_its_result() -> None:
     results = {"f16[2]": "LOW", "bf16[2]": "LOW", "f32[]": "FULL", "i64[2]": "KEEP",
                "(f32[2], i64[2])": "FULL"}  # fmt: skip
     backward = tuple(BackwardNode("mm", "aten::mm", result, "exp") for result in results)
-    (graph,) = data_of(plan_with(backward=backward))["graphs"]
+    (graph,) = data_in(plan_with(backward=backward))["graphs"]
     assert [n["precision"] for n in graph["backward"]] == list(results.values())
 
 
 def test_what_a_pass_made_was_not_captured() -> None:
     """A cast, and an operator that a pass wrote in place of another one."""
     plan = plan_with(node("exp"), node("exp_f16", rule="cast"), node("mul", captured="NoneType"))
-    (graph,) = data_of(plan)["graphs"]
+    (graph,) = data_in(plan)["graphs"]
     assert [n["captured"] for n in graph["nodes"]] == ["f32[2]", None, None]
 
 

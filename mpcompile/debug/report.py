@@ -16,6 +16,7 @@ from .._version import __version__
 from ..inspect import stored
 from ..inspect.graph_plan import GraphPlan, PlanNode
 from ..inspect.grid import as_rich, as_text
+from ..inspect.page import app
 from ..observe.fault import Fault
 from ..observe.numbers import EXPONENTS, Numbers, Shares
 from . import report_page, report_text
@@ -162,7 +163,7 @@ class Report:
         Raises:
             MPCompileError: the file can't be written.
         """
-        report_page.write(self, path)
+        app.write(report_page.render(self), path, "report")
 
     def histogram_png(self, path: str | Path) -> None:
         """Draw the histogram of the activation gradients, as figure 3 of "Mixed Precision Training"

@@ -68,3 +68,11 @@ def as_rich(parts: Iterable[Part]) -> Group:
     """The same for `rich.print`: coloured, and folded to the width of the terminal."""
     shown: list[RenderableType] = [Text(p) if isinstance(p, str) else p for p in parts]
     return Group(*shown)
+
+
+def scaled(count: int, unit: str, digits: int = 2) -> str:
+    """`(69632, "B")` -> `"69.63 kB"`."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.{digits}f} {prefix}{unit}"
+    return f"{count} {unit}"

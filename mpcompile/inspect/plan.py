@@ -11,10 +11,11 @@ from rich.console import Group
 
 from ..devices.gpus import GPU
 from ..errors import MPCompileError
-from . import page, plan_text, stored
+from . import plan_text, stored
 from .diff import PlanDiff, difference
 from .graph_plan import GraphPlan, PlanNode
 from .grid import as_rich, as_text
+from .page import app, of_plan
 from .saved_bytes import Saved
 from .tensor_cores import TensorCoreReport
 from .why import Answer, answer
@@ -215,7 +216,7 @@ class Plan:
         Raises:
             MPCompileError: the file can't be written.
         """
-        page.write(self, path)
+        app.write(of_plan.render(self), path, "plan")
 
     def __str__(self) -> str:
         return as_text(plan_text.parts(self))

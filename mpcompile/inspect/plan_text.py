@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..devices.cuda import AbsentGPU
 from ..ir import SHORT
-from .grid import ADDED, STYLES, Grid, Part
+from .grid import ADDED, STYLES, Grid, Part, scaled
 
 if TYPE_CHECKING:
     from .graph_plan import GraphPlan, PlanNode
@@ -113,10 +113,10 @@ def shortened(names: Sequence[str], most: int = 4) -> str:
 
 
 def _saved(plan: Plan) -> str:
-    notes = [f"{name} {size_text(count)}" for name, count in bytes_by_dtype(plan).items()]
+    notes = [f"{name} {scaled(count, 'B')}" for name, count in bytes_by_dtype(plan).items()]
     if copied := sum(one.bytes for one in plan.saved if one.copied):
-        notes.append(f"of it copies of weights and other inputs {size_text(copied)}")
-    text = f"Saved for the backward: {size_text(plan.saved_bytes)}"
+        notes.append(f"of it copies of weights and other inputs {scaled(copied, 'B')}")
+    text = f"Saved for the backward: {scaled(plan.saved_bytes, 'B')}"
     return text + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -126,11 +126,3 @@ def bytes_by_dtype(plan: Plan) -> dict[str, int]:
     for one in plan.saved:
         counts[SHORT.get(one.dtype, str(one.dtype))] += one.bytes
     return dict(counts)
-
-
-def size_text(count: int) -> str:
-    """`69632` -> `"69.63 kB"`."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"

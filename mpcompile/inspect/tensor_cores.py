@@ -8,6 +8,7 @@ the graph was traced.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,6 +19,9 @@ from torch import fx
 from .. import ir
 from ..ir.shapes import Alignment, Size
 from ..rules.policy import Precision
+from .grid import scaled
+
+_flops = functools.partial(scaled, unit="FLOP", digits=1)
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,6 @@ def _share(ops: Iterable[TensorCoreOp], counted: Iterable[bool]) -> float:
     pairs = [(op.flops, yes) for op, yes in zip(ops, counted, strict=True)]
     total = sum(flops for flops, _ in pairs)
     return sum(flops for flops, yes in pairs if yes) / total if total else 1.0
-
-
-def _flops(count: int) -> str:
-    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} FLOP"
 
 
 # -- advice ----------------------------------------------------------------------------------------

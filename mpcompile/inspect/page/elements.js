@@ -15,6 +15,18 @@ function el(tag, attributes, ...children) {
   return made;
 }
 
+function button(attributes, ...children) {
+  return el("button", { type: "button", ...attributes }, ...children);
+}
+
+/** A table of texts; `total` is a last row, under a line. */
+function table(heads, rows, total) {
+  const row = (cells, kind) => el("tr", { class: kind }, cells.map((cell) => el("td", {}, cell)));
+  return el("table", {},
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {}, rows.map((cells) => row(cells)), total && row(total, "total")));
+}
+
 /** Arrow keys, Home and End move among the rows of a list, of which one is in the tab order. */
 function moveByKeys(list, rows) {
   list.addEventListener("keydown", (event) => {
@@ -30,4 +42,21 @@ function moveByKeys(list, rows) {
     list.querySelectorAll("[tabindex='0']").forEach((row) => row.setAttribute("tabindex", "-1"));
     event.target.setAttribute("tabindex", "0");
   });
+}
+
+/** What a number shows as; a dash for one that isn't known. */
+const known = (format, zero = "0") => (value) => (value == null ? "-" : value === 0 ? zero : format(value));
+const FORMATS = {
+  text: (value) => value,
+  count: known(String),
+  error: known((value) => value.toExponential(1)),
+  share: known((value) => (value < 1e-4 ? "<0.01%" : `${(100 * value).toFixed(2)}%`), "0%"),
+  size: known((value) => value.toPrecision(3)),
+};
+
+function scaled(count, unit) {
+  for (const [prefix, scale] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (count >= scale) return `${(count / scale).toFixed(2)} ${prefix}${unit}`;
+  }
+  return `${count} ${unit}`;
 }

@@ -17,8 +17,8 @@ function makeControls() {
     rules.add(node.rule);
   }
   for (const [kind, word] of Object.entries(KINDS)) {
-    byId("kinds").append(el("button", {
-      type: "button", "data-kind": kind, title: KIND_TITLES[kind], onclick: () => change({ kind }),
+    byId("kinds").append(button({
+      "data-kind": kind, title: KIND_TITLES[kind], onclick: () => change({ kind }),
     }, kind === "ALL" ? word : `${word} ${counts[kind] || 0}`));
   }
   byId("rule").append(el("option", { value: "" }, "any"),
@@ -32,6 +32,9 @@ function makeControls() {
   byId("module-filter").lastElementChild.addEventListener("click", () => chooseModule(""));
   for (const tab of document.querySelectorAll("[role='tab']")) {
     tab.addEventListener("click", () => change({ view: tab.dataset.view }));
+  }
+  for (const link of document.querySelectorAll(".fault .link")) {
+    link.addEventListener("click", () => { choose(link.dataset.key); panel.scrollIntoView({ block: "nearest" }); });
   }
 }
 
@@ -55,13 +58,14 @@ function showControls() {
   if (byId("search").value.trim() !== state.query) byId("search").value = state.query;
   byId("rule").value = state.rule;
   byId("graph").value = state.graph;
+  for (const filter of document.querySelectorAll(".filter")) filter.hidden = state.view === "updates";
   byId("module-filter").hidden = !state.module;
   byId("module-filter").firstElementChild.textContent = state.module;
 }
 
 function chooseModule(path) {
   change({ module: path });
-  showTree();
+  if (tree) showTree();
 }
 
 /** The key of the node that the address names, or "". */
@@ -81,14 +85,14 @@ function choose(key, byKeyboard = false) {
 function showChosen() {
   showPanel(NODES.get(chosenKey()));
   mark();
-  const row = document.querySelector(".row.chosen");
+  const row = document.querySelector("#rows .chosen");
   if (row) row.scrollIntoView({ block: "nearest" });
 }
 
 /** Colour the rows of the chosen node. */
 function mark() {
   const key = chosenKey();
-  for (const row of document.querySelectorAll(".row[data-key]")) {
+  for (const row of document.querySelectorAll("#rows [data-key]")) {
     const chosen = Boolean(key) && row.dataset.key === key;
     row.classList.toggle("chosen", chosen);
     if (chosen) row.setAttribute("aria-current", "true");
@@ -102,14 +106,14 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     byId("search").focus();
   } else if (event.key === "Escape" && panel.contains(event.target)) {
-    const row = document.querySelector(".row.chosen");
+    const row = document.querySelector("#rows .chosen");
     if (row) row.focus();
   }
 });
 
 makeControls();
-makeTree();
-moveByKeys(byId("rows"), () => [...byId("rows").querySelectorAll(".row")]);
+if (tree) makeTree();
+moveByKeys(byId("rows"), () => [...byId("rows").querySelectorAll("[tabindex]")]);
 window.addEventListener("hashchange", showChosen);
 showControls();
 showRows();

@@ -1,4 +1,4 @@
-// The plan's data, and look-ups over it.
+// The page's data, and look-ups over it.
 
 const PLAN = JSON.parse(byId("plan").textContent);
 
@@ -26,18 +26,8 @@ PLAN.graphs.forEach((graph, number) => {
   graph.number = number;
   graph.texts = new Map(graph.after.map(([name, text]) => [name, text]));
   graph.reads = new Map(graph.after.map(([name, , reads]) => [name, reads]));
-  graph.readers = new Map();
-  for (const [name, , reads] of graph.after) {
-    for (const operand of reads) {
-      if (!graph.readers.has(operand)) graph.readers.set(operand, []);
-      graph.readers.get(operand).push(name);
-    }
-  }
-  graph.gradients = new Map();
-  for (const node of graph.backward) {
-    if (!graph.gradients.has(node.forward)) graph.gradients.set(node.forward, []);
-    graph.gradients.get(node.forward).push(node);
-  }
+  graph.readers = listsBy(graph.after.flatMap(([name, , reads]) => reads.map((operand) => [operand, name])));
+  graph.gradients = listsBy(graph.backward.map((node) => [node.forward, node]));
   for (const node of graph.nodes) {
     node.graph = graph;
     node.key = keyOf(graph, node.name);
@@ -48,6 +38,13 @@ PLAN.graphs.forEach((graph, number) => {
   }
 });
 
+/** Pairs of a key and an item -> key -> its items. */
+function listsBy(pairs) {
+  const lists = new Map();
+  for (const [key, item] of pairs) lists.set(key, [...(lists.get(key) || []), item]);
+  return lists;
+}
+
 function keyOf(graph, name) {
   return `${graph.number}/${name}`;
 }
@@ -55,11 +52,4 @@ function keyOf(graph, name) {
 /** What a person reads beside the colour: an added node says what it is for. */
 function badge(kind, rule) {
   return el("span", { class: `badge ${kind}` }, kind === "ADDED" ? rule : kind);
-}
-
-function scaled(count, unit) {
-  for (const [prefix, scale] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
-    if (count >= scale) return `${(count / scale).toFixed(2)} ${prefix}${unit}`;
-  }
-  return `${count} ${unit}`;
 }

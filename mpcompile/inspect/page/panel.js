@@ -14,16 +14,19 @@ const TERMS = {
 
 function showPanel(node) {
   if (!node) {
-    panel.replaceChildren(el("h2", {}, "Why is a node in this precision?"),
-      el("p", { class: "note" }, "Choose a node in the list, or a module on the left and then one of its nodes. "
-        + "/ goes to the search, arrow keys move in lists, Enter chooses, Escape goes back."));
+    panel.replaceChildren(el("h2", {}, PLAN.updates ? "All numbers of a node" : "Why is a node in this precision?"),
+      el("p", { class: "note" }, PLAN.updates ? "Choose a node in the list, or the one of a fault. A head of a table sorts by it. "
+        : "Choose a node in the list, or a module on the left and then one of its nodes. ",
+      "/ goes to the search, arrow keys move in lists, Enter chooses, Escape goes back."));
     return;
   }
   panel.replaceChildren(
     el("div", { class: "top" }, badge(node.kind, node.rule), el("h2", {}, node.name),
-      el("button", { type: "button", "aria-label": "close", onclick: () => choose("") }, "×")),
+      button({ "aria-label": "close", onclick: () => choose("") }, "×")),
+    ...(node.faults || []).map((fault) => el("p", { class: "fault" }, fault)),
     el("p", { class: `why ${node.kind}` }, node.reason),
     facts(node),
+    ...section("Numbers", numbersOf(node)),
     ...section("To change it", el("p", {}, node.change)),
     ...section("Cost terms", costs(node)),
     ...section("Tensor Cores", product(node)),
@@ -48,7 +51,7 @@ function facts(node) {
     "decided by": node.rule in RULES ? RULES[node.rule] : node.rule,
     operator: el("code", {}, node.op),
     module: node.module
-      ? el("button", { type: "button", class: "link", onclick: () => chooseModule(node.module) }, node.module) : null,
+      ? button({ class: "link", onclick: () => chooseModule(node.module) }, node.module) : null,
     source: node.source ? el("code", {}, node.source) : null,
     before: node.captured ? el("code", {}, node.captured) : "not in the program",
     after: el("code", {}, node.planned),
@@ -64,14 +67,10 @@ function costs(node) {
   const terms = [...new Set([...Object.keys(low), ...Object.keys(full)])];
   if (!terms.length) return el("p", {}, "None: either precision costs the same here, so its neighbours decide.");
   const total = (side) => Object.values(side).reduce((sum, cost) => sum + cost, 0);
-  const row = (name, one, other, kind) => el("tr", { class: kind }, el("td", {}, name),
-    el("td", {}, scaled(one, "B")), el("td", {}, scaled(other, "B")));
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ["bytes of memory traffic", `in ${PLAN.low}`, "in FP32"]
-      .map((head) => el("th", { scope: "col" }, head)))),
-    el("tbody", {},
-      terms.map((term) => row(TERMS[term] || term, low[term] || 0, full[term] || 0)),
-      row("together", total(low), total(full), "total")));
+  const row = (name, one, other) => [name, scaled(one, "B"), scaled(other, "B")];
+  return table(["bytes of memory traffic", `in ${PLAN.low}`, "in FP32"],
+    terms.map((term) => row(TERMS[term] || term, low[term] || 0, full[term] || 0)),
+    row("together", total(low), total(full)));
 }
 
 function product(node) {
@@ -79,14 +78,9 @@ function product(node) {
   if (!op) return null;
   const yes = (eligible) => (eligible ? "yes" : "no");
   return el("div", {}, el("p", {}, op.reason),
-    el("table", {},
-      el("thead", {}, el("tr", {}, [`${op.kind}, ${scaled(op.flops, "FLOP")}`, "as captured", "as compiled"]
-        .map((head) => el("th", { scope: "col" }, head)))),
-      el("tbody", {},
-        Object.keys(op.before).map((dim) => el("tr", {}, el("td", {}, dim),
-          el("td", {}, String(op.before[dim])), el("td", {}, String(op.after[dim])))),
-        el("tr", { class: "total" }, el("td", {}, "eligible"),
-          el("td", {}, yes(op.eligible_before)), el("td", {}, yes(op.eligible))))));
+    table([`${op.kind}, ${scaled(op.flops, "FLOP")}`, "as captured", "as compiled"],
+      Object.keys(op.before).map((dim) => [dim, String(op.before[dim]), String(op.after[dim])]),
+      ["eligible", yes(op.eligible_before), yes(op.eligible)]));
 }
 
 /** The added nodes among operands and readers. */
@@ -107,7 +101,7 @@ function links(node, names) {
 }
 
 function linkTo(key, text) {
-  return el("button", { type: "button", class: "link", onclick: () => choose(key) }, text);
+  return button({ class: "link", onclick: () => choose(key) }, text);
 }
 
 function gradients(node) {
@@ -115,6 +109,6 @@ function gradients(node) {
   if (!found) return null;
   const show = () => change({ view: "backward", query: node.name, kind: "ALL", rule: "", module: "" });
   return el("ul", {}, found.map((one) => el("li", {}, badge(one.precision, ""),
-    el("button", { type: "button", class: "link", onclick: show },
+    button({ class: "link", onclick: show },
       `${one.name}: ${one.result} = ${one.op}${one.recomputed ? " (computed again)" : ""}`))));
 }

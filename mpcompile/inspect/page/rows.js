@@ -1,6 +1,6 @@
 // The middle: which nodes match the filters, and the rows of each view.
 
-const state = { view: "decisions", graph: "all", query: "", kind: "ALL", rule: "", module: "" };
+const state = { view: document.querySelector("[role='tab']").dataset.view, graph: "all", query: "", kind: "ALL", rule: "", module: "" };
 const opened = new Set(); // folds of lines that the reader has opened
 const FOLDED = 5; // so many added lines in a row are folded
 const MOST = 3000; // rows at once; the rest behind a button
@@ -67,8 +67,8 @@ function gradientMatches(graph, node) {
 }
 
 function rowButton(kind, key, ...cells) {
-  return el("button", {
-    type: "button", class: `row ${kind}`, tabindex: "-1", "data-key": key || null,
+  return button({
+    class: `row ${kind}`, tabindex: "-1", "data-key": key || null,
     onclick: (event) => { if (key) choose(key, event.detail === 0); },
   }, ...cells);
 }
@@ -123,8 +123,8 @@ function folded(graph, { why, rows }) {
   if (!why || (added && rows.length < FOLDED)) return rows;
   const name = `${graph.number}/${state.folds++}`;
   if (opened.has(name)) return rows;
-  return [() => el("button", {
-    type: "button", class: added ? "row gap added" : "row gap", tabindex: "-1",
+  return [() => button({
+    class: added ? "row gap added" : "row gap", tabindex: "-1",
     onclick: () => { opened.add(name); showRows(); },
   }, `⋯ ${rows.length} ${rows.length === 1 ? "line" : "lines"} ${why}`)];
 }
@@ -141,11 +141,21 @@ function gradientRow(graph, node) {
 }
 
 function showRows() {
-  state.folds = 0;
   const chosen = PLAN.graphs.filter((graph) => state.graph === "all" || graph.number === Number(state.graph));
+  const list = byId("rows");
+  list.replaceChildren();
+  const numbers = TABLES[state.view];
+  byId("status").textContent = numbers ? showTable(numbers, chosen) : showList(list, chosen);
+  const first = list.querySelector("[tabindex]");
+  if (first) first.setAttribute("tabindex", "0");
+  mark();
+}
+
+function showList(list, graphs) {
+  state.folds = 0;
   const made = [];
   let count = 0;
-  for (const graph of chosen) {
+  for (const graph of graphs) {
     const rows = VIEWS[state.view](graph);
     count += rows.length;
     if (PLAN.graphs.length > 1 || graph.left) made.push(() => el("h3", {}, graphTitle(graph)));
@@ -153,18 +163,13 @@ function showRows() {
     made.push(...rows);
     if (graph.ends_with) made.push(() => el("p", { class: "row gap" }, `the graph ends here: ${graph.ends_with}`));
   }
-  const list = byId("rows");
-  list.replaceChildren(...made.slice(0, MOST).map((make) => make()));
+  list.append(...made.slice(0, MOST).map((make) => make()));
   if (made.length > MOST) {
     const rest = () => { list.lastChild.remove(); list.append(...made.slice(MOST).map((make) => make())); mark(); };
-    list.append(el("button", { type: "button", class: "row gap", onclick: rest },
-      `show ${made.length - MOST} more rows`));
+    list.append(button({ class: "row gap", tabindex: "-1", onclick: rest }, `show ${made.length - MOST} more rows`));
   }
   if (!count) list.append(el("p", { class: "empty-list" }, nothing()));
-  const first = list.querySelector(".row");
-  if (first) first.setAttribute("tabindex", "0");
-  byId("status").textContent = said(chosen, count);
-  mark();
+  return said(graphs, count);
 }
 
 function columns() {

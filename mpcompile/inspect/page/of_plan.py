@@ -1,0 +1,198 @@
+"""The page of a plan: the numbers and sentences on top, and the data that the scripts read."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..graph_plan import BackwardNode, GraphPlan, Line, PlanNode
+from ..grid import scaled
+from ..plan_text import bytes_by_dtype, outside
+from . import app
+from .app import Chart, Note, Part, Tile
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+VIEWS = {"decisions": "Decisions", "graph": "Before and after", "backward": "Backward"}
+
+
+def render(plan: Plan) -> str:
+    """The page of a plan; the same text for the same plan."""
+    facts = {"level": plan.level, "low dtype": plan.dtype}
+    facts["device"] = plan.gpu.name if plan.gpu else plan.device
+    page = app.Page(
+        model=plan.model,
+        about="mixed-precision plan",
+        facts={**facts, **plan.versions},
+        views=VIEWS,
+        data={**data_of(plan.dtype, plan.graphs), "modules": list(_modules(plan))},
+        tiles=tiles_of(plan),
+        charts=charts_of(plan),
+        notes=_notes(plan),
+    )
+    return app.html(page)
+
+
+# -- the summary -----------------------------------------------------------------------------------
+
+
+def tiles_of(plan: Plan) -> list[Tile]:
+    """The numbers of the plan."""
+    report, graphs = plan.tensor_cores, len(plan.graphs)
+    share = f"{report.share_before:.1%} → {report.share:.1%}" if report.ops else "none"
+    flops = f"products: {len(report.ops)}, {scaled(report.flops, 'FLOP')}"
+    copied = sum(one.bytes for one in plan.saved if one.copied)
+    return [
+        Tile("Graphs", str(graphs), f"left in FP32: {len(plan.left)}; breaks: {len(plan.breaks)}"),
+        Tile("Casts", str(plan.casts), "added by the passes or the program's own"),
+        Tile("FLOPs eligible for Tensor Cores", share, f"as captured → as compiled; {flops}"),
+        Tile(
+            "Saved for the backward",
+            scaled(plan.saved_bytes, "B") if plan.saved else "none",
+            f"{scaled(copied, 'B')} of it copies of weights and inputs" if copied else "",
+        ),
+    ]
+
+
+def charts_of(plan: Plan) -> list[Chart]:
+    """Nodes by precision, FLOPs by eligibility, and saved bytes by dtype."""
+    nodes = Counter(node.precision for node in plan.nodes if not node.is_added)
+    words = {
+        "LOW": f"LOW, {dtype_word(plan.dtype)}",
+        "FULL": "FULL, FP32",
+        "KEEP": "KEEP, as captured",
+    }
+    operators = [Part(words[p], p, nodes[p], str(nodes[p])) for p in words if nodes[p]]
+    charts = [Chart("Operators by precision", {"": operators})]
+    report = plan.tensor_cores
+    if report.flops:
+        shares = {"as captured": report.share_before, "as compiled": report.share}
+        bars = {name: _eligible(share) for name, share in shares.items()}
+        charts.append(Chart("FLOPs of matrix products", bars))
+    if saved := sorted(bytes_by_dtype(plan).items(), key=lambda pair: -pair[1]):
+        parts = [Part(name, _precision(name), size, scaled(size, "B")) for name, size in saved]
+        charts.append(Chart("Bytes saved for the backward, by dtype", {"": parts}))
+    return charts
+
+
+def _eligible(share: float) -> list[Part]:
+    parts = [
+        Part("eligible for Tensor Cores", "LOW", share, f"{share:.1%}"),
+        Part("not eligible", "FULL", 1 - share, f"{1 - share:.1%}"),
+    ]
+    return [part for part in parts if part.amount]
+
+
+def _notes(plan: Plan) -> list[Note]:
+    """What has to be said in words."""
+    return [
+        Note("Graphs left in FP32", plan.left, warns=True),
+        Note("Graph breaks", plan.breaks, warns=True),
+        Note("Outside of the graphs", (outside(plan),) if plan.outside else (), warns=True),
+        Note("Repairs", plan.repairs, warns=True),
+        Note("Sizes worth changing", plan.tensor_cores.advice),
+        Note("Not known without the GPU", plan.unknown),
+    ]
+
+
+def dtype_word(dtype: str) -> str:
+    """`"bfloat16"` -> `"BF16"`."""
+    return dtype.replace("bfloat", "BF").replace("float", "FP")
+
+
+# -- the data --------------------------------------------------------------------------------------
+
+
+def data_of(dtype: str, graphs: Sequence[GraphPlan]) -> dict[str, Any]:
+    """What the scripts read of graphs.
+
+    A plan has "modules" beside it; a report has "updates", and its nodes have "numbers".
+    """
+    return {"low": dtype_word(dtype), "graphs": [_graph(graph) for graph in graphs]}
+
+
+def _graph(graph: GraphPlan) -> dict[str, Any]:
+    products = {op.name: dataclasses.asdict(op) for op in graph.tensor_cores.ops}
+    return {
+        "left": graph.left,
+        "ends_with": graph.ends_with,
+        "nodes": [
+            {
+                **dataclasses.asdict(node),
+                "captured": node.captured if _is_captured(node) else None,
+                "added": node.is_added,
+                "change": node.change,
+                "product": products.get(node.name),
+            }
+            for node in graph.nodes
+        ],
+        "before": [[line.name, line.text] for line in graph.before],
+        "after": [[line.name, line.text, line.reads] for line in graph.after],
+        "rows": list(aligned(graph.before, graph.after)),
+        "backward": [
+            {**dataclasses.asdict(node), "precision": _of_result(node)} for node in graph.backward
+        ],
+    }
+
+
+def _is_captured(node: PlanNode) -> bool:
+    """Whether the FP32 program has the node: what a pass made has a result of type None there."""
+    return not node.is_added and node.captured != type(None).__name__
+
+
+def aligned(
+    before: Sequence[Line], after: Sequence[Line]
+) -> Iterator[tuple[int | None, int | None]]:
+    """The lines side by side: pairs of positions, None where a side has no such node.
+
+    A node that a pass has moved past another one stands in two rows, removed and added.
+    """
+    names = [line.name for line in before], [line.name for line in after]
+    blocks = difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+    i = j = 0
+    for block in blocks:
+        yield from ((k, None) for k in range(i, block.a))
+        yield from ((None, k) for k in range(j, block.b))
+        yield from ((block.a + k, block.b + k) for k in range(block.size))
+        i, j = block.a + block.size, block.b + block.size
+
+
+def _of_result(node: BackwardNode) -> str:
+    """A backward node is coloured by the dtype of its result."""
+    return _precision(node.result.lstrip("(").partition("[")[0])
+
+
+def _precision(short: str) -> str:
+    """Short name of a dtype -> the precision whose colour shows it."""
+    return {"f16": "LOW", "bf16": "LOW", "f32": "FULL"}.get(short, "KEEP")
+
+
+def _modules(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The modules from the root down, each before its children, with the nodes in and below it."""
+    kinds = {"": plan.model} | {module.path: module.kind for module in plan.modules}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for node in plan.nodes:
+        for path in _with_parents(node.module):
+            kinds.setdefault(path, "")
+            if not node.is_added:
+                counts[path][node.precision] += 1
+    children: dict[str, list[str]] = defaultdict(list)
+    for path in kinds:
+        if path:
+            children[path.rpartition(".")[0]].append(path)
+    todo = [""]
+    while todo:
+        path = todo.pop()
+        todo += reversed(children[path])
+        has = {"counts": counts[path], "parent": bool(children[path])}
+        yield {"path": path, "kind": kinds[path], **has}
+
+
+def _with_parents(path: str) -> list[str]:
+    """`"a.b"` -> `["", "a", "a.b"]`."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
