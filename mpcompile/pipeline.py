@@ -19,6 +19,7 @@ from .inspect.dump import Dump
 from .inspect.graph_plan import GraphPlan, lines_of, plan_of
 from .inspect.trace import trace_graph
 from .ir import spec
+from .ir.inputs import GraphInputs
 from .passes.graph.classify import classify
 from .passes.graph.clean import clean
 from .passes.graph.copy_overlaps import copy_overlaps
@@ -103,14 +104,23 @@ MUST_RUN: Mapping[str, str] = {
 }
 
 
-@dataclass
-class Kept:
-    """Copies of a graph that can be run node by node: as captured, and as rewritten, before
-    checkpoints are folded back.
+@dataclass(frozen=True)
+class Planned:
+    """A rewritten graph, and all that is known of it.
+
+    Attributes:
+        graph: it, to be emitted.
+        plan: what was decided for each node and why.
+        inputs: which input of it is what.
+        captured, rewritten: copies of the graph that can be run node by node: as captured, and as
+            rewritten, before checkpoints are folded back.
     """
 
-    captured: fx.GraphModule | None = None
-    rewritten: fx.GraphModule | None = None
+    graph: fx.GraphModule
+    plan: GraphPlan
+    inputs: GraphInputs
+    captured: fx.GraphModule
+    rewritten: fx.GraphModule
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -147,8 +157,7 @@ def run(
     captured_in: float,
     dump: Path | None,
     disabled: Collection[str] = (),
-    keep: Kept | None = None,
-) -> GraphPlan:
+) -> Planned:
     """Run every pass over a captured graph, in place.
 
     Args:
@@ -157,10 +166,6 @@ def run(
         captured_in: seconds capture took, for the record.
         dump: directory for the dump of this graph, or None.
         disabled: names, from `MAY_BE_DISABLED`, of passes that don't run.
-        keep: takes copies of the graph, or None.
-
-    Returns:
-        The plan: what was decided for each node and why.
 
     Raises:
         CannotRewrite: a pass found the graph unsafe to rewrite.
@@ -171,23 +176,20 @@ def run(
     record = Dump(dump) if dump is not None else None
     if record:
         record.stage("captured", gm, captured_in)
-    before = lines_of(gm.graph)
-    if keep:
-        keep.captured = _copied(gm)
-    decided: GraphPlan | None = None
+    before, as_captured = lines_of(gm.graph), _copied(gm)
+    flat: tuple[GraphPlan, fx.GraphModule] | None = None
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:
             continue
-        if decided is None and pass_ in FOLDING:
-            decided = plan_of(gm.graph, config, before)
-            if keep:
-                keep.rewritten = _copied(gm)
+        if flat is None and pass_ in FOLDING:
+            flat = plan_of(gm.graph, config, before), _copied(gm)
         has_changed, seconds[name] = _run_one(pass_, gm, config)
         changed += [name] if has_changed else []
         if record:
             record.stage(name, gm, seconds[name])
+    decided, rewritten = flat or (plan_of(gm.graph, config, before), _copied(gm))
     plan = replace(
-        decided or plan_of(gm.graph, config, before),
+        decided,
         seconds=seconds,
         changed=tuple(changed),
         dump_dir=record.directory if record else None,
@@ -196,4 +198,4 @@ def run(
         record.plan(plan)
     trace_graph(plan)
     gm.recompile()
-    return plan
+    return Planned(gm, plan, GraphInputs.of(gm.graph), as_captured, rewritten)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
+from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
@@ -44,7 +45,7 @@ class InFP64:
         )
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        graph = capture(gm, examples)
+        graph = capture(gm, examples, around_now(gm, examples))
         for pass_ in pipeline.PASSES[:-1]:
             if pass_.__name__ in self.without:
                 continue

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir, pipeline
+from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
@@ -20,7 +21,7 @@ def captured(program: Any, *inputs: Any, **options: Any) -> fx.GraphModule:
     graphs = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        graphs.append(capture(gm, examples))
+        graphs.append(capture(gm, examples, around_now(gm, examples)))
         return gm.forward
 
     torch.compile(program, backend=backend, fullgraph=True, **options)(*inputs)

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.emit.emitter import emit
 from mpcompile.emit.islands import RNN_OPS
@@ -29,7 +30,7 @@ def compiled(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with torch._C._DisableAutocast():
-            traced = capture(gm, inputs)
+            traced = capture(gm, inputs, around_now(gm, inputs))
         rewrite(traced)
         return emit(traced, inputs, how, **kwargs)
 

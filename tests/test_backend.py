@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import subprocess
 import sys
 import traceback
@@ -20,31 +19,16 @@ from mpcompile import (
     LossScale,
     MPCompileError,
     MPCompileWarning,
-    backend,
     compiled_plans,
     mpcompile,
     pipeline,
 )
-from mpcompile.rules.policy import Config
 
 
 def compiled(**options: Any) -> nn.Module:
     model = mpcompile(nn.Linear(4, 4), dtype=torch.float16, emit="eager", strict=True, **options)
     model(torch.ones(2, 4)).sum().backward()
     return model
-
-
-def test_what_the_passes_are_told_can_be_changed() -> None:
-    """As on a GPU, while the graph runs here; and only inside."""
-
-    def on_a_gpu(config: Config) -> Config:
-        return dataclasses.replace(config, device=torch.device("cuda"))
-
-    with backend.adjusted(on_a_gpu):
-        (plan,) = compiled_plans(compiled())
-    assert plan.device == "cuda"
-    (plan,) = compiled_plans(compiled())
-    assert plan.device == "cpu"
 
 
 def test_a_graph_that_was_rewritten_was_not_left() -> None:

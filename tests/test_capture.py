@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir, mpcompile
-from mpcompile.capture.capture import capture
+from mpcompile.capture.around import around_now
 from mpcompile.errors import CannotRewrite
 
 
@@ -143,7 +143,7 @@ def test_nested_compile_region_is_inlined() -> None:
 def test_a_graph_that_is_not_dynamos() -> None:
     gm = fx.symbolic_trace(lambda x: x + 1)
     with pytest.raises(CannotRewrite, match="does not come from Dynamo"):
-        capture(gm, [torch.ones(2)])
+        around_now(gm, [torch.ones(2)])
 
 
 class Net(nn.Module):

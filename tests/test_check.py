@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpcompile import backend, cli
+from mpcompile import cli, graph_function
 from mpcompile.check import run, steps
 from mpcompile.check.programs import PROGRAMS, Program
 from mpcompile.check.sides import Side, error_between
@@ -56,8 +56,10 @@ EMITTED = [
 def test_graphs_that_are_emitted_wrong_are_seen(
     about: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, emit = BY_NAME[about], backend._emit
-    monkeypatch.setattr(backend, "_emit", lambda *args, **more: off_by_a_tenth(emit(*args, **more)))
+    program, emit = BY_NAME[about], graph_function._emit
+    monkeypatch.setattr(
+        graph_function, "_emit", lambda *args, **more: off_by_a_tenth(emit(*args, **more))
+    )
     failure = run.tried(program)
     assert failure is not None
     assert failure.part is program.part

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
-from mpcompile.backend import config_for, rewrite
+from mpcompile.capture.around import around_now
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
@@ -22,11 +22,12 @@ from mpcompile.emit.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.emit.joint import NO_PASSES, joint_passes
 from mpcompile.errors import MPCompileWarning
 from mpcompile.inspect.graph_plan import GraphPlan
+from mpcompile.plan_graph import Facts, plan_graph
 from mpcompile.planner.target import Target, target_for
 from mpcompile.profile import store
 from mpcompile.profile.ceilings import from_ceilings
 from mpcompile.profile.key import Key, key_of
-from mpcompile.rules.policy import Config
+from mpcompile.rules.policy import Level
 from mpcompile.settings import Settings, check_module
 
 ROOT = Path(__file__).parent.parent
@@ -93,14 +94,14 @@ class Block(nn.Module):
         return self.head(nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def planned(target: Target, **options: Any) -> tuple[GraphPlan, Config]:
+def planned(target: Target, **options: Any) -> GraphPlan:
     """The plan of a small model. Its tensors are fakes; `target` alone says what they are for."""
-    found: list[tuple[GraphPlan, Config]] = []
+    found: list[GraphPlan] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         settings = Settings.parse(options)
-        config = config_for(target, settings, scaled=False, copied={})
-        found.append((rewrite(gm, examples, config, settings)[1], config))
+        facts = Facts(target, around_now(gm, examples, target.device.type))
+        found.append(plan_graph(gm, examples, facts, settings).plan)
         return gm.forward
 
     with FakeTensorMode():
@@ -126,7 +127,7 @@ def test_it_is_refused_until_it_is_registered(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("toy")
 def test_its_capabilities_make_the_plan() -> None:
     target = target_for(capabilities(XPU), None)
-    plan, config = planned(target)
+    plan = planned(target)
     assert (plan.device, plan.dtype) == ("xpu:0", "bfloat16")
     assert precisions(plan, "aten::linear") == {"LOW"}
     # Slow attention is written out as two products around a softmax.
@@ -136,7 +137,7 @@ def test_its_capabilities_make_the_plan() -> None:
     # Rows of 32 bytes are 16 values: 1000 becomes 1008.
     (head,) = (node for node in plan.nodes if node.name == "linear_1")
     assert head.planned == "bf16[2048, 32, 1008]"
-    assert joint_passes(config) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
 
 
 @pytest.mark.usefixtures("toy")
@@ -148,21 +149,20 @@ def test_a_dtype_that_it_has_no_units_for_needs_to_be_asked_for() -> None:
 
 @pytest.mark.usefixtures("plain")
 def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
-    plan, config = planned(target_for(capabilities(XPU), None))
+    plan = planned(target_for(capabilities(XPU), None))
     linears = [node for node in plan.nodes if node.op == "aten::linear"]
     assert {node.precision for node in linears} == {"FULL"}
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
     assert precisions(plan, "aten::scaled_dot_product_attention") == {"FULL"}
     assert "stay FP32" in capabilities(XPU).why_auto()
-    assert joint_passes(config) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
 
 
 @pytest.mark.usefixtures("plain")
 def test_it_may_say_that_products_leave_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, config = planned(target_for(capabilities(XPU), torch.float16))
-    assert joint_passes(config) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
     monkeypatch.setattr(Plain, "products_leave_in_fp32", lambda self: True)
-    assert len(joint_passes(config).joint) == 1
+    assert len(joint_passes(Level.O1, XPU).joint) == 1
 
 
 @pytest.mark.usefixtures("toy")
@@ -178,7 +178,7 @@ def test_its_profile_counts(
     monkeypatch.setenv(store.VARIABLE, str(path))
     target = target_for(capabilities(XPU), None)
     assert target.profile == store.read(path)
-    assert precisions(planned(target)[0], "aten::linear") == {precision}
+    assert precisions(planned(target), "aten::linear") == {precision}
     assert target_for(capabilities("cpu"), None).profile != target.profile
 
 
@@ -196,7 +196,7 @@ TYPES = {"cpu", "cuda", "hip", "hpu", "meta", "mps", "mtia", "privateuseone", "x
 
 # file -> the string that it may hold, and why.
 MAY_NAME = {
-    "mpcompile/backend.py": ("cpu", "a graph without tensors computes on the host"),
+    "mpcompile/planner/target.py": ("cpu", "a graph without tensors computes on the host"),
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/state/async_read.py": ("cpu", "the mirror of a number is host memory"),

@@ -16,6 +16,7 @@ from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mpcompile import mpcompile
+from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.devices.cpu import CPU
 from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
@@ -36,8 +37,7 @@ from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
-from mpcompile.rules.formats import Format
-from mpcompile.rules.policy import Config, Level
+from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
@@ -60,8 +60,8 @@ class Theirs(CustomGraphPass):
         return self.name
 
 
-def config(device: str = "cuda", level: Level = Level.O1) -> Config:
-    return Config(level=level, format=Format(torch.float16), device=torch.device(device))
+def passes_for(device: str = "cuda", level: Level = Level.O1, **more: bool) -> JointPasses:
+    return joint_passes(level, torch.device(device), **more)
 
 
 def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> Any:
@@ -75,35 +75,35 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 
 
 def test_on_cuda_below_o2() -> None:
-    assert joint_passes(config()) == OURS
+    assert passes_for() == OURS
     for level in (Level.O2, Level.O3):
-        assert joint_passes(config(level=level)) == NO_PASSES
+        assert passes_for(level=level) == NO_PASSES
 
 
 def test_on_a_cpu_at_every_level() -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        assert joint_passes(config("cpu", level)) == ON_CPU
+        assert passes_for("cpu", level) == ON_CPU
 
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        assert joint_passes(config("cpu", level), whole=True).lowered == (*ZEROS, lay_channels_last)
-        assert joint_passes(config("cuda", level), whole=True).lowered == ZEROS
+        assert passes_for("cpu", level, whole=True).lowered == (*ZEROS, lay_channels_last)
+        assert passes_for("cuda", level, whole=True).lowered == ZEROS
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
-    assert joint_passes(config("cpu"), whole=True).lowered == ZEROS
+    assert passes_for("cpu", whole=True).lowered == ZEROS
 
 
 def test_graphs_with_transforms_have_one_more() -> None:
-    assert joint_passes(config(), transformed=True) == dataclasses.replace(OURS, lowered=ZEROS)
+    assert passes_for(transformed=True) == dataclasses.replace(OURS, lowered=ZEROS)
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert joint_passes(config()) == NO_PASSES
+    assert passes_for() == NO_PASSES
     monkeypatch.undo()
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert joint_passes(config()) == NO_PASSES
+        assert passes_for() == NO_PASSES
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
@@ -243,7 +243,13 @@ def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def compile_with(joint: JointPasses, options: dict[str, Any] | None) -> str:
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return emit(capture(gm, inputs), inputs, "inductor", joint=joint, options=options)
+            return emit(
+                capture(gm, inputs, around_now(gm, inputs)),
+                inputs,
+                "inductor",
+                joint=joint,
+                options=options,
+            )
 
         torch._dynamo.reset()
         counters.clear()

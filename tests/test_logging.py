@@ -83,7 +83,7 @@ def test_a_graph_left_in_fp32(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> None:
         raise CannotRewrite("it is a test")
 
-    monkeypatch.setattr("mpcompile.backend.capture", refuse)
+    monkeypatch.setattr("mpcompile.plan_graph.capture", refuse)
     with pytest.warns(MPCompileWarning, match="left a graph in FP32"):
         mpcompile(net(), emit="eager")(torch.randn(8, 16))
     (left,) = facts("fallback")

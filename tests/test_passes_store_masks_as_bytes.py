@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from mpcompile import ir, mpcompile
+from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.devices.cpu import CPU
 from mpcompile.emit.emitter import emit
@@ -49,7 +50,9 @@ class Halves:
     def compile(self, program: Program, **kw: Any) -> Program:
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             joint = JointPasses(halves=(self.pass_,))
-            return emit(capture(gm, inputs), inputs, "inductor", joint=joint)
+            return emit(
+                capture(gm, inputs, around_now(gm, inputs)), inputs, "inductor", joint=joint
+            )
 
         torch._dynamo.reset()
         return torch.compile(program, backend=backend, **kw)

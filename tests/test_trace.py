@@ -70,11 +70,11 @@ def test_tlparse_shows_them(trace: Path, tmp_path: Path) -> None:
 
 def test_a_graph_left_in_fp32_has_its_reason_in_the_trace(tmp_path: Path) -> None:
     refusing = """
-from mpcompile import backend
+from mpcompile import plan_graph
 from mpcompile.errors import CannotRewrite
 def refuse(*_, **__):
     raise CannotRewrite("it is a test")
-backend.capture = refuse
+plan_graph.capture = refuse
 """
     ran(refusing, TORCH_TRACE=str(tmp_path))
     found = artifacts(tmp_path)

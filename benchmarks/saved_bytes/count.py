@@ -17,6 +17,8 @@ from torch._inductor import compile_fx
 from mpcompile import MPOptimizer, backend, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.inspect.saved_bytes import Saved, counter
+from mpcompile.plan_graph import Facts, Planned, plan_graph
+from mpcompile.settings import Settings
 from mpcompile.state import copies
 
 from .cases import WAYS, Case, Way, Work
@@ -89,12 +91,14 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
 
 def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
-    gpu = torch.device("cuda")
-    return backend.adjusted(
-        lambda config: dataclasses.replace(
-            config, device=gpu, profile=None, has_kernel=lambda node: True
+
+    def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: Settings) -> Planned:
+        gpu = dataclasses.replace(
+            facts.target, device=torch.device("cuda"), profile=None, has_kernel=lambda node: True
         )
-    )
+        return plan_graph(gm, inputs, dataclasses.replace(facts, target=gpu), settings)
+
+    return mock.patch.object(backend, "plan_graph", planned)
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:

@@ -18,15 +18,13 @@ import torch
 
 from .. import ir, logs
 from ..devices.generators import RandomState
-from ..inspect.graph_plan import GraphPlan
 from ..ir.fakes import duplicate
-from ..ir.inputs import GraphInputs
 from ..ir.places import Place, places
 from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
 from ..observe.record import Record
 from ..observe.watch import Watch
-from ..pipeline import Kept
+from ..pipeline import Planned
 from ..state.trouble import Trouble
 from ..torch_inside.autograd import running_backward
 from .in_fp32 import InFP32
@@ -70,25 +68,22 @@ class Watched:
     """One scaled graph that can be watched.
 
     Args:
-        kept: copies of the graph.
-        plan: its plan.
+        planned: the graph, its plan, and the copies of it that are run node by node.
         code: the user's code that Dynamo made it of, which is traced anew for a repair; None if
             that isn't known.
         repair: whether the user asked for repairs.
     """
 
-    def __init__(self, kept: Kept, plan: GraphPlan, code: CodeType | None, *, repair: bool) -> None:
-        assert kept.captured is not None
-        assert kept.rewritten is not None
-        self.captured, self.rewritten = kept.captured, kept.rewritten
-        self.plan, self.repair = plan, repair
+    def __init__(self, planned: Planned, code: CodeType | None, *, repair: bool) -> None:
+        self.captured, self.rewritten = planned.captured, planned.rewritten
+        self.plan, self.repair = planned.plan, repair
         # What Dynamo keeps of the graph hangs on the code.
         self._code = weakref.ref(code) if code is not None else None
         graph = self.captured.graph
         targets = [target for n in graph.nodes if ir.is_op(n) for target in ir.written(n)]
         memory = {ir.storage(target) for target in targets} - {None}
         inputs = enumerate(graph.find_nodes(op="placeholder"))
-        self._inputs = GraphInputs.of(self.rewritten.graph)
+        self._inputs = planned.inputs
         self._written = [i for i, n in inputs if ir.storage(n) in memory]
 
     @property

@@ -20,33 +20,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..errors import CannotRewrite
 from ..ir import attribute, storage
 from ..ir.fakes import fake_twin
-from ..state import foreign
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.autograd import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden
-from ..torch_inside.fakes import FakeTensor, TracingContext
+from ..torch_inside.fakes import FakeTensor
 from ..torch_inside.modes import is_traceable_wrapper_subclass
 from ..torch_inside.ops import OpOverload, schema
+from .around import Around
 from .place import Place, record_modes
-from .provenance import Names, complete_module_paths, copy_provenance, nobody, source
-from .rebound import check_reached
+from .provenance import complete_module_paths, copy_provenance, source
 from .replay import Replay
 
 
-def capture(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    planned_for: str | None = None,
-    names: Names = nobody,
-) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, inputs: Sequence[Any], around: Around) -> fx.GraphModule:
     """Replay Dynamo's graph as pre-dispatch ATen.
 
     Args:
         gm: the graph that Dynamo passed to the backend.
-        example_inputs: its inputs: tensors and SymInts, one for each placeholder.
-        planned_for: the device type that the graph is planned for: its autocast regions count even
-            if the inputs lie elsewhere; None: the device type of the inputs.
-        names: the names of parameters in the model.
+        inputs: its inputs: tensors and SymInts, one for each placeholder.
+        around: what stood around it then.
 
     Returns:
         A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
@@ -55,18 +46,13 @@ def capture(
     Raises:
         CannotRewrite: the graph holds something that can't be replayed exactly; says what.
     """
-    context = TracingContext.try_get()
-    if context is None or context.fake_mode is None:
-        raise CannotRewrite("there is no tracing context: the graph does not come from Dynamo")
-    for value in example_inputs:
+    for value in inputs:
         if is_traceable_wrapper_subclass(value):
             raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
 
-    fakes = [fake_twin(value, context) for value in example_inputs]
-    place = Place.of(example_inputs, planned_for)
-    for _, dtype, _ in place.autocasts:
-        foreign.say_autocast(dtype)
-    with autocast_off(), fx_traceback.preserve_node_meta(), context.fake_mode, _modes_kept():
+    fakes = [fake_twin(value, around.fakes) for value in inputs]
+    place = Place.of(around)
+    with autocast_off(), fx_traceback.preserve_node_meta(), around.mode, _modes_kept():
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),
             pre_dispatch=True,
@@ -74,9 +60,9 @@ def capture(
             _allow_non_fake_inputs=True,
         )(*fakes)
     copy_provenance(gm, traced)
-    complete_module_paths(traced, example_inputs, names)
-    _note_inputs(traced, example_inputs)
-    record_modes(traced.graph, place.devices)
+    complete_module_paths(traced, inputs, around.names)
+    _note_inputs(traced, inputs)
+    record_modes(traced.graph, around)
     # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):
         if not node.users and not _is_impure(node):
@@ -87,13 +73,11 @@ def capture(
     return traced
 
 
-def _note_inputs(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def _note_inputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Note which inputs are parameters, and which are gradients of the caller's."""
-    inputs = traced.graph.find_nodes(op="placeholder")
-    for value, node in zip(example_inputs, inputs, strict=True):
+    for value, node in zip(inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
         node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
         node.meta["mp_gradient"] = source(node).endswith(".grad")
-    check_reached(reads_gradients=any(node.meta["mp_gradient"] for node in inputs))
 
 
 def _seen(traced: fx.GraphModule, node: fx.Node) -> fx.Node:

@@ -65,7 +65,9 @@ def names_in(module: torch.nn.Module) -> Names:
 ENTRY = "L['module']"
 
 
-def complete_module_paths(traced: fx.GraphModule, inputs: Sequence[Any], names: Names) -> None:
+def complete_module_paths(
+    traced: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]
+) -> None:
     """Make the module paths of all nodes start at the model.
 
     With a graph break inside of a submodule's forward, Dynamo compiles that forward by itself, and
@@ -76,12 +78,11 @@ def complete_module_paths(traced: fx.GraphModule, inputs: Sequence[Any], names: 
     Args:
         traced: the captured graph.
         inputs: what the graph was called with, one for each placeholder.
-        names: see `Names`.
+        names: id of a parameter -> its dotted name in the model.
     """
-    known = names()
     roots: dict[str, str] = {}  # Dynamo's expression of a module -> what its path lacks in front
     for value, node in zip(inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
-        name = known.get(id(value))
+        name = names.get(id(value))
         root, *words = re.findall(r"\['(\w+)'\]", source(node)) or [""]
         local = ".".join(words)
         if name and local and name.endswith(f".{local}"):

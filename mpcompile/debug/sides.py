@@ -17,10 +17,11 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..backend import config_for, device_of, reason_of, rewrite
+from ..backend import reason_of
 from ..calls.apart import compiled_apart, nothing_happened
 from ..calls.half_inputs import widened
 from ..calls.module_call import running
+from ..capture.around import around_now
 from ..capture.provenance import names_in
 from ..emit.tracing_settings import VALUE_SIZES
 from ..errors import MPCompileError
@@ -29,9 +30,9 @@ from ..ir.inputs import GraphInputs
 from ..observe.moved import moved
 from ..observe.record import Record
 from ..observe.watch import Comparing, Exact, Keeping, Watch
-from ..pipeline import Kept
-from ..planner.target import target_of
-from ..rules.policy import Config, Level
+from ..plan_graph import Facts, plan_graph
+from ..planner.target import device_of, target_of
+from ..rules.policy import Level
 from ..settings import Settings
 from ..state.repairs import Repairs
 from ..torch_inside import pytree
@@ -198,19 +199,19 @@ class Sides:
         return [names.get(id(x)) for x in inputs]
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
-        device, kept = device_of(example_inputs), Kept()
+        device = device_of(example_inputs)
         try:
-            rewritten, plan = rewrite(
-                gm, example_inputs, self._config(device, example_inputs), self.settings, kept,
-                self.repairs,
-            )  # fmt: skip
+            facts = self._facts(device, gm, example_inputs)
+            planned = plan_graph(gm, example_inputs, facts, self.settings)
         except MPCompileError:
             raise
         except Exception as error:
             return Graph(plan_of_left(reason_of(error), device))
-        return Graph(plan, kept.captured, kept.rewritten, GraphInputs.of(rewritten.graph))
+        return Graph(planned.plan, planned.captured, planned.rewritten, planned.inputs)
 
-    def _config(self, device: torch.device, example_inputs: Sequence[Any]) -> Config:
+    def _facts(
+        self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Facts:
         tensors = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)]
         masters = [
             i for i, x in tensors
@@ -220,9 +221,10 @@ class Sides:
         given = self.settings.loss_scale
         active = target.low is torch.float16 or self.settings.scale_any_dtype
         trained = torch.is_grad_enabled() and any(x.requires_grad for _, x in tensors)
-        return config_for(
-            target, self.settings, copied=dict.fromkeys(masters),
+        return Facts(
+            target, around_now(gm, example_inputs, device.type, self.settings.names()),
             scaled=trained and active and (given is None or given.active),
+            copied=dict.fromkeys(masters), pinned=self.repairs.pins,
         )  # fmt: skip
 
     def _watched(self, graph: Graph, record: Record, number: int, args: Sequence[Any]) -> Any:

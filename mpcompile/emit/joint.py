@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import fx
 
 from ..devices.registry import capabilities
@@ -24,7 +25,7 @@ from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
-from ..rules.policy import Config, Level
+from ..rules.policy import Level
 from ..torch_inside import inductor
 from ..torch_inside.aot import min_cut_rematerialization_partition
 from ..torch_inside.inductor import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -62,23 +63,26 @@ class JointPasses:
 NO_PASSES = JointPasses()
 
 
-def joint_passes(config: Config, *, whole: bool = False, transformed: bool = False) -> JointPasses:
-    """The passes for a graph compiled under `config`.
+def joint_passes(
+    level: Level, device: torch.device, *, whole: bool = False, transformed: bool = False
+) -> JointPasses:
+    """The passes for a graph compiled at `level`.
 
     Args:
-        config: what its passes got.
+        level: O1, O2 or O3.
+        device: it is compiled for.
         whole: forward and backward stay one graph.
         transformed: it holds transforms of functorch, as a whole step may.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
-    device = capabilities(config.device)
-    widens = config.level is Level.O1 and device.products_leave_in_fp32()
+    there = capabilities(device)
+    widens = level is Level.O1 and there.products_leave_in_fp32()
     zeros = (fill_zeros,) if (whole or transformed) and ZEROS_ARE_REUSED.is_here() else ()
-    images = (lay_channels_last,) if whole and device.convolves_channels_last else ()
+    images = (lay_channels_last,) if whole and there.convolves_channels_last else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
-        halves=(store_masks_as_bytes,) if device.slow_bools else (),
+        halves=(store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images),
     )
 

@@ -6,6 +6,7 @@ compiles the graph unchanged and says so, rather than run a graph that may be wr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .. import ir, rules
 from ..rules.policy import Precision
 from . import units
 
-Check = Callable[[fx.GraphModule], Iterator[str]]
+Recorded = Callable[[], units.History]
 
 
 class SpecError(AssertionError):
@@ -66,7 +67,7 @@ def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"output {i} is {value.dtype}, the program returns {wanted[i]}"
 
 
-def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+def _results_share_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
     """Results that shared memory, with each other or with an input, must still share it."""
     results: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     captured: list[int | None] = gm.meta.get("mp_output_memory", [])
@@ -81,10 +82,9 @@ def _results_share_as_captured(gm: fx.GraphModule) -> Iterator[str]:
     shared = [(theirs.get(at) or nodes[:1], nodes) for at, nodes in together.items()]
     if not any(set(nodes) - set(owners) for owners, nodes in shared):
         return
-    history = units.History(gm)
     for owners, nodes in shared:
         for node in nodes:
-            if not any(history.shares_memory(node, owner) for owner in owners):
+            if not any(history().shares_memory(node, owner) for owner in owners):
                 yield f"{node.name} no longer lies in the memory of {owners[0].name}"
 
 
@@ -121,18 +121,14 @@ def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} still stands in an inlined checkpoint"
 
 
-def _units_agree(gm: fx.GraphModule) -> Iterator[str]:
-    yield from units.complaints(gm)
-
-
-def _tracked_as_captured(gm: fx.GraphModule) -> Iterator[str]:
+def _tracked_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
     """No path of a gradient is cut: autograd tracks every value that it tracked in the program."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if not torch.is_grad_enabled() or not any(map(ir.requires_grad, inputs)):
         return
     if any(map(ir.in_functorch, gm.graph.nodes)):
         return  # stand-ins inside a transform have no history
-    for node, tracked in units.History(gm).made.items():
+    for node, tracked in history().made.items():
         if ir.requires_grad(node) and not tracked and not ir.is_opaque(node):
             yield f"{node.name} has lost its history"
 
@@ -142,11 +138,12 @@ class Promise:
     """A check, and the passes after which it holds: all from `since` to `until`.
 
     Attributes:
-        costly: the check runs the graph on FakeTensors, which takes as long as all passes together:
-            it is made once, after `until`.
+        costly: the check takes a function as well, of the graph's history. That runs the graph on
+            FakeTensors, which takes as long as all passes together: such checks are made once,
+            after `until`, and share it.
     """
 
-    check: Check
+    check: Callable[..., Iterator[str]]
     since: str
     until: str
     costly: bool = False
@@ -163,17 +160,17 @@ PROMISES = (
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
-    Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
+    Promise(units.complaints, since="scale_gradients", until="clean", costly=True),
     Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
     Promise(_regions_folded, since="outline", until="outline"),
 )
 
 
-def checks_after(stage: str, order: Sequence[str]) -> tuple[Check, ...]:
-    """The checks to make after the pass `stage`; `order` lists the passes in pipeline order."""
+def promises_after(stage: str, order: Sequence[str]) -> tuple[Promise, ...]:
+    """What to check after the pass `stage`; `order` lists the passes in pipeline order."""
     at = order.index(stage)
     return tuple(
-        promise.check
+        promise
         for promise in PROMISES
         if order.index(promise.until if promise.costly else promise.since) <= at
         and at <= order.index(promise.until)
@@ -190,7 +187,10 @@ def verify(gm: fx.GraphModule, stage: str, order: Sequence[str]) -> None:
         gm.graph.lint()
     except RuntimeError as error:
         raise SpecError(f"after {stage}: {error}") from error
-    complaints = [c for check in checks_after(stage, order) for c in check(gm)]
+    history: Recorded = functools.cache(lambda: units.History(gm))
+    complaints: list[str] = []
+    for promise in promises_after(stage, order):
+        complaints += promise.check(gm, history) if promise.costly else promise.check(gm)
     if complaints:
         more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
         raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")

@@ -207,12 +207,12 @@ class History(fx.Interpreter):
         return lambda i: noted.get(i, False)
 
 
-def complaints(gm: fx.GraphModule) -> Iterator[str]:
+def complaints(gm: fx.GraphModule, recorded: Callable[[], History]) -> Iterator[str]:
     """The errors in the units of the gradients of a graph whose loss scale is in place."""
     if not GraphInputs.of(gm.graph).scaled:
         return
     _check_names()
-    history = History(gm)
+    history = recorded()
     arriving: dict[GradFn, set[int]] = defaultdict(set)
     for root in history.roots():
         arriving[root].add(0)

@@ -8,19 +8,21 @@ A plan depends on no other facts of the device, nor on where tensors lie while t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import profile
 from ..devices.capabilities import Capabilities
-from ..devices.registry import capabilities
+from ..devices.registry import capabilities, is_supported
 from ..devices.tensor_cores import TensorCores
+from ..errors import CannotRewrite
 from ..rules import kernels
 
-__all__ = ["Target", "target_for", "target_of"]
+__all__ = ["Target", "device_of", "place_of", "target_for", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,18 @@ def _target(
         cores=asked.matrix_units(),
         has_kernel=has_kernel,
     )
+
+
+def place_of(inputs: Sequence[Any]) -> torch.device:
+    """The device of a graph's parameters; without parameters, that of its first tensor."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
+    return (parameters or tensors)[0].device if tensors else torch.device("cpu")
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """The device to plan a graph for. Raises CannotRewrite if mpcompile doesn't support it."""
+    device = place_of(inputs)
+    if not is_supported(device):
+        raise CannotRewrite(f"device {device.type!r} is not supported")
+    return device

@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
 from ..api import matched_nothing, pinned_in, recorded, studied
-from ..backend import place_of
 from ..calls.apart import compiled_apart
 from ..calls.half_inputs import widened, widens_inputs
 from ..calls.looking import looked_into
@@ -37,7 +36,7 @@ from ..devices.gpus import gpu
 from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from ..inspect.plan import ModuleLine, OutsideLine, Plan
-from ..planner.target import target_for, target_of
+from ..planner.target import place_of, target_for, target_of
 from ..rules.policy import Level, Policy
 from ..settings import OPTIONS, Settings, check_module, documented
 from ..torch_inside.dynamo_names import BackendCompilerFailed

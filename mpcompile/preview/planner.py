@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..backend import config_for, device_of, place_of, reason_of, rewrite, scale_for, why_left
+from ..backend import reason_of, why_left
 from ..calls.outside import counted
+from ..capture.around import around_now
 from ..capture.breaks import why_it_ends
 from ..emit.emitter import emit
 from ..emit.joint import NO_PASSES, JointPasses, joint_passes
@@ -19,13 +20,15 @@ from ..errors import MPCompileError
 from ..inspect.backward import Partitioned
 from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.fakes import fake_of_fixed_size
-from ..ir.inputs import FOUND, SCALE, GraphInputs
+from ..ir.inputs import FOUND, SCALE
+from ..plan_graph import Facts, Planned, plan_graph
 from ..planner.attention import ATTENTION
-from ..planner.target import Target, target_of
-from ..rules.policy import Config, Level
+from ..planner.target import Target, device_of, place_of, target_of
+from ..rules.policy import Level
 from ..settings import Settings
 from ..state import copies, parameters
 from ..state.repairs import Repairs
+from ..training import scale_for
 from .stand_ins import StandIns
 
 __all__ = ["Planner"]
@@ -58,23 +61,24 @@ class Planner:
             return self._leave(gm, example_inputs, reason)
         ends_with = why_it_ends(gm)
         try:
-            config = self._config(example_inputs)
-            graph, plan = rewrite(gm, example_inputs, config, self.settings, repairs=self.repairs)
+            facts = self._facts(gm, example_inputs)
+            planned = plan_graph(gm, example_inputs, facts, self.settings)
         except MPCompileError:
             raise
         except Exception as error:
             return self._leave(gm, example_inputs, reason_of(error))
         if self.absent is not None:
-            _attend_as_fused(graph)
-        inputs = GraphInputs.of(graph.graph)
-        working = self._working_copies(graph, inputs, example_inputs, config.low)
+            _attend_as_fused(planned.graph)
+        inputs = planned.inputs
+        working = self._working_copies(planned, example_inputs, facts.target.low)
         scaling = _scaling(example_inputs) if inputs.scaled else []
         fixed = [fake_of_fixed_size(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
-        joint = joint_passes(config) if self.absent is None else NO_PASSES
-        run = self._emit(graph, given, replace(plan, ends_with=ends_with), joint)
-        flops = plan.tensor_cores.flops
+        there = self.absent is None
+        joint = joint_passes(self.settings.level, facts.target.device) if there else NO_PASSES
+        run = self._emit(planned.graph, given, replace(planned.plan, ends_with=ends_with), joint)
+        flops = planned.plan.tensor_cores.flops
         return counted(lambda *args: run(*inputs.assembled(args, working, scaling)), flops)
 
     def _leave(
@@ -84,15 +88,15 @@ class Planner:
         left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
         return counted(self._emit(gm, example_inputs, left, untouched=True), 0)
 
-    def _config(self, example_inputs: Sequence[Any]) -> Config:
+    def _facts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Facts:
         target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
         originals = [self.stand_ins.original(x) for x in example_inputs]
-        scale = scale_for(originals, target.low, self.settings)
-        return config_for(
+        return Facts(
             target,
-            self.settings,
-            scaled=scale is not None,
+            around_now(gm, example_inputs, target.device.type, self.settings.names()),
+            scaled=scale_for(originals, target.low, self.settings) is not None,
             copied=self._copied(originals, target.low),
+            pinned=self.repairs.pins,
         )
 
     def _copied(
@@ -116,16 +120,12 @@ class Planner:
         return self.mp_optimizer
 
     def _working_copies(
-        self,
-        graph: fx.GraphModule,
-        inputs: GraphInputs,
-        example_inputs: Sequence[Any],
-        low: torch.dtype,
+        self, planned: Planned, example_inputs: Sequence[Any], low: torch.dtype
     ) -> list[torch.Tensor]:
         """The low copies that an `MPOptimizer` would provide for the inputs that read them."""
-        placeholders = graph.graph.find_nodes(op="placeholder")
+        placeholders = planned.graph.graph.find_nodes(op="placeholder")
         working = []
-        for k, of in inputs.copies.items():
+        for k, of in planned.inputs.copies.items():
             master, shape = example_inputs[of], ir.value(placeholders[k]).shape
             stored = copies.memory_for(master, low, shape)
             working.append(stored.requires_grad_(master.requires_grad))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from torch import fx
-
-from ..ir.places import Place, places
+from ..ir.places import Place
 
 MOST = 8
 
@@ -27,6 +25,11 @@ class Repairs:
         """Whether no more repairs are made."""
         return len(self.events) >= MOST
 
+    @property
+    def pins(self) -> Mapping[Place, str]:
+        """The operators that are pinned -> the reason, as it stands now."""
+        return dict(self._pins)
+
     def lacks(self, pins: Iterable[Place]) -> bool:
         """Whether some of these operators are not pinned yet."""
         return not self._pins.keys() >= set(pins)
@@ -36,10 +39,3 @@ class Repairs:
         self.events.append(event)
         for place, reason in pins:
             self._pins.setdefault(place, reason)
-
-    def in_graph(self, graph: fx.Graph) -> dict[str, str]:
-        """The operators of a captured graph that are pinned: name -> reason."""
-        if not self._pins:
-            return {}
-        found = places(graph).items()
-        return {name: self._pins[place] for name, place in found if place in self._pins}

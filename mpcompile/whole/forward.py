@@ -1,6 +1,6 @@
 """A forward of a training step: cut out of Dynamo's graph, and rewritten by the passes.
 
-It is planned as the same forward would be in a graph of its own (`backend.py`). What it reads
+It is planned as the same forward would be in a graph of its own. What it reads
 besides Dynamo's inputs, working copies and the loss scale, the whole step holds (`held.py`).
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import backend
 from ..calls.graph_call import is_leaf
 from ..calls.verdict import judge
 from ..calls.witness import check_constants, constants_of
@@ -24,13 +23,14 @@ from ..inspect.graph_plan import GraphPlan
 from ..ir import aten
 from ..ir.inputs import GraphInputs
 from ..ir.targets import CHECKPOINT
-from ..planner.target import target_of
+from ..plan_graph import Planned, plan_graph
 from ..rules import RNN_OPS
 from ..rules.policy import Level
 from ..settings import Settings
 from ..state import copies, guard
 from ..state.loss_scale import LossScale
 from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
+from ..training import Training, training_of
 from .held import Held
 from .parts import Part
 
@@ -128,28 +128,20 @@ def rewritten(
         held: takes the tensors that it reads besides.
 
     Raises:
-        CannotRewrite: see `backend.rewrite`; or it holds what one graph can't.
+        CannotRewrite: see `plan_graph`; or it holds what one graph can't.
     """
     with torch.set_grad_enabled(part.grad):
         graph = _outlined(part, gm)
         if settings.level is Level.O0:
             return Forward(graph, GraphInputs(len(part.inputs)))
-        device = backend.device_of(examples)
-        target = target_of(device, settings.dtype)
-        scale = backend.scale_for(examples, target.low, settings)
-        owned = backend.owned_in(examples) if settings.level is Level.O2 else {}
-        copied = {i: copies.stored_shape(examples[i], target.low) for i in owned}
-        config = backend.config_for(target, settings, scaled=scale is not None, copied=copied)
-        repairs = scale.repairs if scale is not None else None
-        captured, plan = backend.rewrite(graph, examples, config, settings, repairs=repairs)
-    _check(captured)
-    layout = GraphInputs.of(captured.graph)
-    scale = scale if layout.scaled else None
-    backend.note_read_in_full(examples, owned, layout)
-    reader = backend.reader_of(layout, owned, target.low, scale)
-    forward = Forward(captured, layout, _reads(captured, layout, examples, reader, held), scale)
-    forward.plan, forward.joint = plan, joint_passes(config, whole=True)
-    forward.recurrent = sum(n.target in RNN_OPS for n in captured.graph.nodes)
+        known = training_of(graph, examples, settings)
+        planned = plan_graph(graph, examples, known.facts, settings)
+    _check(planned.graph)
+    known.note_read_in_full(planned)
+    scale, device = known.scale_in(planned), known.facts.target.device
+    forward = Forward(planned.graph, planned.inputs, _reads(known, planned, held), scale)
+    forward.plan, forward.joint = planned.plan, joint_passes(settings.level, device, whole=True)
+    forward.recurrent = sum(n.target in RNN_OPS for n in planned.graph.graph.nodes)
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
         scale.trouble.judge = functools.partial(judge, scale)
@@ -166,25 +158,14 @@ def _check(captured: fx.GraphModule) -> None:
         raise CannotRewrite("a recurrent layer that would be unrolled over time")
 
 
-def _reads(
-    captured: fx.GraphModule,
-    layout: GraphInputs,
-    examples: Sequence[Any],
-    reader: copies.Reader | None,
-    held: Held,
-) -> list[Read]:
+def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
+    reader = known.reader_for(planned)
     if reader is None:
         return []
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    found: list[Read] = []
-    for k, of in layout.copies.items():
-        master = examples[of]
-        copies.check_one_scale(master, reader.scale, f"input {of} of a graph")
-        shape = placeholders[k].meta["val"].shape
-        copy = copies.copy_of(master, reader.dtype, shape)
-        copy.refresh(master)
-        found.append(Read(master, copy, held.add(copy.stored), reader.stores_low(master)))
-    return found
+    return [
+        Read(master, copy, held.add(copy.stored), reader.stores_low(master))
+        for master, copy in known.copies_for(planned)
+    ]
 
 
 def _outlined(part: Part, gm: fx.GraphModule) -> fx.GraphModule:

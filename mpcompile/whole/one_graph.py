@@ -17,13 +17,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from .. import backend, ir
+from .. import ir
 from ..devices.registry import capabilities
 from ..emit.inference import Function, compile_inference, options_for_joins
 from ..emit.joint import JointPasses, with_joint_passes
 from ..emit.write_order import inductor_for
 from ..errors import CannotRewrite
 from ..operators.rnn_layer import IN_A_GRAPH
+from ..planner.target import place_of
 from ..settings import Settings
 from ..state.loss_scale import LossScale
 from ..torch_inside.amp import autocast_off
@@ -142,7 +143,7 @@ def compiled(
     if any(update.rounds for update in updates):  # Muon: a fused kernel would keep FP32
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
-    device = backend.place_of([n.meta["val"] for n in inputs])
+    device = place_of([n.meta["val"] for n in inputs])
     patches = inductor_for(
         settings.mode,
         with_joint_passes({**options_for_joins(graph.graph, device), **options}, joint),

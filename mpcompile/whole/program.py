@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import backend
 from ..devices.registry import capabilities
 from ..emit.joint import NO_PASSES, JointPasses
 from ..errors import CannotRewrite
 from ..ir.fakes import duplicate, fake_twin
 from ..optim.compile_piece import Emit
 from ..optim.inputs import Setting
+from ..planner.target import place_of
 from ..settings import Settings
 from ..state.loss_scale import LossScale
 from ..state.overflows import any_nonfinite
@@ -167,7 +167,7 @@ class Program:
         On a CPU, a function with the updates of many parameters takes Inductor longer than all
         else. As pieces they are compiled once for each kind.
         """
-        device = backend.place_of(list(self._real.values()))
+        device = place_of(list(self._real.values()))
         settings = self._settings
         if count <= _FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
             return None

@@ -1,0 +1,147 @@
+"""A planned graph -> the function that Dynamo calls: emitted, and wrapped so that a call gets its
+extra inputs. Likewise for a graph that was left as Dynamo wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import ir, pipeline
+from .calls.graph_call import is_leaf, with_extra_inputs
+from .calls.under_ddp import noticing_ddp
+from .calls.watched_call import Watched
+from .calls.witness import constants_of
+from .devices.registry import capabilities
+from .emit.accumulation import check_accumulation
+from .emit.emitter import emit
+from .emit.fusing import gains, is_apart
+from .emit.islands import has_rnn, pieces
+from .emit.joint import NO_PASSES, JointPasses, joint_passes
+from .inspect.advice import say_nothing_runs_low, say_products_stay
+from .ir.fakes import fake_of_fixed_size
+from .padding.products import product
+from .pipeline import Planned
+from .planner.target import Target
+from .settings import Settings
+from .state import fit_scale, shardings
+from .torch_inside.dynamo import traced_code
+from .training import Training, is_trained
+
+__all__ = ["function_of", "function_of_left"]
+
+Function = Callable[..., Any]
+
+
+def function_of(
+    gm: fx.GraphModule, planned: Planned, known: Training, settings: Settings
+) -> Function:
+    """Emit a rewritten graph, and wrap it so that a call gets its extra inputs.
+
+    Args:
+        gm: the graph as Dynamo wrote it, which is emitted where nothing was rewritten.
+        planned: the rewritten graph; it may be changed.
+        known: what the training knows of it.
+        settings: how it is emitted.
+
+    Raises:
+        CannotRewrite, MPCompileError: see `emit` and `Training.copies_for`.
+    """
+    target, examples = known.facts.target, known.examples
+    graph, inputs, scale = planned.graph, planned.inputs, known.scale_in(planned)
+    _heed_the_device(planned, target)
+    known.note_read_in_full(planned)
+    reduced_in = target.low if settings.reduces_low else None
+    shardings.enter(graph, examples, reduced_in, scale, hooked=settings.reduces_low)
+    working = [
+        fake_of_fixed_size(copy.stored.detach().requires_grad_(master.requires_grad))
+        for master, copy in known.copies_for(planned)
+    ]
+    scaling = scale.inputs(target.device) if scale is not None else ()
+    given = inputs.assembled(examples, working, scaling)
+    to_emit, how, sparing = _to_emit(gm, planned, settings)
+    # Both must come before `_emit`, which may change the graph.
+    constant = constants_of(graph) if scale is not None else ()
+    searches = scale is not None and scale.searches and not _replays(how, target.device)
+    searches = searches and fit_scale.can_run_again(graph)
+    transformed = any(map(ir.in_functorch, graph.graph.nodes))
+    joint = joint_passes(settings.level, target.device, transformed=transformed)
+    compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
+    watched = None
+    if scale is not None:
+        if searches:
+            scale.search.possible = True
+            compiled = fit_scale.fitting(compiled, scale, inputs)
+        scale.open |= any(is_trained(x) and not is_leaf(x) for x in examples)
+        watched = Watched(planned, traced_code(), repair=settings.repair)
+    reader = known.reader_for(planned)
+    if reader is not None and settings.true_gradients:
+        reader.low_gradients = scale is None
+    call = with_extra_inputs(
+        compiled, inputs, reader, scale, examples, target.device, watched, searches, constant
+    )
+    return noticing_ddp(call, examples, reduced_in, scale, hooked=settings.reduces_low)
+
+
+def function_of_left(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Function:
+    """Compile a graph unchanged, in FP32."""
+    low_wire = settings.reduces_low  # other ranks may have rewritten this graph
+    shardings.enter(gm, examples, None, None, hooked=low_wire)
+    compiled = _emit(gm, examples, settings, untouched=True)
+    return noticing_ddp(compiled, examples, None, None, hooked=low_wire)
+
+
+def _heed_the_device(planned: Planned, target: Target) -> None:
+    """Say so if a setting of the device may round sums, if the device gains nothing by `low`, or if
+    products stay in FP32 where it would.
+    """
+    check_accumulation(target.device, target.low)
+    if target.promised:
+        say_products_stay(planned.plan.nodes)
+        return
+    multiplies = any(product(node) is not None for node in planned.graph.graph.nodes)
+    if multiplies and not planned.plan.counts().get("LOW"):
+        say_nothing_runs_low(capabilities(target.device).word, target.low)
+
+
+def _to_emit(
+    gm: fx.GraphModule, planned: Planned, settings: Settings
+) -> tuple[fx.GraphModule, Settings, bool]:
+    """The graph to emit, the settings to emit it with, and whether to compile sparingly."""
+    graph, plan = planned.graph, planned.plan
+    if settings.emit != "inductor" or not has_rnn(graph) or plan.counts().get("LOW"):
+        return graph, settings, False
+    if any(map(gains, pieces(graph.graph, is_apart))):
+        return graph, settings, True
+    eager = replace(settings, emit="eager", mode=None, recompute=False)
+    rewritten = not {pass_.__name__ for pass_ in pipeline.FOLDING}.issuperset(plan.changed)
+    rewritten |= any(map(ir.autocast_region, graph.graph.nodes))
+    # Unchanged, Dynamo's graph: torch's functions cost less to call than its operators.
+    return graph if rewritten else gm, eager, False
+
+
+def _emit(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: Settings,
+    *,
+    joint: JointPasses = NO_PASSES,
+    untouched: bool = False,
+    sparing: bool = False,
+) -> Function:
+    return emit(
+        gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
+        recompute=settings.recompute, untouched=untouched, sparing=sparing,
+    )  # fmt: skip
+
+
+def _replays(settings: Settings, device: torch.device) -> bool:
+    """Whether the graph becomes a CUDA graph, which reads and writes fixed addresses."""
+    cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
+        (settings.options or {}).get("triton.cudagraphs")
+    )
+    return cudagraphs and capabilities(device).cuda_graphs

@@ -1,0 +1,135 @@
+"""What a training knows of one graph: the facts that it is planned by, and the loss scale, the
+optimizers and the working copies that stand behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import ir
+from .calls.graph_call import is_leaf
+from .capture.around import around_now
+from .plan_graph import Facts, Planned
+from .planner.target import device_of, target_of
+from .rules.policy import Level
+from .settings import Settings
+from .state import copies, parameters
+from .state.loss_scale import LossScale
+
+__all__ = ["Training", "is_trained", "scale_for", "training_of"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training knows of a graph.
+
+    Attributes:
+        facts: what the graph is planned by.
+        scale: the loss scale that its gradients may be multiplied by, or None.
+        owned: the inputs that are parameters of an MPOptimizer: input number -> that optimizer. At
+            O2 alone, where the graph may read copies of them.
+        examples: the caller's inputs that the graph is compiled with.
+    """
+
+    facts: Facts
+    scale: LossScale | None
+    owned: Mapping[int, Any]
+    examples: Sequence[Any]
+
+    @property
+    def low(self) -> torch.dtype:
+        """The low dtype."""
+        return self.facts.target.low
+
+    def scale_in(self, planned: Planned) -> LossScale | None:
+        """The loss scale that the rewritten graph takes, or None."""
+        return self.scale if planned.inputs.scaled else None
+
+    def reader_for(self, planned: Planned) -> copies.Reader | None:
+        """What gives the rewritten graph its working copies; None where it reads none."""
+        if not planned.inputs.copies:
+            return None
+        scale = self.scale_in(planned)
+        # If two optimizers move one scale, it may change between two backwards of one gradient.
+        single = scale is None or len({id(owner) for owner in self.owned.values()}) == 1
+        return copies.Reader(self.low, scale, low_gradients=single)
+
+    def note_read_in_full(self, planned: Planned) -> None:
+        """Note an optimizer's parameters that are read in FP32: their gradients stay FP32."""
+        in_full = [self.examples[i] for i in self.owned if i not in planned.inputs.copies]
+        copies.read_in_full([x for x in in_full if is_leaf(x)])
+
+    def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
+        """The parameters that the rewritten graph reads as working copies, in the order of its
+        inputs, each with its copy, which is made and brought up to date.
+
+        Raises:
+            MPCompileError: another model reads one of them under another scale.
+        """
+        placeholders = planned.graph.graph.find_nodes(op="placeholder")
+        for k, of in planned.inputs.copies.items():
+            master = self.examples[of]
+            if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
+                scale = self.scale_in(planned)
+                copies.check_one_scale(master, scale, f"input {of} of a graph")
+            copy = copies.copy_of(master, self.low, ir.value(placeholders[k]).shape)
+            copy.refresh(master)
+            yield master, copy
+
+
+def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Training:
+    """What a training knows of a graph before it is planned.
+
+    Args:
+        gm: Dynamo's graph.
+        examples: the caller's inputs.
+        settings: the user's.
+
+    Raises:
+        CannotRewrite: see `device_of` and `around_now`.
+    """
+    target = target_of(device_of(examples), settings.dtype)
+    scale = scale_for(examples, target.low, settings)
+    owned = _owned_in(examples) if settings.level is Level.O2 else {}
+    facts = Facts(
+        target,
+        around_now(gm, examples, target.device.type, settings.names()),
+        scaled=scale is not None,
+        copied={i: copies.stored_shape(examples[i], target.low) for i in owned},
+        pinned=scale.repairs.pins if scale is not None else {},
+    )
+    return Training(facts, scale, owned, examples)
+
+
+def _owned_in(examples: Sequence[Any]) -> dict[int, Any]:
+    owners = {
+        i: parameters.owner_of(x)
+        for i, x in enumerate(examples)
+        if isinstance(x, torch.nn.Parameter) and x.dtype is torch.float32
+    }
+    return {i: owner for i, owner in owners.items() if owner is not None}
+
+
+def scale_for(examples: Sequence[Any], low: torch.dtype, settings: Settings) -> LossScale | None:
+    """The scale that a graph multiplies by: the user's, its parameters' own, or a new one."""
+    if not torch.is_grad_enabled():
+        return None
+    trained = list(filter(is_trained, examples))
+    given = parameters.given_scale(trained)
+    if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
+        return given if given.active else None
+    if not trained or (low is torch.bfloat16 and not settings.scale_any_dtype):
+        return None
+    if settings.loss_scale is not None:
+        return settings.loss_scale if settings.loss_scale.active else None
+    return parameters.scale_of(trained) or LossScale.default()
+
+
+def is_trained(value: Any) -> bool:
+    """Whether an input is a tensor that gets a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad

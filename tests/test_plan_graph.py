@@ -1,0 +1,200 @@
+"""A plan is a function of graph, facts and settings: in any thread, beside any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mpcompile import MPOptimizer, ir, state
+from mpcompile.ir.places import places
+from mpcompile.plan_graph import Planned, plan_graph
+from mpcompile.settings import Settings
+from mpcompile.training import training_of
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.norm(self.conv(x)).relu().mean((2, 3))
+        return self.head(h).log_softmax(-1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        h = (q @ k.mT / 4).softmax(-1) @ v
+        return x + self.out(h)
+
+
+@dataclasses.dataclass
+class Handed:
+    """What Dynamo hands over of a model, and the facts of a training at O2 in FP16."""
+
+    model: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    gm: fx.GraphModule = dataclasses.field(init=False)
+    examples: Sequence[Any] = ()
+    settings: Settings = dataclasses.field(
+        default_factory=lambda: Settings.parse({"dtype": torch.float16, "level": "O2"})
+    )
+
+    def __post_init__(self) -> None:
+        self.optimizer = MPOptimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            self.gm, self.examples = gm, list(examples)
+            self.facts = training_of(gm, examples, self.settings).facts
+            return gm.forward
+
+        torch.compile(self.model, backend=backend, fullgraph=True)(*self.inputs)
+
+    def planned(self, **facts: Any) -> Planned:
+        """Its plan, with some facts changed."""
+        changed = dataclasses.replace(self.facts, **facts)
+        return plan_graph(self.gm, self.examples, changed, self.settings)
+
+
+@pytest.fixture
+def convolutions() -> Handed:
+    return Handed(Convolutions(), (torch.randn(2, 4, 7, 7),))
+
+
+@pytest.fixture
+def attention() -> Handed:
+    return Handed(Attention(), (torch.randn(2, 6, 16),))
+
+
+def shown(planned: Planned) -> tuple[Any, ...]:
+    """All that a plan is, but for the seconds that it took."""
+    graphs = planned.graph, planned.captured, planned.rewritten
+    texts = [ir.render(one.graph, reasons=True) for one in graphs]
+    return dataclasses.replace(planned.plan, seconds={}), planned.inputs, texts
+
+
+def at_once(*functions: Callable[[], Planned]) -> list[Planned]:
+    """Run each in a thread of its own; all begin together."""
+    made: dict[int, Planned] = {}
+    together = threading.Barrier(len(functions))
+
+    def run(number: int) -> None:
+        together.wait()
+        made[number] = functions[number]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[number] for number in range(len(functions))]
+
+
+def test_different_graphs_in_two_threads(convolutions: Handed, attention: Handed) -> None:
+    alone = [shown(convolutions.planned()), shown(attention.planned())]
+    assert alone[0] != alone[1]
+    for _ in range(3):
+        assert [*map(shown, at_once(convolutions.planned, attention.planned))] == alone
+
+
+def test_one_graph_in_two_threads(attention: Handed) -> None:
+    alone = shown(attention.planned())
+    for _ in range(3):
+        assert [*map(shown, at_once(attention.planned, attention.planned))] == [alone, alone]
+
+
+def test_as_a_training_has_it(attention: Handed) -> None:
+    """The plan that Dynamo's backend makes, from the same facts."""
+    plans: list[Any] = []
+    options = {"dtype": torch.float16, "level": "O2", "emit": "eager", "_listener": plans.append}
+    torch._dynamo.reset()
+    torch.compile(attention.model, backend="mpcompile", options=options)(*attention.inputs)
+    (plan,) = plans
+    ours = attention.planned().plan
+    assert dataclasses.replace(plan, seconds={}) == dataclasses.replace(ours, seconds={})
+
+
+def test_the_modes_of_the_thread_do_not_matter(attention: Handed) -> None:
+    """The facts say what they were when Dynamo handed over the graph."""
+    wanted = shown(attention.planned())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert shown(attention.planned()) == wanted
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+
+
+# -- what is not touched ---------------------------------------------------------------------------
+
+
+def held_by_modules() -> Iterator[tuple[str, str]]:
+    """What modules of `mpcompile.state` hold, as text, so that a change inside shows."""
+    for info in pkgutil.iter_modules(state.__path__):
+        module = importlib.import_module(f"mpcompile.state.{info.name}")
+        for name, value in vars(module).items():
+            if isinstance(value, (Mapping, Sequence, Set)) and not name.startswith("__"):
+                whole = list(value.items() if isinstance(value, Mapping) else value)
+                yield f"{info.name}.{name}", repr(whole)
+
+
+def test_no_state_is_touched(attention: Handed) -> None:
+    inputs = [x.clone() for x in attention.examples]
+    notes = [{**vars(x)} for x in attention.examples]
+    before, text = dict(held_by_modules()), attention.gm.print_readable(print_output=False)
+    metas = [(node.name, {**node.meta}) for node in attention.gm.graph.nodes]
+    random = torch.get_rng_state()
+    planned = attention.planned()
+    assert planned.inputs.scaled
+    assert planned.inputs.copies
+    assert dict(held_by_modules()) == before
+    assert attention.gm.print_readable(print_output=False) == text
+    assert [(node.name, {**node.meta}) for node in attention.gm.graph.nodes] == metas
+    assert planned.graph is not attention.gm
+    assert torch.equal(torch.get_rng_state(), random)
+    for now, then in zip(attention.examples, inputs, strict=True):
+        assert torch.equal(now, then)
+    assert [{**vars(x)} for x in attention.examples] == notes
+
+
+# -- each fact counts ------------------------------------------------------------------------------
+
+
+def test_what_the_target_is(attention: Handed) -> None:
+    """As on a GPU, while the graph's tensors lie here."""
+    there = attention.facts.target
+    there = dataclasses.replace(there, device=torch.device("cuda"), low=torch.bfloat16)
+    plan = attention.planned(target=there).plan
+    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
+    plan = attention.planned().plan
+    assert (plan.device, plan.dtype) == ("cpu", "float16")
+
+
+def test_whether_there_is_a_scale_and_which_copies(attention: Handed) -> None:
+    assert attention.facts.scaled
+    assert len(attention.facts.copied) == 6
+    bare = attention.planned(scaled=False, copied={}).inputs
+    assert not bare.scaled
+    assert not bare.copies
+
+
+def test_what_is_pinned(attention: Handed) -> None:
+    plain = attention.planned()
+    assert {n.precision for n in plain.plan.nodes if n.op == "aten::linear"} == {"LOW"}
+    place = places(plain.captured.graph)["linear"]
+    plan = attention.planned(pinned={place: "it overflowed"}).plan
+    first, second = (n for n in plan.nodes if n.op == "aten::linear")
+    assert (first.precision, first.reason) == ("FULL", "it overflowed")
+    assert second.precision == "LOW"
