@@ -104,7 +104,7 @@ MUST_RUN: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one graph
 class Planned:
     """A rewritten graph, and all that is known of it.
 

@@ -22,12 +22,13 @@ from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..observe.numbers import Numbers
 from ..observe.watch import source_of_value
+from ..pipeline import Planned
 from ..rules.policy import Level, Policy
 from ..settings import Options, Settings, check_module
 from ..state import parameters
 from .checks import check_loss_fn, check_trained
 from .diagnose import loss_of
-from .sides import Graph, Run, Side, Sides, copied
+from .sides import Run, Side, Sides, copied
 
 __all__ = ["calibrate"]
 
@@ -132,10 +133,9 @@ class _Seen:
         }
 
     def _out_of_range(
-        self, graph: Graph, values: Mapping[str, Numbers], gradients: Mapping[str, Numbers]
+        self, graph: Planned, values: Mapping[str, Numbers], gradients: Mapping[str, Numbers]
     ) -> Iterator[tuple[str, str, float]]:
         """(node, which number, its magnitude) for each operator that a low dtype would break."""
-        assert graph.rewritten is not None
         lines = {line.name: line for line in graph.plan.nodes}
         for n in graph.rewritten.graph.nodes:
             if n.name not in lines or lines[n.name].is_added:

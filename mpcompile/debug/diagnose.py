@@ -27,6 +27,7 @@ from ..observe.forward_faults import INACCURATE
 from ..observe.numbers import EXPONENTS, Numbers
 from ..observe.record import Record
 from ..observe.watch import relative_error
+from ..pipeline import Planned
 from ..rules.policy import Level
 from ..settings import OPTIONS, Settings, check_module
 from ..state import parameters
@@ -36,7 +37,7 @@ from .checks import check_loss_fn, check_trained
 from .low_side import low_dtype_of, run_low
 from .moves import default_optimizer, updates, usable
 from .report import NodeNumbers, Report
-from .sides import Graph, Loss, Run, Side, Sides, copied
+from .sides import Left, Loss, Run, Side, Sides, copied
 
 __all__ = ["diagnose", "diagnose_call"]
 
@@ -151,15 +152,14 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     return report
 
 
-def _is_scaled(graph: Graph) -> bool:
-    return graph.inputs is not None and graph.inputs.scaled
+def _is_scaled(graph: Planned | Left) -> bool:
+    return isinstance(graph, Planned) and graph.inputs.scaled
 
 
 def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault, ...]:
     """What went wrong in each graph, in the order in which it did."""
     found = []
     for number, (graph, record) in enumerate(low.calls):
-        assert graph.rewritten is not None
         runs = Runs(
             record, _same(full, number, graph), _same(exact, number, graph) if exact else None,
             scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
@@ -232,9 +232,8 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
         )
 
 
-def _zeros(graph: Graph, record: Record) -> int:
+def _zeros(graph: Planned, record: Record) -> int:
     """How many elements of the activation gradients are zero; the histogram leaves them out."""
-    assert graph.captured is not None
     names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
     return sum(record.gradients[name].zeros for name in names if name in record.gradients)
 
@@ -261,7 +260,7 @@ def loss_of(result: Any) -> torch.Tensor:
     return torch.stack(means).sum()
 
 
-def _same(run: Run, number: int, graph: Graph) -> Record | None:
+def _same(run: Run, number: int, graph: Planned) -> Record | None:
     """The record of the same call on another side."""
     same = number < len(run.calls) and run.calls[number][0] is graph
     return run.calls[number][1] if same else None

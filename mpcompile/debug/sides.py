@@ -26,11 +26,10 @@ from ..capture.provenance import names_in
 from ..emit.tracing_settings import VALUE_SIZES
 from ..errors import MPCompileError
 from ..inspect.graph_plan import GraphPlan, plan_of_left
-from ..ir.inputs import GraphInputs
 from ..observe.moved import moved
 from ..observe.record import Record
 from ..observe.watch import Comparing, Exact, Keeping, Watch
-from ..plan_graph import Facts, plan_graph
+from ..plan_graph import Facts, Planned, plan_graph
 from ..planner.target import device_of, target_of
 from ..rules.policy import Level
 from ..settings import Settings
@@ -50,20 +49,11 @@ class Side(enum.Enum):
     LOW = "low"
 
 
-@dataclass
-class Graph:
-    """One graph of the model.
-
-    Attributes:
-        plan: its plan; one that says why, for a graph that was left in FP32.
-        captured, rewritten: what runs; None for a graph that was left.
-        inputs: which input of the rewritten graph is what.
-    """
+@dataclass(frozen=True)
+class Left:
+    """A graph that was left in FP32; its plan says why."""
 
     plan: GraphPlan
-    captured: fx.GraphModule | None = None
-    rewritten: fx.GraphModule | None = None
-    inputs: GraphInputs | None = None
 
 
 @dataclass
@@ -78,7 +68,7 @@ class Run:
     """
 
     loss: float = 0.0
-    calls: list[tuple[Graph, Record]] = field(default_factory=list)
+    calls: list[tuple[Planned, Record]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     state: _State | None = None
 
@@ -135,7 +125,7 @@ class Sides:
         self.settings = replace(settings, names=names_in(twin))
         self.copied = mp_optimizer and settings.level is Level.O2
         self.repairs = repairs
-        self.graphs: list[Graph] = []
+        self.graphs: list[Planned | Left] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
         traced = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
@@ -182,7 +172,7 @@ class Sides:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = self._graph(gm, example_inputs)
         self.graphs.append(graph)
-        if graph.rewritten is None:
+        if isinstance(graph, Left):
             return gm.forward
 
         compiled = self._names(example_inputs)
@@ -198,16 +188,15 @@ class Sides:
         names = self.settings.names()
         return [names.get(id(x)) for x in inputs]
 
-    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
+    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Planned | Left:
         device = device_of(example_inputs)
         try:
             facts = self._facts(device, gm, example_inputs)
-            planned = plan_graph(gm, example_inputs, facts, self.settings)
+            return plan_graph(gm, example_inputs, facts, self.settings)
         except MPCompileError:
             raise
         except Exception as error:
-            return Graph(plan_of_left(reason_of(error), device))
-        return Graph(planned.plan, planned.captured, planned.rewritten, planned.inputs)
+            return Left(plan_of_left(reason_of(error), device))
 
     def _facts(
         self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -227,10 +216,7 @@ class Sides:
             copied=dict.fromkeys(masters), pinned=self.repairs.pins,
         )  # fmt: skip
 
-    def _watched(self, graph: Graph, record: Record, number: int, args: Sequence[Any]) -> Any:
-        assert graph.captured is not None
-        assert graph.rewritten is not None
-        assert graph.inputs is not None
+    def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
         if self._side is Side.EXACT:
             return Exact(graph.captured, record).run(*args)
         exact = self._exact_record(graph, number)
@@ -239,21 +225,20 @@ class Sides:
                 plain = Keeping if self.keep else Watch
                 return plain(graph.captured, record).run(*args)
             return Comparing(graph.captured, record, exact).run(*args)
-        inputs = self._assembled(graph, graph.inputs, args)
+        inputs = self._assembled(graph, args)
         if exact is None:
             return Watch(graph.rewritten, record).run(*inputs)
         return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
 
-    def _exact_record(self, graph: Graph, number: int) -> Record | None:
+    def _exact_record(self, graph: Planned, number: int) -> Record | None:
         """What the exact side recorded in this call, if it made the same one."""
         calls = self._exact.calls
         same = number < len(calls) and calls[number][0] is graph
         return calls[number][1] if same else None
 
-    def _assembled(self, graph: Graph, inputs: GraphInputs, args: Sequence[Any]) -> list[Any]:
+    def _assembled(self, graph: Planned, args: Sequence[Any]) -> list[Any]:
         """The inputs of the rewritten graph: working copies, and the loss scale."""
-        assert graph.rewritten is not None
-        device = device_of(args)
+        inputs, device = graph.inputs, device_of(args)
         scale = torch.tensor(self.scale, device=device)
         found = torch.zeros((), device=device, requires_grad=True)
         scaling = (scale, found) if inputs.scaled else ()
