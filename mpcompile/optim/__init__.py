@@ -19,7 +19,8 @@ compiled_steps.py all of them: which is the next one, and when one is compiled
 key.py            what a step is compiled for
 absent.py         parameters that have no gradient in some steps
 apart.py          whether a step may leave out some parameters
-assumptions.py    what must stay as it was when it was traced
+fingerprint.py    whether what something was made from is still so
+rests_on.py       what a step rests on
 held_settings.py  which settings it reads anew each time
 results.py        what it reports
 first_state.py    the state that a first step makes

@@ -14,6 +14,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..torch_inside.modes import modes_off
 from .absent import Absent
 from .apart import ParametersMix
 from .compile_piece import Emit
+from .fingerprint import Fingerprint
 from .first_state import initialise_state, state_stands_by
 from .inputs import Member, Setting
 from .key import StepKey
@@ -41,6 +43,21 @@ from .step import CompiledStep
 _EXACT = 2
 # For so many patterns (or dtypes, or loss scales) programs are compiled.
 _MOST = 16
+
+
+@dataclass
+class LastKey:
+    """The key of the last step.
+
+    Attributes:
+        key: the key.
+        rests_on: what it was made from.
+        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
+    """
+
+    key: StepKey
+    rests_on: Fingerprint
+    step: CompiledStep | None = None
 
 
 class CompiledSteps:
@@ -109,7 +126,7 @@ class CompiledSteps:
         """
         start, why = time.perf_counter(), why_compiled(part, known, self.all)
         if known is not None:  # a setting that changed may change again: an input now
-            self._varying |= known.changed_settings(part)
+            self._varying |= known.rests_on.constants.changed(part)
         elif self._patterns >= _MOST:
             self._warn_of_too_many(part)
             return None

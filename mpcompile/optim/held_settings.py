@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..ir.step import Slot
 from .inputs import Setting, has_lr, setting_floats
@@ -62,9 +63,9 @@ class HeldSettings:
                 self.tensors[slot].fill_(number)
                 self._floats[slot] = number
 
-    def fit(self, groups: _Groups) -> bool:
+    def fit(self, optimizer: Optimizer) -> bool:
         """Whether the graph is right for the current floats."""
-        now = setting_floats(groups, self._varying)
+        now = setting_floats(optimizer.param_groups, self._varying)
         return now.keys() == self._floats.keys() and (
             now == self._floats or self._traced.holds_for(now)
         )

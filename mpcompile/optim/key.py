@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from ..ir.step import Gradient
 from ..ranks.shards import Connected, layout_of, local
@@ -18,10 +17,6 @@ from ..state.loss_scale import LossScale
 from ..state.low_gradients import on_one_scale
 from ..torch_inside.tensors import make_contiguous_strides_for
 from .inputs import Member
-from .members import pattern_of
-
-if TYPE_CHECKING:
-    from .step import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -202,32 +197,6 @@ def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> _Stored:
     if low is None or param.grad_dtype is torch.float32:
         return _Stored(held.dtype, strides, None)
     return _Stored(low.dtype, strides, low.scale)
-
-
-class LastKey:
-    """The key of the last step, and what it was made from.
-
-    Args:
-        key: the key.
-        optimizer: whose step it is.
-
-    Attributes:
-        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
-    """
-
-    def __init__(self, key: StepKey, optimizer: Optimizer) -> None:
-        self.key = key
-        self.step: CompiledStep | None = None
-        self._pattern = pattern_of(optimizer, sharded=key.connected is not None)
-        self._rules, self._changes = rules_of(key.scales), parameters.changes()
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the next step has this key, too."""
-        return (
-            self._changes == parameters.changes()
-            and self._rules == rules_of(self.key.scales)
-            and self._pattern.holds(optimizer)
-        )
 
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:

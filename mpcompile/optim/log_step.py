@@ -22,7 +22,7 @@ def why_compiled(
         others: those of all keys.
     """
     if step is not None:
-        return step.broken_by(optimizer)
+        return step.rests_on.broken_by(optimizer) or "its state is stored in another way"
     if others:
         return "gradients, parameters or loss scales for which none was compiled yet"
     return "none was compiled yet, or a state was loaded"

@@ -20,12 +20,13 @@ from ..state.loss_scale import LossScale
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
-from .compiled_steps import CompiledSteps
+from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .key import LastKey, StepKey
+from .key import StepKey
 from .log_step import log_by_operator
 from .members import members_of
+from .rests_on import of_key
 from .results import Results
 from .saved_scales import SavedScales, saved
 from .saved_state import load_checked
@@ -192,12 +193,13 @@ class MPOptimizer(Optimizer):
 
     def _known_key(self) -> LastKey:
         # Most steps are like the one before; checking that is cheaper than making a key.
-        if self._last is not None and self._last.holds(self._inner):
+        if self._last is not None and self._last.rests_on.holds(self._inner):
             return self._last
-        members = members_of(self._inner, sharded=self._connected is not None)
+        sharded = self._connected is not None
+        members = members_of(self._inner, sharded=sharded)
         key = StepKey.of(members, self._own_scale, self._connected)
         self._check_scales(key)
-        self._last = LastKey(key, self._inner)
+        self._last = LastKey(key, of_key(self._inner, key.scales, sharded=sharded))
         return self._last
 
     def _check_scales(self, key: StepKey) -> None:

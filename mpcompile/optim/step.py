@@ -22,7 +22,6 @@ from ..torch_inside.autograd import set_grad_enabled
 from . import pipeline
 from .absent import Absent
 from .apart import refuse_mixed
-from .assumptions import Assumptions
 from .compile_piece import Emit
 from .elementwise import check_state, refuse_mixing
 from .gathered import Gathered
@@ -32,6 +31,7 @@ from .join_pieces import join_small, keep_results
 from .key import StepKey
 from .pieces import FEW, SMALL, split
 from .program import Program
+from .rests_on import OfStep
 from .results import Results
 from .trace import Trace, trace
 
@@ -89,11 +89,11 @@ class CompiledStep:
         )
         traced = _traced(optimizer, key, config, varying, dump)
         waiting = absent.waiting if absent is not None else ()
-        self.assumptions = Assumptions(optimizer, key.members, traced, waiting)
         taking_part = {m.group for m in key.members if m.updated}
         self.settings = HeldSettings(
             optimizer.param_groups, taking_part, traced, varying, self.device
         )
+        self.rests_on = OfStep(optimizer, key.members, traced, self.settings, waiting)
         pieces = split(traced.graph, whole=whole, together=_is_tiny(key))
         if not whole:
             pieces = keep_results(join_small(pieces))
@@ -144,17 +144,8 @@ class CompiledStep:
             firsts = self.absent.take_in(optimizer)
             if firsts is None:
                 return False
-            self.assumptions.take_in(optimizer, firsts)
-        return self.assumptions.hold(optimizer) and self.settings.fit(optimizer.param_groups)
-
-    def broken_by(self, optimizer: Optimizer) -> str:
-        """What has changed where it no longer holds, in a few words."""
-        # What else can differ is a setting that is an input, and is tested in the step.
-        return self.assumptions.broken_by(optimizer) or "a setting on the other side of a test"
-
-    def changed_settings(self, optimizer: Optimizer) -> frozenset[Setting]:
-        """The settings that were constants of the graph and have another value now."""
-        return self.assumptions.changed_settings(optimizer)
+            self.rests_on.state.take_in(optimizer, firsts)
+        return self.rests_on.holds(optimizer)
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""

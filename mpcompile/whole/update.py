@@ -20,14 +20,15 @@ from ..errors import CannotRewrite
 from ..ir.dtypes import HALF
 from ..ir.step import Gradient, Slot, StepConfig
 from ..optim import pipeline, program
-from ..optim.assumptions import Assumptions
 from ..optim.compile_piece import Emit
+from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state
 from ..optim.held_settings import HeldSettings
 from ..optim.inputs import Member, Setting
 from ..optim.join_pieces import join_small, keep_results
 from ..optim.parts import StepParts, parts_of
 from ..optim.pieces import UPDATE, Split, split, stages_of
+from ..optim.rests_on import OfStep
 from ..optim.trace import Trace, trace
 from ..ranks.shards import is_sharded
 from ..state import copies, guard, hooks, optimizers, parameters
@@ -86,10 +87,16 @@ class Update:
         with gradients_stand_by(self._all, params):
             initialise_state(parts.optimizer, self._members)
             traced = self._traced(arrived, config, varying)
-        self._assumptions = Assumptions(parts.optimizer, self._members, traced)
         groups = {member.group for member in self._members}
         self._settings = HeldSettings(
             parts.optimizer.param_groups, groups, traced, varying, self._device
+        )
+        self._step_rests_on = OfStep(parts.optimizer, self._members, traced, self._settings)
+        # (The numbers of parameters are enough: they live as long as this step.)
+        self._rests_on = Fingerprint(
+            Fact("other parameters", lambda o: [*map(id, parameters_of(o))], parts.optimizer),
+            self._step_rests_on,
+            Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
         )
         self._graph = traced.graph
         self._hold(held, behind)
@@ -284,21 +291,17 @@ class Update:
 
     # -- in each step ------------------------------------------------------------------------------
 
+    def broken_by(self) -> str | None:
+        """What has changed of what the graph was made from, in a few words, or None."""
+        return self._rests_on.broken_by(self._parts.optimizer)
+
     def still_holds(self) -> bool:
         """Whether all that the graph was made from is unchanged, or an input."""
-        optimizer, groups = self._parts.optimizer, self._parts.optimizer.param_groups
-        now = [p for group in groups for p in group["params"]]
-        return (
-            len(now) == len(self._all)
-            and all(p is q for p, q in zip(now, self._all, strict=True))
-            and self._assumptions.hold(optimizer)
-            and self._settings.fit(groups)
-            and not hooks.has_others(self.optimizer)
-        )
+        return self._rests_on.holds(self._parts.optimizer)
 
     def changed_settings(self) -> frozenset[Setting]:
         """The settings that were constants of the graph and have another value now."""
-        return self._assumptions.changed_settings(self._parts.optimizer)
+        return self._step_rests_on.constants.changed(self._parts.optimizer)
 
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
