@@ -14,6 +14,7 @@ join_pieces.py    small pieces become one
 gathered.py       small gradients are copied to memory that is kept
 compile_piece.py  a piece becomes a function
 program.py        the functions of all pieces, bound to their tensors
+traced_step.py    a step, traced and rewritten, and what it keeps
 step.py           one compiled step
 compiled_steps.py all of them: which is the next one, and when one is compiled
 key.py            what a step is compiled for

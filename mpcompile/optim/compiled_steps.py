@@ -98,8 +98,7 @@ class CompiledSteps:
         exact = self._exact.get(key)
         if exact is not None:
             return exact
-        wide = (s for s in self._wide if s.absent is not None and s.absent.covers(key, part))
-        return next(wide, None)
+        return next((step for step in self._wide if step.covers(key, part)), None)
 
     def compiled(
         self,
@@ -131,7 +130,7 @@ class CompiledSteps:
             self._warn_of_too_many(part)
             return None
         with compile_session(), modes_off():  # tracing uses its own FakeTensors
-            wide = known.absent is not None if known is not None else self._patterns >= _EXACT
+            wide = known.is_wide if known is not None else self._patterns >= _EXACT
             step = self._compiled_wide(key, part, whole, own) if wide and self._apart else None
             if step is not None:
                 self._wide = [s for s in self._wide if s is not known] + [step]

@@ -34,7 +34,8 @@ class Fact:
 
     def holds(self, now: Any) -> bool:
         """Whether it is unchanged."""
-        return bool(self._find(now) == self._found)
+        equal: bool = self._find(now) == self._found
+        return equal
 
     def broken_by(self, now: Any) -> str | None:
         """What has changed, or None."""

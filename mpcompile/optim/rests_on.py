@@ -23,11 +23,11 @@ from ..state.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
 from .inputs import Member
-from .key import rules_of
 from .members import members_of
 from .trace import Trace
 
 _GRAD = operator.attrgetter("grad")
+_RULE = operator.attrgetter("rule")
 _SIZE = torch.Tensor.numel
 _MEMORY = torch.Tensor.data_ptr
 _VALUES: Any = dict.values
@@ -36,12 +36,20 @@ _VALUES: Any = dict.values
 def of_key(optimizer: Optimizer, scales: Sequence[LossScale], *, sharded: bool) -> Fingerprint:
     """Which step of this optimizer it is, over gradients that depend on these loss scales."""
     return Fingerprint(
-        Fact("what is known of parameters", lambda _: parameters.changes(), optimizer),
-        Fact("the rule of a loss scale", lambda _: rules_of(scales), optimizer),
+        Fact(
+            "other owners, copies or loss scales of parameters",
+            lambda _: _known_of_parameters(scales),
+            optimizer,
+        ),
         Fact("other gradients", lambda o: _gradients(o, sharded=sharded), optimizer)
         if sharded or is_zero(optimizer)
         else Gradients(optimizer),
     )
+
+
+def _known_of_parameters(scales: Sequence[LossScale]) -> list[object]:
+    """A number that tells what is known of all parameters, and the rules of their loss scales."""
+    return [parameters.changes(), *map(_RULE, scales)]
 
 
 def _gradients(optimizer: Optimizer, *, sharded: bool) -> list[object]:
@@ -58,27 +66,28 @@ class Gradients(Fact):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._changed = "other gradients"
-        self._params, grads, self._facts = self._look(optimizer)
-        _, missing, sizes = self._facts
-        self._taking_part = [not none and n > 0 for none, n in zip(missing, sizes, strict=True)]
+        groups = optimizer.param_groups
+        self._params = [p for group in groups for p in group["params"]]
+        self._lengths = [len(group["params"]) for group in groups]
+        self._sizes = [*map(_SIZE, self._params)]
+        grads = [*map(_GRAD, self._params)]
+        self._missing = [grad is None for grad in grads]
+        self._taking_part = [
+            not none and size > 0 for none, size in zip(self._missing, self._sizes, strict=True)
+        ]
         found = [*itertools.compress(grads, self._taking_part)]
         # A sparse gradient, whose layout is another, has no strides.
         self._stored = Alike(found, DTYPE_AND_LAYOUT, STRIDE)
 
-    @staticmethod
-    def _look(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[Any], tuple[list[Any], ...]]:
-        """(The parameters, their gradients, what of both is compared)."""
-        lists = [group["params"] for group in optimizer.param_groups]
+    def holds(self, now: Optimizer) -> bool:
+        lists = [group["params"] for group in now.param_groups]
         params = [*itertools.chain.from_iterable(lists)]
         grads = [*map(_GRAD, params)]
-        missing = [*map(operator.is_, grads, itertools.repeat(None))]
-        return params, grads, ([*map(len, lists)], missing, [*map(_SIZE, params)])
-
-    def holds(self, now: Optimizer) -> bool:
-        params, grads, facts = self._look(now)
         return (
-            facts == self._facts
+            [*map(len, lists)] == self._lengths
             and all(map(operator.is_, params, self._params))
+            and [*map(operator.is_, grads, itertools.repeat(None))] == self._missing
+            and [*map(_SIZE, params)] == self._sizes
             and self._stored.holds([*itertools.compress(grads, self._taking_part)])
         )
 
@@ -114,7 +123,7 @@ class OfStep(Fingerprint):
             Values("the optimizer's own ", lambda o: [vars(o)], attributes),
             self.state,
             Stored(members),
-            Fact("a setting on the other side of a test", settings.fit, optimizer),
+            *settings.facts(optimizer),
         )
 
 
