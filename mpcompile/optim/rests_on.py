@@ -122,7 +122,7 @@ class OfStep(Fingerprint):
             self.constants,
             Values("the optimizer's own ", lambda o: [vars(o)], attributes),
             self.state,
-            Stored(members),
+            Memory(members),
             *settings.facts(optimizer),
         )
 
@@ -170,7 +170,7 @@ class Values(Fact):
         )
 
 
-class Stored(Fact):
+class Memory(Fact):
     """Where the parameters that a step updates lie, and how they are stored."""
 
     def __init__(self, members: Sequence[Member]) -> None:

@@ -20,7 +20,7 @@ from .gathered import Gathered
 from .join_pieces import join_small, keep_results
 from .key import StepKey
 from .pieces import FEW, SMALL, split
-from .program import Program
+from .program import BoundPieces
 from .traced_step import TracedStep
 
 _NOTHING = contextlib.nullcontext()
@@ -65,7 +65,7 @@ class CompiledStep:
             pieces = keep_results(join_small(pieces))
         flags = absent.held if absent is not None else {}
         held = {**self._traced.held, **self._gathered.held, **flags}
-        self.program = Program(pieces, held, emit)
+        self.program = BoundPieces(pieces, held, emit)
         given = self.program.given
         self._gradients = [
             (node, i)

@@ -28,8 +28,8 @@ from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
 from .inputs import Setting
 from .key import StepKey
+from .reports import Results
 from .rests_on import OfStep
-from .results import Results
 from .trace import Trace, trace
 
 

@@ -8,6 +8,8 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +20,16 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..ir.step import Slot
-from ..optim import program
 from ..optim.compile_piece import Emit
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state
 from ..optim.inputs import Member, Setting
 from ..optim.join_pieces import join_small, keep_results
 from ..optim.key import StepKey, Stored
-from ..optim.parts import StepParts, parts_of
+from ..optim.optimizer import MPOptimizer
 from ..optim.pieces import UPDATE, Split, split, stages_of
+from ..optim.program import BoundPieces
+from ..optim.reports import Notices, Results
 from ..optim.traced_step import TracedStep
 from ..ranks.shards import is_sharded
 from ..state import hooks, optimizers
@@ -37,6 +40,43 @@ from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
 from .held import Held
 from .tracing import parameters_of
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What belongs to the step of an optimizer.
+
+    Attributes:
+        optimizer: whose step is traced: of an MPOptimizer, the one that it wraps.
+        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
+        own: the loss scale of parameters that no scaled model reads, or None: they aren't checked.
+        results: where the step reports.
+        notices: is told of each step.
+        dump: directory for the graph of the step after every pass, or None.
+        is_connected: whether other processes hold parts of the parameters.
+    """
+
+    optimizer: Optimizer
+    max_grad_norm: float | None = None
+    own: LossScale | None = None
+    results: Results = field(default_factory=Results)
+    notices: Notices = field(default_factory=Notices)
+    dump: Path | None = None
+    is_connected: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Parts:
+        if not isinstance(optimizer, MPOptimizer):
+            return cls(optimizer)
+        return cls(
+            optimizer.inner,
+            optimizer._max_grad_norm,
+            optimizer._own_scale,
+            optimizer._results,
+            optimizer._notices,
+            optimizer._dump,
+            optimizer._connected is not None,
+        )
 
 
 class Update:
@@ -53,6 +93,9 @@ class Update:
     Attributes:
         optimizer: as given.
         scales: the loss scales of the gradients.
+        inner: of an MPOptimizer, the one that it wraps.
+        rests_on: what must not change of that one.
+        constants: the settings that are constants of the graph.
         is_behind: whether it runs behind the graph.
         rounds: whether it computes in a low dtype by itself, as Muon does.
 
@@ -71,7 +114,7 @@ class Update:
     ) -> None:
         self.optimizer = optimizer
         self.is_behind = behind is not None
-        self._parts = parts = parts_of(optimizer)
+        self._parts = parts = _Parts.of(optimizer)
         if parts.is_connected or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
         if any(a.grad.layout is not torch.strided for a in arrived):
@@ -92,9 +135,10 @@ class Update:
                 dump=parts.dump,
                 varying=varying,
             )
+        self.inner, self.constants = parts.optimizer, self._step.rests_on.constants
         self.rounds = self._step.rounds
         self._everyone = everyone  # they live as long as this step, so their ids tell them
-        self._rests_on = Fingerprint(
+        self.rests_on = Fingerprint(
             Fact("other parameters", lambda o: [*map(id, parameters_of(o))], parts.optimizer),
             self._step.rests_on,
             Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
@@ -141,7 +185,7 @@ class Update:
         self._measures = [p for p in step.pieces if p.outputs and norms.issuperset(p.outputs)]
         others = tuple(p for p in step.pieces if p not in self._measures)
         pieces = keep_results(join_small(Split(others, step.commits)))
-        self._program = program.Program(pieces, self._step.held, behind)
+        self._program = BoundPieces(pieces, self._step.held, behind)
         self._given = self._program.given
         self._env: dict[fx.Node, Any] = {}
 
@@ -237,18 +281,6 @@ class Update:
 
     # -- in each step ------------------------------------------------------------------------------
 
-    def broken_by(self) -> str | None:
-        """What has changed of what the graph was made from, in a few words, or None."""
-        return self._rests_on.broken_by(self._parts.optimizer)
-
-    def still_holds(self) -> bool:
-        """Whether all that the graph was made from is unchanged, or an input."""
-        return self._rests_on.holds(self._parts.optimizer)
-
-    def changed_settings(self) -> frozenset[Setting]:
-        """The settings that were constants of the graph and have another value now."""
-        return self._step.rests_on.constants.changed(self._parts.optimizer)
-
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
         values: dict[int | fx.Node, torch.Tensor] = {}
@@ -275,8 +307,8 @@ class Update:
         note_step(self._parts.optimizer)  # schedulers ask
         note_step(self.optimizer)
         self._step.ran()
-        self._parts.watch.follow(self.scales)
-        self._parts.watch.look()
+        self._parts.notices.follow(self.scales)
+        self._parts.notices.look()
         if not optimizers.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
                 scale.overflows.lookers.add(self.optimizer)
@@ -301,7 +333,7 @@ def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _key(parts: StepParts, params: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> StepKey:
+def _key(parts: _Parts, params: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> StepKey:
     """What a step over these parameters is traced for."""
     groups = parts.optimizer.param_groups
     index = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
