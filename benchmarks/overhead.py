@@ -33,9 +33,9 @@ from benchmarks.harness.timing import auto_or, idle_wait, in_turns
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.calls.module_call import ModuleCall
-from mpcompile.optim.program import Program
+from mpcompile.optim.program import BoundPieces
+from mpcompile.optim.reports import Notices
 from mpcompile.optim.step import CompiledStep
-from mpcompile.optim.watch import Watch
 from mpcompile.state import copies, guard
 from mpcompile.state.loss_scale import LossScale
 from mpcompile.state.low_gradients import LowGradient
@@ -59,8 +59,8 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "which step is it (key)": ((MPOptimizer, "_known_key"),),
     "is the compiled step still right": ((CompiledStep, "still_holds"),),
     "inputs of the compiled step": ((CompiledStep, "run"),),
-    "the compiled step itself (launch)": ((Program, "run"),),
-    "skipped steps, noted": ((Watch, "look"), (Watch, "follow")),
+    "the compiled step itself (launch)": ((BoundPieces, "run"),),
+    "skipped steps, noted": ((Notices, "look"), (Notices, "follow")),
 }  # fmt: skip
 """A part -> functions: where each is found, and its name there."""
 

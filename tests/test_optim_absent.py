@@ -21,7 +21,7 @@ from twins import Make, Twins
 
 from mpcompile import LossScale, MPCompileWarning, MPOptimizer
 from mpcompile.optim import compiled_steps
-from mpcompile.optim import step as step_module
+from mpcompile.optim import traced_step as step_module
 
 LAYERS, STEPS = 6, 40
 SHAPES = ((3, 4), ())

@@ -18,7 +18,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from versions import before
 
 from mpcompile import MPCompileError, MPOptimizer
-from mpcompile.optim import step as step_module
+from mpcompile.optim import traced_step as step_module
 
 REFUSED = ("LBFGS", "SparseAdam")
 STEPS, BAD = 20, {7: float("inf"), 12: float("nan")}

@@ -1,4 +1,4 @@
-"""Whether a step is like the one before: what `Pattern` and `Assumptions` notice."""
+"""Whether a step is like the one before: what the facts of `optim/rests_on.py` notice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mpcompile import MPCompileError, MPOptimizer
-from mpcompile.optim.members import Pattern
+from mpcompile.optim.rests_on import Gradients
 
 Params = list[nn.Parameter]
 
@@ -81,7 +81,7 @@ CHANGES = (lose_one, get_one, transpose, narrow, make_sparse, replace_by_an_equa
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 def test_a_pattern_notices(change: Callable[[torch.optim.Optimizer], None]) -> None:
     own = optimizer()
-    pattern = Pattern(own)
+    pattern = Gradients(own)
     assert pattern.holds(own)
     change(own)
     assert not pattern.holds(own)
@@ -89,7 +89,7 @@ def test_a_pattern_notices(change: Callable[[torch.optim.Optimizer], None]) -> N
 
 def test_a_pattern_holds_for_new_gradients_stored_alike() -> None:
     own = optimizer()
-    pattern = Pattern(own)
+    pattern = Gradients(own)
     for p in params_of(own):
         if p.grad is not None:
             p.grad = p.grad.clone() + 1
@@ -100,7 +100,7 @@ def test_the_gradient_of_a_parameter_without_elements_does_not_count() -> None:
     own = optimizer()
     empty = params_of(own)[3]
     empty.grad = torch.ones(0).to_sparse()
-    pattern = Pattern(own)
+    pattern = Gradients(own)
     empty.grad = torch.ones(0)
     assert pattern.holds(own)
 

@@ -52,7 +52,7 @@ from .marks import (
 )
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
-from .reads import reads_only_low
+from .reads import all_before, reads_only_low
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,
@@ -114,6 +114,7 @@ __all__ = [
     "added",
     "after",
     "alignment",
+    "all_before",
     "argument",
     "aten",
     "attribute",

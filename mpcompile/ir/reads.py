@@ -1,6 +1,8 @@
-"""In which precision a rewritten graph reads its inputs."""
+"""What the values of a graph are read from, and in which precision."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -26,3 +28,14 @@ def _passes_only_low(node: fx.Node, user: fx.Node, low: torch.dtype) -> bool:
         return False
     moves = role(user) is Role.SCALE or kind(user) in (Kind.VIEW, Kind.MOVE)
     return moves and reads_only_low(user, low)
+
+
+def all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that they depend on."""
+    found = set(nodes)
+    waiting = list(found)
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found]
+        found.update(new)
+        waiting += new
+    return found

@@ -11,15 +11,18 @@ A setting that changes compiles the same step anew, and counts as none of these.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from .. import logs
 from ..errors import CannotRewrite, MPCompileWarning
 from ..state import parameters
 from ..state.loss_scale import LossScale
@@ -28,12 +31,12 @@ from ..torch_inside.modes import modes_off
 from .absent import Absent
 from .apart import ParametersMix
 from .compile_piece import Emit
+from .fingerprint import Fingerprint
 from .first_state import initialise_state, state_stands_by
 from .inputs import Member, Setting
 from .key import StepKey
-from .log_step import log_compiled, why_compiled
 from .members import all_members_of
-from .results import Results
+from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep
 
@@ -41,6 +44,21 @@ from .step import CompiledStep
 _EXACT = 2
 # For so many patterns (or dtypes, or loss scales) programs are compiled.
 _MOST = 16
+
+
+@dataclass
+class LastKey:
+    """The key of the last step.
+
+    Attributes:
+        key: the key.
+        rests_on: what it was made from.
+        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
+    """
+
+    key: StepKey
+    rests_on: Fingerprint
+    step: CompiledStep | None = None
 
 
 class CompiledSteps:
@@ -81,8 +99,7 @@ class CompiledSteps:
         exact = self._exact.get(key)
         if exact is not None:
             return exact
-        wide = (s for s in self._wide if s.absent is not None and s.absent.covers(key, part))
-        return next(wide, None)
+        return next((step for step in self._wide if step.covers(key, part)), None)
 
     def compiled(
         self,
@@ -107,14 +124,14 @@ class CompiledSteps:
             StateAppeared: the first step makes state, so that it can't be traced.
             CannotRewrite: it can't be traced at all.
         """
-        start, why = time.perf_counter(), why_compiled(part, known, self.all)
+        start, why = time.perf_counter(), _why(part, known, self.all)
         if known is not None:  # a setting that changed may change again: an input now
-            self._varying |= known.changed_settings(part)
+            self._varying |= known.rests_on.constants.changed(part)
         elif self._patterns >= _MOST:
             self._warn_of_too_many(part)
             return None
         with compile_session(), modes_off():  # tracing uses its own FakeTensors
-            wide = known.absent is not None if known is not None else self._patterns >= _EXACT
+            wide = known.is_wide if known is not None else self._patterns >= _EXACT
             step = self._compiled_wide(key, part, whole, own) if wide and self._apart else None
             if step is not None:
                 self._wide = [s for s in self._wide if s is not known] + [step]
@@ -122,7 +139,7 @@ class CompiledSteps:
                 step = self._exact[key] = self._compiled_exact(key, part)
         self._patterns += known is None
         self.compilations += 1
-        log_compiled(part, step.key, why, time.perf_counter() - start)
+        _log_compiled(part, step.key, why, time.perf_counter() - start)
         return step
 
     def _compiled_exact(self, key: StepKey, part: Optimizer) -> CompiledStep:
@@ -204,3 +221,38 @@ def _is_scaled_alike(member: Member, key: StepKey) -> bool:
     """Whether a member's gradient depends on no other loss scale than those of the key do."""
     known = parameters.scales_of(member.param)
     return member.param.grad is not None or all(any(s is k for k in key.scales) for s in known)
+
+
+# -- what is logged --------------------------------------------------------------------------------
+
+
+def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[CompiledStep]) -> str:
+    """Why a step is to be compiled.
+
+    Args:
+        step: the one that was compiled for this key and no longer holds, or None.
+        others: those of all keys.
+    """
+    if step is not None:
+        return step.rests_on.broken_by(optimizer) or "its state is stored in another way"
+    if others:
+        return "gradients, parameters or loss scales for which none was compiled yet"
+    return "none was compiled yet, or a state was loaded"
+
+
+def _log_compiled(optimizer: Optimizer, key: StepKey, why: str, seconds: float) -> None:
+    logs.event(
+        "optim", logging.INFO, "compiled",
+        "a step of %(optimizer)s over %(parameters)d parameters was compiled in %(seconds).2f s: "
+        "%(why)s",
+        optimizer=type(optimizer).__name__, parameters=len(key.members), why=why, seconds=seconds,
+    )  # fmt: skip
+
+
+def log_by_operator(optimizer: Optimizer, key: StepKey) -> None:
+    logs.event(
+        "optim", logging.INFO, "by_operator",
+        "a step of %(optimizer)s over %(parameters)d parameters runs operator by operator, because "
+        "it makes the optimizer's state; the next one is compiled",
+        optimizer=type(optimizer).__name__, parameters=len(key.members),
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from ..state import guard
 from ..torch_inside.amp import autocast_off
 from .first_state import give_gradient
 from .key import StepKey
-from .results import Results
+from .reports import Results
 from .trace_context import raw_step
 
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..ir.step import Slot
-from .inputs import Setting, has_lr, setting_floats
+from .fingerprint import Fact
+from .inputs import Member, Setting, has_lr, setting_floats
 from .trace import Trace
 
 _Groups = Sequence[Mapping[str, Any]]
@@ -19,11 +21,10 @@ class HeldSettings:
     learning rates, and the floats of settings that were seen to change.
 
     Args:
-        groups: all param groups of the optimizer.
-        taking_part: the indices of the groups with a parameter in the step.
+        optimizer: whose they are.
+        members: the parameters of the step.
         traced: the traced step.
         varying: the settings whose floats the step takes as inputs.
-        device: where the step runs.
 
     Attributes:
         tensors: the tensors, by the slot of their input.
@@ -31,12 +32,13 @@ class HeldSettings:
 
     def __init__(
         self,
-        groups: _Groups,
-        taking_part: set[int],
+        optimizer: Optimizer,
+        members: Sequence[Member],
         traced: Trace,
         varying: frozenset[Setting],
-        device: torch.device,
     ) -> None:
+        groups, device = optimizer.param_groups, members[0].param.device
+        taking_part = {m.group for m in members if m.updated}
         self._traced, self._varying = traced, varying
         self._lr_slots = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
         self._floats = setting_floats(groups, varying)
@@ -57,14 +59,20 @@ class HeldSettings:
             elif self._lrs.get(g) != lr:
                 self.tensors[slot].fill_(lr)
                 self._lrs[g] = lr
-        for slot, number in setting_floats(groups, self._varying).items():
-            if self._floats[slot] != number:
-                self.tensors[slot].fill_(number)
-                self._floats[slot] = number
+        if self._varying:
+            for slot, number in setting_floats(groups, self._varying).items():
+                if self._floats[slot] != number:
+                    self.tensors[slot].fill_(number)
+                    self._floats[slot] = number
 
-    def fit(self, groups: _Groups) -> bool:
+    def facts(self, optimizer: Optimizer) -> list[Fact]:
+        """What must not change of them."""
+        words = "a setting on the other side of a test"
+        return [Fact(words, self._fit, optimizer)] if self._varying else []
+
+    def _fit(self, optimizer: Optimizer) -> bool:
         """Whether the graph is right for the current floats."""
-        now = setting_floats(groups, self._varying)
+        now = setting_floats(optimizer.param_groups, self._varying)
         return now.keys() == self._floats.keys() and (
             now == self._floats or self._traced.holds_for(now)
         )

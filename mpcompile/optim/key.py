@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from ..ir.step import Gradient
 from ..ranks.shards import Connected, layout_of, local
@@ -18,10 +17,6 @@ from ..state.loss_scale import LossScale
 from ..state.low_gradients import on_one_scale
 from ..torch_inside.tensors import make_contiguous_strides_for
 from .inputs import Member
-from .members import pattern_of
-
-if TYPE_CHECKING:
-    from .step import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -49,21 +44,24 @@ class StepKey:
     def of(
         cls,
         members: Sequence[Member],
-        own: LossScale,
+        own: LossScale | None,
         connected: Connected | None = None,
         *,
         usual: tuple[LossScale, ...] = (),
+        arriving: Sequence[Stored] = (),
     ) -> StepKey:
         """The key of a step over these members; `own` scales parameters of no scaled model. What a
         member without a gradient has is guessed: as far as nothing is known of the next one, it has
-        what a parameter of its shape has, or all of the `usual` loss scales.
+        what a parameter of its shape has, or all of the `usual` loss scales. Or it is known how the
+        gradient of each is to arrive.
         """
         scales: list[LossScale] = []
         gradients: list[Gradient] = []
         held: list[WorkingCopy | None] = []
         facts: list[Any] = []
         strides: list[tuple[int, ...]] = []
-        alike = _alike(members, own) if usual else {}
+        others = (own,) if own is not None else ()
+        alike = _alike(members, others) if usual else {}
 
         def index(scale: LossScale) -> int:
             for k, known in enumerate(scales):
@@ -72,15 +70,15 @@ class StepKey:
             scales.append(scale)
             return len(scales) - 1
 
-        for member in members:
+        for i, member in enumerate(members):
             param, grad = member.param, member.param.grad
             copy = _copy_of(param)
             like: WorkingCopy | None = None
             guessed: tuple[LossScale, ...] = ()
             if grad is None:
                 like, guessed = alike.get((param.shape, param.dtype), (None, usual))
-            known = parameters.scales_of(param) or guessed or (own,)
-            stored = _stored(param, copy or like)
+            known = parameters.scales_of(param) or guessed or others
+            stored = arriving[i] if arriving else _stored(param, copy or like)
             by = stored.scale if stored.scale is not None and stored.scale.active else None
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
@@ -108,15 +106,16 @@ class StepKey:
         return hash(self.facts)
 
     @cached_property
-    def scaled(self) -> dict[int, list[torch.Tensor]]:
-        """For each loss scale (by index): the parameters whose gradients are stored scaled by it.
+    def _scaled(self) -> dict[int, list[tuple[torch.Tensor, WorkingCopy | None]]]:
+        """For each loss scale (by index): the parameters, and their copies, whose gradients are
+        stored scaled by it.
 
         That of a parameter which has none yet may not be: a `WorkingCopy` comes with its forward.
         """
-        found: dict[int, list[torch.Tensor]] = {}
-        for member, gradient in zip(self.members, self.gradients, strict=True):
+        found: dict[int, list[tuple[torch.Tensor, WorkingCopy | None]]] = {}
+        for member, gradient, copy in zip(self.members, self.gradients, self.copies, strict=True):
             if (k := gradient.scaled_by) is not None:
-                found.setdefault(k, []).append(member.param)
+                found.setdefault(k, []).append((member.param, copy))
         return found
 
     @property
@@ -129,13 +128,13 @@ class StepKey:
         scales (by index): 0-d FP32. Those that there are: a member may have none.
         """
         found: dict[int, torch.Tensor] = {}
-        for k, scaled in self.scaled.items():
+        for k, scaled in self._scaled.items():
             now = [
                 (copy.gradient, param.grad)
-                for param in scaled
-                if param.grad is not None and (copy := _copy_of(param)) is not None
+                for param, known in scaled
+                if param.grad is not None and (copy := known or _copy_of(param)) is not None
             ]
-            found[k] = on_one_scale(now) if now else torch.ones((), device=scaled[0].device)
+            found[k] = on_one_scale(now) if now else torch.ones((), device=scaled[0][0].device)
         return found
 
     def covers(self, other: StepKey) -> bool:
@@ -169,17 +168,17 @@ def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
 
 
 def _alike(
-    members: Sequence[Member], own: LossScale
+    members: Sequence[Member], others: tuple[LossScale, ...]
 ) -> dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]]:
     """Of each shape, the copy and the loss scales of a parameter with a gradient."""
     found: dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]] = {}
     for param in (m.param for m in members if m.param.grad is not None):
-        has = _copy_of(param), parameters.scales_of(param) or (own,)
+        has = _copy_of(param), parameters.scales_of(param) or others
         found.setdefault((param.shape, param.dtype), has)
     return found
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """How a gradient is stored: its dtype, its strides, and the loss scale that it is multiplied
     by, or None.
     """
@@ -189,45 +188,19 @@ class _Stored(NamedTuple):
     scale: LossScale | None
 
 
-def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> _Stored:
+def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> Stored:
     """How the gradient of a parameter is stored; where it has none, how the next one will be."""
     grad, low = param.grad, copy.gradient if copy is not None else None
     if grad is not None:
         scale = low.scale if low is not None and low.is_scaled(grad) else None
-        return _Stored(grad.dtype, local(grad).stride(), scale)
+        return Stored(grad.dtype, local(grad).stride(), scale)
     held = local(param)
     # Autograd stores it as the parameter lies, if that is dense.
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(held)
     strides = held.stride() if dense else make_contiguous_strides_for(held.shape)
     if low is None or param.grad_dtype is torch.float32:
-        return _Stored(held.dtype, strides, None)
-    return _Stored(low.dtype, strides, low.scale)
-
-
-class LastKey:
-    """The key of the last step, and what it was made from.
-
-    Args:
-        key: the key.
-        optimizer: whose step it is.
-
-    Attributes:
-        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
-    """
-
-    def __init__(self, key: StepKey, optimizer: Optimizer) -> None:
-        self.key = key
-        self.step: CompiledStep | None = None
-        self._pattern = pattern_of(optimizer, sharded=key.connected is not None)
-        self._rules, self._changes = rules_of(key.scales), parameters.changes()
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the next step has this key, too."""
-        return (
-            self._changes == parameters.changes()
-            and self._rules == rules_of(self.key.scales)
-            and self._pattern.holds(optimizer)
-        )
+        return Stored(held.dtype, strides, None)
+    return Stored(low.dtype, strides, low.scale)
 
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:

@@ -20,19 +20,17 @@ from ..state.loss_scale import LossScale
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
-from .compiled_steps import CompiledSteps
+from .compiled_steps import CompiledSteps, LastKey, log_by_operator
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .key import LastKey, StepKey
-from .log_step import log_by_operator
+from .key import StepKey
 from .members import members_of
-from .results import Results
-from .saved_scales import SavedScales, saved
-from .saved_state import load_checked
+from .reports import Notices, Results
+from .rests_on import of_key
+from .saved import SavedScales, load_checked, saved
 from .shadow import HOOKS, StateAppeared
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
-from .watch import Watch
 
 
 class MPOptimizer(Optimizer):
@@ -110,7 +108,7 @@ class MPOptimizer(Optimizer):
         self._last: LastKey | None = None
         self._results = Results()
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
-        self._watch = Watch()
+        self._notices = Notices()
         parameters.own(self._parameters(), self, self._given_scale)
         guard.listen(self)
 
@@ -183,7 +181,7 @@ class MPOptimizer(Optimizer):
         """The step of the parameters that this process updates."""
         if (known := self._known_key()).key.members:
             self._step(known)
-            self._watch.look()
+            self._notices.look()
 
     @property
     def _part(self) -> Optimizer:
@@ -192,12 +190,13 @@ class MPOptimizer(Optimizer):
 
     def _known_key(self) -> LastKey:
         # Most steps are like the one before; checking that is cheaper than making a key.
-        if self._last is not None and self._last.holds(self._inner):
+        if self._last is not None and self._last.rests_on.holds(self._inner):
             return self._last
-        members = members_of(self._inner, sharded=self._connected is not None)
+        sharded = self._connected is not None
+        members = members_of(self._inner, sharded=sharded)
         key = StepKey.of(members, self._own_scale, self._connected)
         self._check_scales(key)
-        self._last = LastKey(key, self._inner)
+        self._last = LastKey(key, of_key(self._inner, key.scales, sharded=sharded))
         return self._last
 
     def _check_scales(self, key: StepKey) -> None:
@@ -217,7 +216,7 @@ class MPOptimizer(Optimizer):
             return
         known.step = step
         step.run(self._part)
-        self._watch.follow(known.key.scales)
+        self._notices.follow(known.key.scales)
 
     def _compiled(self, known: LastKey) -> CompiledStep | None:
         """The compiled step of this key; None if it must run operator by operator this time."""
@@ -358,7 +357,7 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
-        passing = ("_steps", "_last", "_results", "_watch", "step")
+        passing = ("_steps", "_last", "_results", "_notices", "step")
         hooks = dict.fromkeys(HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 

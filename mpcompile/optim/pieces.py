@@ -142,7 +142,7 @@ def _measures_fast(gm: fx.GraphModule) -> bool:
 def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
     notes = ir.step_notes(gm)
     measures, agreement = set(notes.norms), set(notes.agreement)
-    collected = _all_before(agreement)
+    collected = ir.all_before(agreement)
     stages: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -169,17 +169,6 @@ def stages_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
         else:
             stages[node] = PREPARE
     return stages
-
-
-def _all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All nodes that these depend on."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if n not in found]
-        found.update(new)
-        waiting += new
-    return found
 
 
 def _is_commit(node: fx.Node) -> bool:

@@ -51,7 +51,7 @@ class _Batch:
         self.run([torch.stack(a) if type(a) is list else a for a in self.arguments])
 
 
-class Program:
+class BoundPieces:
     """A compiled step, bound to its tensors.
 
     Args:

@@ -111,8 +111,8 @@ class Call:
             if grad is not None and grad.dtype is not param.dtype:
                 raise NotThisTime("a gradient is stored in low precision")
         self._changes = parameters.changes()
-        if not all(update.still_holds() for update in self._updates):
-            raise Outdated({u.optimizer: u.changed_settings() for u in self._updates})
+        if not all(update.rests_on.holds(update.inner) for update in self._updates):
+            raise Outdated({u.optimizer: u.constants.changed(u.inner) for u in self._updates})
         for scale, repairs in self._scales:
             if scale.trouble.pending and self._program.can_be_watched:
                 raise NotThisTime("steps were skipped in a row, so this one is watched")

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from .. import ir
 from ..errors import CannotRewrite
 from ..ir.targets import SET_GRAD_ENABLED, nesting
 
@@ -62,7 +63,7 @@ def cut(graph: fx.Graph) -> list[Part]:
     losses = {n for node in backwards for n in _nodes(node.args[0])}
     if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
         raise CannotRewrite("a loss is computed from gradients")
-    before = _all_before(losses)
+    before = ir.all_before(losses)
     found: list[Part] = []
     grad, run = True, list[fx.Node]()
     for node in graph.nodes:
@@ -166,14 +167,3 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 # of the module `operator`
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
-
-
-def _all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all that they depend on."""
-    found = set(nodes)
-    waiting = list(found)
-    while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if n not in found]
-        found.update(new)
-        waiting += new
-    return found

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import ir
 from ..devices.registry import capabilities
 from ..emit.joint import NO_PASSES, JointPasses
 from ..errors import CannotRewrite
@@ -185,11 +186,11 @@ class Program:
     def _check_results(self, running: _Running) -> None:
         """Refuse a result that the caller could still go backward from."""
         gone = [b for b in running.backwards if not b.kwargs.get("retain_graph")]
-        used_up = {n for b in gone for n in _all_before(_losses(b)) if _is_computed(n)}
+        used_up = {n for b in gone for n in ir.all_before(_losses(b)) if _is_computed(n)}
         for result in self._results():
             value = running.env.get(result)
             needs = isinstance(value, torch.Tensor) and value.requires_grad
-            if needs and used_up.isdisjoint(_all_before([result])):
+            if needs and used_up.isdisjoint(ir.all_before([result])):
                 raise CannotRewrite("it returns a value that still needs a gradient")
 
     # -- run ---------------------------------------------------------------------------------------
@@ -350,18 +351,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return duplicate(value.detach()).requires_grad_(value.requires_grad)
-
-
-def _all_before(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes, and what they are computed from."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
-    return found
 
 
 def _is_computed(node: fx.Node) -> bool:

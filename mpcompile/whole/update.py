@@ -7,7 +7,9 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,26 +19,64 @@ from torch.optim import Optimizer
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
-from ..ir.dtypes import HALF
-from ..ir.step import Gradient, Slot, StepConfig
-from ..optim import pipeline, program
-from ..optim.assumptions import Assumptions
+from ..ir.step import Slot
 from ..optim.compile_piece import Emit
+from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state
-from ..optim.held_settings import HeldSettings
 from ..optim.inputs import Member, Setting
 from ..optim.join_pieces import join_small, keep_results
-from ..optim.parts import StepParts, parts_of
+from ..optim.key import StepKey, Stored
+from ..optim.optimizer import MPOptimizer
 from ..optim.pieces import UPDATE, Split, split, stages_of
-from ..optim.trace import Trace, trace
+from ..optim.program import BoundPieces
+from ..optim.reports import Notices, Results
+from ..optim.traced_step import TracedStep
 from ..ranks.shards import is_sharded
-from ..state import copies, guard, hooks, optimizers, parameters
+from ..state import hooks, optimizers
+from ..state.copies import WorkingCopy
 from ..state.loss_scale import LossScale
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
 from .held import Held
 from .tracing import parameters_of
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What belongs to the step of an optimizer.
+
+    Attributes:
+        optimizer: whose step is traced: of an MPOptimizer, the one that it wraps.
+        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
+        own: the loss scale of parameters that no scaled model reads, or None: they aren't checked.
+        results: where the step reports.
+        notices: is told of each step.
+        dump: directory for the graph of the step after every pass, or None.
+        is_connected: whether other processes hold parts of the parameters.
+    """
+
+    optimizer: Optimizer
+    max_grad_norm: float | None = None
+    own: LossScale | None = None
+    results: Results = field(default_factory=Results)
+    notices: Notices = field(default_factory=Notices)
+    dump: Path | None = None
+    is_connected: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Parts:
+        if not isinstance(optimizer, MPOptimizer):
+            return cls(optimizer)
+        return cls(
+            optimizer.inner,
+            optimizer._max_grad_norm,
+            optimizer._own_scale,
+            optimizer._results,
+            optimizer._notices,
+            optimizer._dump,
+            optimizer._connected is not None,
+        )
 
 
 class Update:
@@ -53,6 +93,9 @@ class Update:
     Attributes:
         optimizer: as given.
         scales: the loss scales of the gradients.
+        inner: of an MPOptimizer, the one that it wraps.
+        rests_on: what must not change of that one.
+        constants: the settings that are constants of the graph.
         is_behind: whether it runs behind the graph.
         rounds: whether it computes in a low dtype by itself, as Muon does.
 
@@ -71,123 +114,80 @@ class Update:
     ) -> None:
         self.optimizer = optimizer
         self.is_behind = behind is not None
-        self._parts = parts = parts_of(optimizer)
+        self._parts = parts = _Parts.of(optimizer)
         if parts.is_connected or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
         if any(a.grad.layout is not torch.strided for a in arrived):
             raise CannotRewrite("a gradient is sparse")
-        self._all = parameters_of(optimizer)
-        self._members = _members(optimizer, params)
-        self._copies = [next(iter(copies.copies_of(p).values()), None) for p in params]
-        self._learn_scales(parts)
-        self._check_given_scale()
-        self._device = params[0].device
-        config = self._config(arrived, varying)
-        with gradients_stand_by(self._all, params):
-            initialise_state(parts.optimizer, self._members)
-            traced = self._traced(arrived, config, varying)
-        self._assumptions = Assumptions(parts.optimizer, self._members, traced)
-        groups = {member.group for member in self._members}
-        self._settings = HeldSettings(
-            parts.optimizer.param_groups, groups, traced, varying, self._device
-        )
-        self._graph = traced.graph
-        self._hold(held, behind)
-
-    def _learn_scales(self, parts: StepParts) -> None:
-        """The loss scales, and for each parameter the numbers of its own."""
-        self.scales: list[LossScale] = []
-        self._scales_of: list[tuple[int, ...]] = []
-        for member in self._members:
-            known = parameters.scales_of(member.param) or ((parts.own,) if parts.own else ())
-            for scale in known:
-                if not any(scale is s for s in self.scales):
-                    self.scales.append(scale)
-            own = tuple(i for i, s in enumerate(self.scales) if any(s is k for k in known))
-            self._scales_of.append(own)
-
-    def _check_given_scale(self) -> None:
-        given = getattr(self.optimizer, "_given_scale", None)
+        self._key = key = _key(parts, params, arrived)
+        self.scales = key.scales
+        given = getattr(optimizer, "_given_scale", None)
         if given is not None and any(scale is not given for scale in self.scales):
             raise CannotRewrite("its MPOptimizer was given another loss scale")
-
-    def _config(self, arrived: Sequence[Arrived], varying: frozenset[Setting]) -> StepConfig:
-        def number(scale: LossScale | None) -> int | None:
-            return next((i for i, s in enumerate(self.scales) if s is scale), None)
-
-        gradients = tuple(
-            Gradient(a.grad.dtype, own, number(a.scale))
-            for a, own in zip(arrived, self._scales_of, strict=True)
+        everyone = parameters_of(optimizer)
+        with gradients_stand_by(everyone, params):
+            initialise_state(parts.optimizer, key.members)
+            self._step = TracedStep(
+                parts.optimizer,
+                key,
+                max_grad_norm=parts.max_grad_norm,
+                results=parts.results,
+                dump=parts.dump,
+                varying=varying,
+            )
+        self.inner, self.constants = parts.optimizer, self._step.rests_on.constants
+        self.rounds = self._step.rounds
+        self._everyone = everyone  # they live as long as this step, so their ids tell them
+        self.rests_on = Fingerprint(
+            Fact("other parameters", lambda o: [*map(id, parameters_of(o))], parts.optimizer),
+            self._step.rests_on,
+            Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
         )
-        return StepConfig(
-            gradients=gradients,
-            copies=tuple(c.layout if c is not None else None for c in self._copies),
-            checked=any(scale.active for scale in self.scales),
-            scales=tuple(scale.rule for scale in self.scales),
-            max_grad_norm=self._parts.max_grad_norm,
-            foreach=capabilities(self._device).multi_tensor and not varying,
-        )
+        self._graph = self._step.graph
+        self._hold(held)
+        self._given: Mapping[Slot, fx.Node] = {}  # inputs of the pieces that each step fills anew
+        if behind is not None:
+            self._part(behind)
+        # For each loss scale, which held tensors or inputs of the pieces each step fills anew.
+        places: Mapping[Slot, int | fx.Node] = {**self._given, **self._at}
+        self._fresh = [
+            [places.get(Slot("scale", k, name)) for name in ("first", "flag")]
+            for k in range(len(self.scales))
+        ]
 
-    def _traced(
-        self, arrived: Sequence[Arrived], config: StepConfig, varying: frozenset[Setting]
-    ) -> Trace:
-        optimizer, strides = self._parts.optimizer, [a.grad.stride() for a in arrived]
-        traced = trace(
-            optimizer, self._members, foreach=config.foreach, varying=varying, strides=strides
-        )
-        nodes = traced.graph.graph.nodes
-        self.rounds = any(t.dtype in HALF for n in nodes if (t := ir.tensor(n)) is not None)
-        pipeline.run(traced.graph, config, traced_in=0.0, dump=self._parts.dump)
-        return traced
-
-    def _known(self) -> dict[Slot, torch.Tensor]:
-        """The tensors that are the same in every step, by the slot of their input."""
-        state = self._parts.optimizer.state
-        known: dict[Slot, torch.Tensor] = {
-            **self._settings.tensors,
-            **self._parts.results.slots(self._device),
-        }
-        for i, (member, copy) in enumerate(zip(self._members, self._copies, strict=True)):
-            known[Slot("param", i)] = member.param
-            if copy is not None:
-                known[Slot("copy", i)] = copy.tensor
-            for key, value in state.get(member.param, {}).items():
-                if isinstance(value, torch.Tensor):
-                    known[Slot("state", i, str(key))] = value
-        for k, scale in enumerate(self.scales):
-            for field, tensor in scale.reside(self._device).items():
-                known[Slot("scale", k, field)] = tensor
-        return known
-
-    def _hold(self, held: Held, behind: Emit | None) -> None:
+    def _hold(self, held: Held) -> None:
         """Hold what the step reads and writes besides parameters and gradients."""
-        known = self._known()
         self._inputs = [ir.slot_of(n) for n in self._graph.graph.find_nodes(op="placeholder")]
-        self._no_overflows = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._firsts = [torch.tensor(is_first, device=self._device) for is_first in (False, True)]
         self._at: dict[Slot, int] = {}
         for slot in self._inputs:
             if slot.kind == "scale" and slot.key == "flag":
-                self._at[slot] = held.add_fresh(self._no_overflows)
-            elif behind is not None:
+                self._at[slot] = held.add_fresh(self._step.no_overflows)
+            elif self.is_behind:
                 continue
             elif slot.kind == "scale" and slot.key == "first":
-                self._at[slot] = held.add_fresh(self._firsts[True])
+                self._at[slot] = held.add_fresh(self._step.firsts[True])
             elif slot.kind == "copy":
-                copy = self._copies[slot.index]
-                assert copy is not None
-                self._at[slot] = held.add(copy.stored)
-            elif slot in known and slot.kind != "param":
-                self._at[slot] = held.add(known[slot])
-        if behind is not None:
-            # The norms are computed in the graph, where the gradients are made.
-            norms = set(ir.step_notes(self._graph).norms)
-            step = split(self._graph, whole=False)
-            self._measures = [p for p in step.pieces if p.outputs and norms.issuperset(p.outputs)]
-            others = tuple(p for p in step.pieces if p not in self._measures)
-            pieces = keep_results(join_small(Split(others, step.commits)))
-            self._program = program.Program(pieces, known, behind)
-            self._env: dict[fx.Node, Any] = {}
+                self._at[slot] = held.add(self._copy(slot).stored)
+            elif slot in self._step.held and slot.kind != "param":
+                self._at[slot] = held.add(self._step.held[slot])
+
+    def _copy(self, slot: Slot) -> WorkingCopy:
+        copy = self._key.copies[slot.index]
+        assert copy is not None
+        return copy
+
+    def _part(self, behind: Emit) -> None:
+        """Cut the step into pieces. The norms are computed in the graph, where the gradients are
+        made.
+        """
+        norms = set(ir.step_notes(self._graph).norms)
+        step = split(self._graph, whole=False)
+        self._measures = [p for p in step.pieces if p.outputs and norms.issuperset(p.outputs)]
+        others = tuple(p for p in step.pieces if p not in self._measures)
+        pieces = keep_results(join_small(Split(others, step.commits)))
+        self._program = BoundPieces(pieces, self._step.held, behind)
+        self._given = self._program.given
+        self._env: dict[fx.Node, Any] = {}
 
     # -- under a tracer ----------------------------------------------------------------------------
 
@@ -206,19 +206,7 @@ class Update:
             held: the held tensors.
         """
         assert not self.is_behind
-        used = {a.scale: a.used for a in arrived if a.scale is not None}
-        values: list[torch.Tensor] = []
-        for slot in self._inputs:
-            if slot.kind == "param":
-                values.append(params[slot.index])
-            elif slot.kind == "grad":
-                values.append(arrived[slot.index].grad)
-            elif slot.kind == "scale" and slot.key == "used":
-                value = used[self.scales[slot.index]]
-                assert value is not None
-                values.append(value)
-            else:
-                values.append(self._held_value(slot, found, held))
+        values = self._values(self._inputs, arrived, found, held, params)
         with torch.no_grad():
             self._run_in_stages(values)
 
@@ -235,23 +223,40 @@ class Update:
         updates = [n for n in nodes if stages[n] == UPDATE]
         read = {i for n in updates for i in n.all_input_nodes}
         numbers = [n for n in before if n in read and ir.value(n).ndim == 0]
-        one_by_one = not capabilities(self._device).multi_tensor
+        one_by_one = not capabilities(self._step.device).multi_tensor
         own = {**env, **(_kept({n: env[n] for n in numbers}) if one_by_one else {})}
         run_nodes(updates, own)
         run_nodes([n for n in nodes if stages[n] > UPDATE], {**own, **env})
 
-    def _held_value(
-        self, slot: Slot, found: Mapping[LossScale, torch.Tensor], held: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        value = held[self._at[slot]]
-        if slot.kind == "copy":
-            copy = self._copies[slot.index]
-            assert copy is not None
-            return copy.real_part(value, self._members[slot.index].param)
-        if slot.kind == "scale" and slot.key == "flag":
-            more = found.get(self.scales[slot.index])
-            return value if more is None else value + more.to(torch.int64)
-        return value
+    def _values(
+        self,
+        slots: Iterable[Slot],
+        arrived: Sequence[Arrived],
+        found: Mapping[LossScale, torch.Tensor],
+        held: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor] = (),
+    ) -> list[torch.Tensor]:
+        """The values of these inputs: see `run`."""
+        used = {a.scale: a.used for a in arrived if a.scale is not None}
+
+        def value(slot: Slot) -> torch.Tensor:
+            if slot.kind == "param":
+                return params[slot.index]
+            if slot.kind == "grad":
+                return arrived[slot.index].grad
+            if slot.kind == "scale" and slot.key == "used":
+                multiplier = used[self.scales[slot.index]]
+                assert multiplier is not None
+                return multiplier
+            stored = held[self._at[slot]]
+            if slot.kind == "copy":
+                return WorkingCopy.real_part(stored, self._key.members[slot.index].param)
+            if slot.kind == "scale" and slot.key == "flag":
+                more = found.get(self.scales[slot.index])
+                return stored if more is None else stored + more.to(torch.int64)
+            return stored
+
+        return [value(slot) for slot in slots]
 
     def inputs(
         self,
@@ -260,23 +265,15 @@ class Update:
         held: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Of a step behind the graph, what the graph must return for it; see `run`."""
-        used = {a.scale: a.used for a in arrived if a.scale is not None}
-        values: list[Any] = []
+        norms: list[Any] = []
         for piece in self._measures:
             grads = [arrived[ir.slot_of(n).index].grad for n in piece.inputs]
-            values += piece.graph(*grads)
-        for slot in map(ir.slot_of, self._given_behind()):
-            if slot.kind == "grad":
-                values.append(arrived[slot.index].grad)
-            elif slot.key == "used":
-                values.append(used[self.scales[slot.index]])
-            elif slot.key == "flag":
-                values.append(self._held_value(slot, found, held))
-        return values
+            norms += piece.graph(*grads)
+        return norms + self._values(map(ir.slot_of, self._given_behind()), arrived, found, held)
 
     def _given_behind(self) -> list[fx.Node]:
         """The inputs of a step behind the graph that are made anew, other than by its scales."""
-        return [n for s, n in self._program.given.items() if s.key != "first"]
+        return [n for s, n in self._given.items() if s.key != "first"]
 
     def _taken(self) -> list[fx.Node]:
         """What a step behind the graph takes from it: the norms, and its own inputs."""
@@ -284,35 +281,15 @@ class Update:
 
     # -- in each step ------------------------------------------------------------------------------
 
-    def still_holds(self) -> bool:
-        """Whether all that the graph was made from is unchanged, or an input."""
-        optimizer, groups = self._parts.optimizer, self._parts.optimizer.param_groups
-        now = [p for group in groups for p in group["params"]]
-        return (
-            len(now) == len(self._all)
-            and all(p is q for p, q in zip(now, self._all, strict=True))
-            and self._assumptions.hold(optimizer)
-            and self._settings.fit(groups)
-            and not hooks.has_others(self.optimizer)
-        )
-
-    def changed_settings(self) -> frozenset[Setting]:
-        """The settings that were constants of the graph and have another value now."""
-        return self._assumptions.changed_settings(self._parts.optimizer)
-
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
-        self._settings.refresh(self._parts.optimizer.param_groups)
-        for k, scale in enumerate(self.scales):
-            overflows = guard.look(self.optimizer, scale)
-            is_first = scale.begin_step()
-            first = Slot("scale", k, "first")
-            if self.is_behind and first in self._program.given:
-                self._env[self._program.given[first]] = self._firsts[is_first]
-            elif first in self._at:
-                held[self._at[first]] = self._firsts[is_first]
-            if (at := self._at.get(Slot("scale", k, "flag"))) is not None:
-                held[at] = self._no_overflows if overflows is None else overflows.to(self._device)
+        values: dict[int | fx.Node, torch.Tensor] = {}
+        self._step.begin(self._parts.optimizer, self.optimizer, self._fresh, values)
+        for place, value in values.items():
+            if isinstance(place, int):
+                held[place] = value
+            else:
+                self._env[place] = value
 
     @property
     def wants(self) -> int:
@@ -329,12 +306,9 @@ class Update:
         """Note that the step has run."""
         note_step(self._parts.optimizer)  # schedulers ask
         note_step(self.optimizer)
-        torch.autograd.graph.increment_version([m.param for m in self._members])
-        for member, copy in zip(self._members, self._copies, strict=True):
-            if copy is not None:
-                copy.written(member.param)
-        self._parts.watch.follow(self.scales)
-        self._parts.watch.look()
+        self._step.ran()
+        self._parts.notices.follow(self.scales)
+        self._parts.notices.look()
         if not optimizers.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
                 scale.overflows.lookers.add(self.optimizer)
@@ -359,6 +333,10 @@ def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _members(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Member]:
-    groups = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    return [Member(groups[id(p)], p) for p in params]
+def _key(parts: _Parts, params: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> StepKey:
+    """What a step over these parameters is traced for."""
+    groups = parts.optimizer.param_groups
+    index = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+    members = [Member(index[id(p)], p) for p in params]
+    arriving = [Stored(a.grad.dtype, a.grad.stride(), a.scale) for a in arrived]
+    return StepKey.of(members, parts.own, arriving=arriving)

@@ -1,9 +1,16 @@
-"""An optimizer's state from a checkpoint: it is loaded only if it is of parameters like these."""
+"""What an optimizer's checkpoint holds: its state, and the loss scales of its models.
+
+The state is loaded only if it is of parameters like these. Each scale goes back to the model it
+came from. Scales belong to models, and a checkpoint is mostly loaded before the first forward, when
+no scale is known yet. So each is saved with the indices of the parameters whose gradients it
+scales, and waits until a model with these parameters runs.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +18,67 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ranks.zero import is_zero
+from ..state.loss_scale import LossScale
 from .first_state import state_stands_by
 from .inputs import Member
 
+_PARAMETERS = "parameters"
 
-class _Saved(NamedTuple):
+
+def saved(scale: LossScale, parameters: Collection[int]) -> dict[str, Any]:
+    """A scale's state and the indices of its parameters in the optimizer."""
+    return {**scale.state_dict(), _PARAMETERS: sorted(parameters)}
+
+
+class SavedScales:
+    """The scales of a checkpoint that wait for their models."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.waiting = list(entries)
+        self._restored: weakref.WeakSet[LossScale] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedScales, (self.waiting,)  # a copy knows no scale yet
+
+    def restore(
+        self, known: Mapping[LossScale, Collection[int]], *, appeared: bool = False
+    ) -> None:
+        """Load into each known scale the entry saved for its parameters. A scale whose own state
+        was loaded separately keeps that state.
+
+        Args:
+            appeared: a model ran after the checkpoint was loaded. Its scale may be in use already;
+                another optimizer of the checkpoint that holds the model may have loaded it then.
+        """
+        for scale, parameters in known.items():
+            if scale in self._restored:
+                continue
+            likeness = {i: _likeness(e, set(parameters)) for i, e in enumerate(self.waiting)}
+            best = max(likeness, key=likeness.__getitem__, default=None)
+            if best is not None and likeness[best] >= 0:
+                entry = self.waiting.pop(best)
+                self._restored.add(scale)
+                if not (scale.restored if appeared else scale.loaded):
+                    scale.load_state_dict(entry)
+                scale.loaded = False
+
+
+def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
+    """The share of parameters that both sets have in common; 0 for a GradScaler's entry (no set).
+
+    A model may have run more or fewer of its graphs when it was saved than now. If each set has
+    parameters that the other lacks, the entry is of another model that shares some: negative.
+    """
+    theirs = set(entry.get(_PARAMETERS, ()))
+    if theirs - parameters and parameters - theirs:
+        return -1.0
+    return len(theirs & parameters) / max(len(theirs | parameters), 1)
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+
+class _SavedState(NamedTuple):
     """What was saved for one parameter.
 
     Attributes:
@@ -47,7 +110,7 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    for saved in _saved(optimizer, state_dict):
+    for saved in _entries_of(optimizer, state_dict):
         own, shapes = tuple(saved.member.param.shape), _shapes(saved.entries)
         if not shapes or (own in shapes.values() and {*shapes.values()} <= {own, ()}):
             continue  # as mostly: moments like the parameter, and counters
@@ -62,7 +125,7 @@ def _check(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 )
 
 
-def _saved(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_Saved]:
+def _entries_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_SavedState]:
     """What was saved for each parameter. (Where groups differ, torch says so.)"""
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
     count = itertools.count()
@@ -72,7 +135,7 @@ def _saved(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_Sav
             index = next(count)
             entries = state_dict["state"].get(who, {})
             name = f"parameter {index}" + (f" ({names[i]})" if i < len(names) else "")
-            yield _Saved(name, Member(number, param), entries)
+            yield _SavedState(name, Member(number, param), entries)
 
 
 def _shapes(entries: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -1,22 +1,51 @@
-"""Reads flags from the device without waiting for them."""
+"""What the steps of an optimizer report: values on the device, and what is read without waiting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from ..ir.step import Slot
 from ..state.async_read import Later
 from ..state.loss_scale import LossScale
 
+_DTYPES = {"skipped": torch.bool, "norm": torch.float32}
 
-class Watch:
+
+class Results:
+    """The 0-d tensors that all steps of one optimizer write: whether the last step was "skipped"
+    (bool), and the global "norm" of its gradients before clipping (FP32).
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, before: Any) -> torch.Tensor:
+        """The value reported last; the number `before` if no step has run."""
+        return self._tensors[name] if name in self._tensors else torch.tensor(before)
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        self._tensor(name, value.device).copy_(value)
+
+    def slots(self, device: torch.device) -> dict[Slot, torch.Tensor]:
+        """The tensors, by their slots in a step's graph; made on that device if need be."""
+        return {Slot("result", key=name): self._tensor(name, device) for name in _DTYPES}
+
+    def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros((), dtype=_DTYPES[name], device=device)
+        return self._tensors[name]
+
+
+class Notices:
     """Tells loss scales of each step, warns once if one is stuck at its floor, and logs how they
     move. On a GPU the message comes a step late, without waiting.
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, _Look] = {}
+        self._looks: dict[int, _Notice] = {}
         self._scales: tuple[LossScale, ...] = ()
 
     def follow(self, scales: Iterable[LossScale]) -> None:
@@ -24,7 +53,7 @@ class Watch:
         self._scales = tuple(scales)
         for scale in self._scales:
             if scale.kind == "dynamic" and id(scale) not in self._looks:
-                self._looks[id(scale)] = _Look(scale, "floor", scale.warn_at_floor)
+                self._looks[id(scale)] = _Notice(scale, "floor", scale.warn_at_floor)
 
     def look(self) -> None:
         for scale in self._scales:
@@ -35,7 +64,7 @@ class Watch:
             look.scale.live.log_moves()
 
 
-class _Look:
+class _Notice:
     """One number of a scale's state, and the function to call once it is not zero."""
 
     def __init__(self, scale: LossScale, name: str, say: Callable[[], None]) -> None:

@@ -1,0 +1,249 @@
+"""What a compiled step rests on: two fingerprints of an optimizer.
+
+of_key     which step it is: the parameters, which of them have a gradient, how that is stored
+of_step    what its graph was made from: settings and attributes of the optimizer that it read,
+the tensors and values of the state (load_state_dict brings new ones), and where the
+parameters are stored (`p.data = ...` moves them)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..ranks.shards import is_sharded, local
+from ..ranks.zero import is_zero
+from ..state import parameters
+from ..state.loss_scale import LossScale
+from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
+from .held_settings import HeldSettings
+from .inputs import Member
+from .members import members_of
+from .trace import Trace
+
+_GRAD = operator.attrgetter("grad")
+_RULE = operator.attrgetter("rule")
+_SIZE = torch.Tensor.numel
+_MEMORY = torch.Tensor.data_ptr
+_VALUES: Any = dict.values
+
+
+def of_key(optimizer: Optimizer, scales: Sequence[LossScale], *, sharded: bool) -> Fingerprint:
+    """Which step of this optimizer it is, over gradients that depend on these loss scales."""
+    return Fingerprint(
+        Fact(
+            "other owners, copies or loss scales of parameters",
+            lambda _: _known_of_parameters(scales),
+            optimizer,
+        ),
+        Fact("other gradients", lambda o: _gradients(o, sharded=sharded), optimizer)
+        if sharded or is_zero(optimizer)
+        else Gradients(optimizer),
+    )
+
+
+def _known_of_parameters(scales: Sequence[LossScale]) -> list[object]:
+    """A number that tells what is known of all parameters, and the rules of their loss scales."""
+    return [parameters.changes(), *map(_RULE, scales)]
+
+
+def _gradients(optimizer: Optimizer, *, sharded: bool) -> list[object]:
+    """The parameters that have a gradient, and how it is stored."""
+    found: list[object] = []
+    for member in members_of(optimizer, sharded=sharded):
+        grad = local(member.param.grad)  # type: ignore[arg-type]  # members have gradients
+        found.append((member.group, id(member.param), member.updated, grad.dtype, grad.stride()))
+    return found
+
+
+class Gradients(Fact):
+    """The same where parameters are whole and all of them are updated: see `_gradients`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._changed = "other gradients"
+        groups = optimizer.param_groups
+        self._params = [p for group in groups for p in group["params"]]
+        self._lengths = [len(group["params"]) for group in groups]
+        self._sizes = [*map(_SIZE, self._params)]
+        grads = [*map(_GRAD, self._params)]
+        self._missing = [grad is None for grad in grads]
+        self._taking_part = [
+            not none and size > 0 for none, size in zip(self._missing, self._sizes, strict=True)
+        ]
+        found = [*itertools.compress(grads, self._taking_part)]
+        # A sparse gradient, whose layout is another, has no strides.
+        self._stored = Alike(found, DTYPE_AND_LAYOUT, STRIDE)
+
+    def holds(self, now: Optimizer) -> bool:
+        lists = [group["params"] for group in now.param_groups]
+        params = [*itertools.chain.from_iterable(lists)]
+        grads = [*map(_GRAD, params)]
+        return (
+            [*map(len, lists)] == self._lengths
+            and all(map(operator.is_, params, self._params))
+            and [*map(operator.is_, grads, itertools.repeat(None))] == self._missing
+            and [*map(_SIZE, params)] == self._sizes
+            and self._stored.holds([*itertools.compress(grads, self._taking_part)])
+        )
+
+
+class OfStep(Fingerprint):
+    """What the graph of a step was made from.
+
+    Args:
+        optimizer: whose step it is.
+        members: the parameters of the step.
+        traced: the traced step.
+        settings: those that the graph takes as inputs.
+        waiting: parameters whose state isn't the optimizer's yet: see `State.take_in`.
+
+    Attributes:
+        constants: the settings that are constants of the graph.
+        state: the state of the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        traced: Trace,
+        settings: HeldSettings,
+        waiting: Collection[torch.Tensor] = (),
+    ) -> None:
+        self.constants = Values("", lambda o: o.param_groups, traced.reads)
+        attributes = {(0, name): value for name, value in traced.attributes.items()}
+        self.state = State(optimizer, members, waiting)
+        super().__init__(
+            self.constants,
+            Values("the optimizer's own ", lambda o: [vars(o)], attributes),
+            self.state,
+            Memory(members),
+            *settings.facts(optimizer),
+        )
+
+
+class Values(Fact):
+    """Values by name, in tables that an optimizer has.
+
+    Args:
+        whose: what names of these are called by, in front of them.
+        tables: finds the tables.
+        values: (index of the table, name) -> value.
+    """
+
+    def __init__(
+        self,
+        whose: str,
+        tables: Callable[[Optimizer], Sequence[Mapping[str, Any]]],
+        values: Mapping[tuple[int, str], Any],
+    ) -> None:
+        self._whose, self._tables, self._values = whose, tables, values
+        self._by_table: dict[int, tuple[list[str], list[Any]]] = {}
+        for (index, name), value in values.items():
+            names, known = self._by_table.setdefault(index, ([], []))
+            names.append(name)
+            known.append(value)
+
+    def holds(self, now: Optimizer) -> bool:
+        tables = self._tables(now)
+        for index, (names, known) in self._by_table.items():
+            if not same([*map(tables[index].get, names)], known):
+                return False
+        return True
+
+    def broken_by(self, now: Optimizer) -> str | None:
+        names = sorted({name for _, name in self.changed(now)})
+        return f"another value of {self._whose}{', '.join(names)}" if names else None
+
+    def changed(self, now: Optimizer) -> frozenset[tuple[int, str]]:
+        """Those that are another one now."""
+        tables = self._tables(now)
+        return frozenset(
+            (i, name)
+            for (i, name), v in self._values.items()
+            if not same([tables[i].get(name)], [v])
+        )
+
+
+class Memory(Fact):
+    """Where the parameters that a step updates lie, and how they are stored."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._changed = "parameters that lie elsewhere in memory"
+        self._params = [m.param for m in members if m.updated]
+        self._sharded = any(map(is_sharded, self._params))
+        held = self._held()
+        self._memory = [*map(_MEMORY, held)]
+        self._stored = Alike(held, DTYPE_AND_LAYOUT, SHAPE, STRIDE)
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*map(local, self._params)] if self._sharded else self._params
+
+    def holds(self, now: Optimizer) -> bool:
+        held = self._held()
+        return [*map(_MEMORY, held)] == self._memory and self._stored.holds(held)
+
+
+class State(Fact):
+    """The state of the parameters that a step updates: its objects, or equal numbers in it.
+
+    Args:
+        optimizer: whose step it is.
+        members: the parameters of the step.
+        waiting: those whose state isn't the optimizer's yet: see `take_in`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        waiting: Collection[torch.Tensor] = (),
+    ) -> None:
+        self._changed = "other tensors in its state"
+        self._known: list[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]] = []
+        self.take_in(optimizer, (m.param for m in members if m.updated and m.param not in waiting))
+
+    def take_in(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+        """The optimizer has the state of these now."""
+        for param in params:
+            entries = optimizer.state.get(param)
+            if entries is not None:
+                self._known.append((param, entries, dict(entries)))
+        self._look(optimizer.state)
+
+    def holds(self, now: Optimizer) -> bool:
+        state = now.state
+        if self._is_untouched(state):
+            return True  # as mostly
+        for param, entries, items in self._known:
+            now_there = [*map(entries.get, items)]
+            if state.get(param) is not entries or not same(now_there, [*items.values()]):
+                return False
+        self._look(state)
+        return True
+
+    # A look-up by a parameter hashes it, in Python. So the objects that the state consists of are
+    # compared first, in few calls over all of them: where they are the same, nothing has changed.
+
+    def _look(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self._own = [entries for _, entries, _ in self._known]
+        self._params, self._entries = [*state], [*state.values()]
+        self._names = [*itertools.chain.from_iterable(self._own)]
+        self._values = [*self._values_now()]
+
+    def _is_untouched(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> bool:
+        return (
+            len(state) == len(self._params)
+            and all(map(operator.is_, state, self._params))
+            and all(map(operator.is_, state.values(), self._entries))
+            and [*itertools.chain.from_iterable(self._own)] == self._names
+            and all(map(operator.is_, self._values_now(), self._values))
+        )
+
+    def _values_now(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(_VALUES, self._own))
