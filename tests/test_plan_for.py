@@ -150,10 +150,10 @@ def test_each_graph_has_a_plan() -> None:
 
 
 def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rewrite(*args: Any, **kwargs: Any) -> Any:
+    def plan_graph(*args: Any, **kwargs: Any) -> Any:
         raise CannotRewrite("this one can't be")
 
-    monkeypatch.setattr(planner, "rewrite", rewrite)
+    monkeypatch.setattr(planner, "plan_graph", plan_graph)
     planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
     assert [plan.nodes for plan in planned.graphs] == [()]
     assert planned.left == ("this one can't be",)
