@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.papers.tasks.gan import frechet_distance
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.state.copies import copies_of
 
@@ -126,3 +128,13 @@ def test_a_dcgan_trains_to_the_losses_of_fp32() -> None:
     spread = ends.max(0).values - ends.min(0).values
     end = train(0, steps, o2)[0][-last:].mean(0)
     assert ((end - ends[0]).abs() <= spread).all(), f"{end} against {ends}"
+
+
+def test_the_frechet_distance_of_two_gaussians() -> None:
+    """In one dimension it is (m1 - m2)^2 + (s1 - s2)^2: of the means and the deviations."""
+    first = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    second = 3 * first + 5
+    deviation = math.sqrt(2)  # of the first, with n - 1 in the denominator
+    assert frechet_distance(first, second) == pytest.approx(25 + (2 * deviation) ** 2)
+    assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-12)
+    assert math.isnan(frechet_distance(first, first * math.inf))

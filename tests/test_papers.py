@@ -24,7 +24,6 @@ from benchmarks.papers.report import OFF, make_report
 from benchmarks.papers.store import Kept, Row, Store
 from benchmarks.papers.task import Metrics, Probe, Task
 from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
-from benchmarks.papers.tasks.gan import frechet_distance
 from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
@@ -396,13 +395,3 @@ def test_the_report_tells_chance_from_a_shift() -> None:
 def test_a_gpu_runs_every_row() -> None:
     """The pieces don't import the tasks, which need packages that a GPU machine may lack."""
     assert len(ROWS) == PAPERS_ROWS
-
-
-def test_the_frechet_distance_of_two_gaussians() -> None:
-    """In one dimension it is (m1 - m2)^2 + (s1 - s2)^2: of the means and the deviations."""
-    first = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    second = 3 * first + 5
-    deviation = math.sqrt(2)  # of the first, with n - 1 in the denominator
-    assert frechet_distance(first, second) == pytest.approx(25 + (2 * deviation) ** 2)
-    assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-12)
-    assert math.isnan(frechet_distance(first, first * math.inf))

@@ -288,9 +288,27 @@ def _pair(generator: torch.Generator, size: int) -> Inputs:
 
 
 def _raft() -> nn.Module:
+    """Its grid of pixels is FP32 in FP64, too, which its operators don't take together: up to the
+    first sum with a flow, where it becomes FP64, it is made so here.
+    """
     from torchvision.models.optical_flow import raft_small
+    from torchvision.models.optical_flow.raft import CorrBlock
 
-    return raft_small(weights=None)
+    class Indexed(CorrBlock):
+        def index_pyramid(self, centroids_coords: Tensor) -> Tensor:
+            return super().index_pyramid(_as_wide(centroids_coords, self.corr_pyramid[0]))
+
+    def widen(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        *features, flow = args
+        return (*features, _as_wide(flow, features[-1]))
+
+    model = raft_small(weights=None, corr_block=Indexed(num_levels=4, radius=3))
+    model.update_block.register_forward_pre_hook(widen)
+    return model
+
+
+def _as_wide(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, other.dtype))
 
 
 def _flow_loss(model: nn.Module, inputs: Inputs) -> Tensor:
