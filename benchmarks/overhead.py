@@ -32,13 +32,13 @@ from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import auto_or, idle_wait, in_turns
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.calls.module_call import ModuleCall
 from mpcompile.optim.program import BoundPieces
 from mpcompile.optim.reports import Notices
 from mpcompile.optim.step import CompiledStep
-from mpcompile.state import copies, guard
-from mpcompile.state.loss_scale import LossScale
-from mpcompile.state.low_gradients import LowGradient
+from mpcompile.runtime.module_call import ModuleCall
+from mpcompile.scaling import copies, guard
+from mpcompile.scaling.loss_scale import LossScale
+from mpcompile.scaling.low_gradients import LowGradient
 
 PHASES, WHOLE = ("forward", "backward", "step", "zero_grad"), "the whole step"
 PEER = "compile + autocast + GradScaler + fused AdamW"

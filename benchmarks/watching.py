@@ -29,8 +29,8 @@ from benchmarks.models import MLP, Sample
 from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpcompile, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.ir.scale import ScaleState
-from mpcompile.state.live_scale import LiveScale
-from mpcompile.state.trouble import Trouble
+from mpcompile.scaling.live_scale import LiveScale
+from mpcompile.scaling.trouble import Trouble
 
 READY, OFF = "ready", "off"
 OPTIMIZERS = ("AdamW", "MPOptimizer")

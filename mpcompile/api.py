@@ -16,31 +16,31 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
-from .calls import uncalled
-from .calls.looking import Looking
-from .calls.module_call import ModuleCall, running
-from .calls.owned_backend import compiled_by
-from .calls.say_outside import gains, say_outside
-from .calls.sharded_call import ends_graph
-from .calls.trainer_steps import compile_steps, has_steps
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .emit.accumulation import accumulate_in_fp32
-from .emit.emitter import check_how
-from .emit.frozen import see_what_trains
-from .emit.tracing_settings import VALUE_SIZES
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
-from .inspect.graph_plan import GraphPlan
+from .lower.accumulation import accumulate_in_fp32
+from .lower.emitter import check_how
+from .lower.frozen import see_what_trains
+from .lower.tracing_settings import VALUE_SIZES
+from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .rules.policy import Level, Policy
+from .runtime import uncalled
+from .runtime.looking import Looking
+from .runtime.module_call import ModuleCall, running
+from .runtime.owned_backend import compiled_by
+from .runtime.say_outside import gains, say_outside
+from .runtime.sharded_call import ends_graph
+from .runtime.trainer_steps import compile_steps, has_steps
+from .scaling import hooks, parameters
+from .scaling.loss_scale import LossScale
+from .scaling.repairs import Repairs
 from .settings import OPTIONS, Options, Settings, check_module, documented
-from .state import hooks, parameters
-from .state.loss_scale import LossScale
-from .state.repairs import Repairs
 from .torch_inside.health import refuse
 from .torch_inside.modules import set_compiled_call, unwrapped
 from .torch_inside.reach import Part
-from .whole.train_step import TrainStep, goes_backward
+from .whole_step.train_step import TrainStep, goes_backward
 
 F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
 

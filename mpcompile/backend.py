@@ -14,22 +14,22 @@ from typing import Any
 
 from torch import fx
 
-from .calls import uncalled
-from .calls.outside import counted
 from .capture.breaks import why_it_ends
 from .capture.provenance import Names, nobody
-from .emit.tracing_settings import or_broken
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from .graph_function import function_of, function_of_left
-from .inspect.graph_plan import GraphPlan, plan_of_left
-from .inspect.log_graph import log_graph
-from .inspect.trace import trace_graph
 from .ir.updates import is_update
+from .lower.tracing_settings import or_broken
 from .plan_graph import plan_graph
 from .planner.target import place_of
+from .plans.graph_plan import GraphPlan, plan_of_left
+from .plans.log_graph import log_graph
+from .plans.trace import trace_graph
 from .rules.policy import Level
+from .runtime import uncalled
+from .runtime.outside import counted
+from .scaling import hooks
 from .settings import Settings
-from .state import hooks
 from .torch_inside.dynamo_names import RestartAnalysis
 from .training import training_of
 

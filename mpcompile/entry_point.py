@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .backend import mpcompile_backend
-from .emit.accumulation import accumulate_in_fp32
-from .emit.frozen import see_what_trains
-from .state import hooks
+from .lower.accumulation import accumulate_in_fp32
+from .lower.frozen import see_what_trains
+from .scaling import hooks
 
 __all__ = ["mpcompile_backend"]
 

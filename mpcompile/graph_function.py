@@ -12,23 +12,23 @@ import torch
 from torch import fx
 
 from . import ir, pipeline
-from .calls.graph_call import is_leaf, with_extra_inputs
-from .calls.under_ddp import noticing_ddp
-from .calls.watched_call import Watched
-from .calls.witness import constants_of
 from .devices.registry import capabilities
-from .emit.accumulation import check_accumulation
-from .emit.emitter import emit
-from .emit.fusing import gains, is_apart
-from .emit.islands import has_rnn, pieces
-from .emit.joint import NO_PASSES, JointPasses, joint_passes
-from .inspect.advice import say_nothing_runs_low, say_products_stay
 from .ir.fakes import fake_of_fixed_size
+from .lower.accumulation import check_accumulation
+from .lower.emitter import emit
+from .lower.fusing import gains, is_apart
+from .lower.islands import has_rnn, pieces
+from .lower.joint import NO_PASSES, JointPasses, joint_passes
 from .padding.products import product
 from .pipeline import Planned
 from .planner.target import Target
+from .plans.advice import say_nothing_runs_low, say_products_stay
+from .runtime.graph_call import is_leaf, with_extra_inputs
+from .runtime.under_ddp import noticing_ddp
+from .runtime.watched_call import Watched
+from .runtime.witness import constants_of
+from .scaling import fit_scale, shardings
 from .settings import Settings
-from .state import fit_scale, shardings
 from .torch_inside.dynamo import traced_code
 from .training import Training, is_trained
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from torch import fx
 
 from . import logs
-from .inspect.dump import Dump
-from .inspect.graph_plan import GraphPlan, lines_of, plan_of
-from .inspect.trace import trace_graph
 from .ir import spec
 from .ir.inputs import GraphInputs
 from .passes.graph.classify import classify
@@ -41,6 +38,9 @@ from .passes.graph.plan import plan
 from .passes.graph.plan_pads import plan_pads
 from .passes.graph.read_copies import read_copies
 from .passes.graph.scale_gradients import scale_gradients
+from .plans.dump import Dump
+from .plans.graph_plan import GraphPlan, lines_of, plan_of
+from .plans.trace import trace_graph
 from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]

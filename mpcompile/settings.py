@@ -28,12 +28,12 @@ from . import pipeline, rules
 from ._torch import NEWEST, check_torch_version
 from .capture.provenance import Names, nobody
 from .devices.registry import is_supported, supported
-from .emit.emitter import check_inductor
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF
+from .lower.emitter import check_inductor
 from .ranks.refuse import check_ranks
 from .rules.policy import LOW_DTYPES, Level, Policy, op_exists, parse_dtype, parse_level
-from .state.loss_scale import LossScale
+from .scaling.loss_scale import LossScale
 from .torch_inside.health import refuse
 from .torch_inside.reach import Part
 

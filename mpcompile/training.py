@@ -12,14 +12,14 @@ import torch
 from torch import fx
 
 from . import ir
-from .calls.graph_call import is_leaf
 from .capture.around import around_now
 from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level
+from .runtime.graph_call import is_leaf
+from .scaling import copies, parameters
+from .scaling.loss_scale import LossScale
 from .settings import Settings
-from .state import copies, parameters
-from .state.loss_scale import LossScale
 
 __all__ = ["Training", "is_trained", "scale_for", "training_of"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 
 class Net(nn.Module):

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
-from mpcompile.emit.emitter import emit
-from mpcompile.emit.islands import RNN_OPS
+from mpcompile.lower.emitter import emit
+from mpcompile.lower.islands import RNN_OPS
 
 aten = torch.ops.aten
 

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from mpcompile.backend import mpcompile_backend
 from mpcompile.errors import MPCompileWarning
-from mpcompile.state.loss_scale import LossScale
+from mpcompile.scaling.loss_scale import LossScale
 
 BATCH = 16
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}

@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.models import resnet18
 from mpcompile import compiled_plans, mpcompile, plan_for
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.inspect.graph_plan import BackwardNode, GraphPlan
-from mpcompile.inspect.plan import ModuleLine, Plan
+from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
+from mpcompile.plans.plan import ModuleLine, Plan
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

@@ -15,8 +15,8 @@ from browser import browser, opened
 
 from benchmarks.models import resnet18
 from mpcompile import diagnose, plan_for
-from mpcompile.debug.report import Report
 from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.diagnosis.report import Report
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 

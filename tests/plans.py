@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpcompile.inspect import GraphPlan, Plan, PlanNode
-from mpcompile.inspect.graph_plan import Line
-from mpcompile.inspect.plan import ModuleLine
+from mpcompile.plans import GraphPlan, Plan, PlanNode
+from mpcompile.plans.graph_plan import Line
+from mpcompile.plans.plan import ModuleLine
 
 
 def node(name: str, **facts: Any) -> PlanNode:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpcompile.debug.report import NodeNumbers, Report, Update
-from mpcompile.inspect.graph_plan import GraphPlan, PlanNode
+from mpcompile.diagnosis.report import NodeNumbers, Report, Update
 from mpcompile.observe.fault import Fault, Kind
 from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares
+from mpcompile.plans.graph_plan import GraphPlan, PlanNode
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

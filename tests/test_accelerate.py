@@ -23,7 +23,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

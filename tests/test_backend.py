@@ -122,7 +122,7 @@ def test_backend_options_are_checked() -> None:
 
 def test_backend_models_have_a_scale_by_their_parameters() -> None:
     """No LossScale is handed over: graphs over the same parameters share one, recompiled or not."""
-    from mpcompile.state.parameters import scale_of
+    from mpcompile.scaling.parameters import scale_of
 
     options = {"dtype": torch.float16, "emit": "eager"}
     models = [Net(), Net()]

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from mpcompile import MPCompileError, Policy, cli, mpcompile, pipeline
-from mpcompile.debug import Outcome, bisect
+from mpcompile.diagnosis import Outcome, bisect
 
 X = torch.ones(3, 8)
 

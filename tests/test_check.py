@@ -103,7 +103,7 @@ def test_a_training_that_mpcompile_leaves_in_fp32_is_seen() -> None:
 
 
 def test_a_repair_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpcompile.state.trouble.Trouble._may_look", lambda self: False)
+    monkeypatch.setattr("mpcompile.scaling.trouble.Trouble._may_look", lambda self: False)
     failure = run.tried(BY_NAME["repair=True"])
     assert failure == Failure("repair=True", Part.WATCH, "AssertionError: nothing was repaired")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mpcompile import cli
 from mpcompile.cli.common import show_tables
-from mpcompile.debug.report import Report
+from mpcompile.diagnosis.report import Report
 
 __all__ = ["nets"]
 

@@ -12,9 +12,9 @@ from factories import nets, squeezed
 from reports import node
 
 from mpcompile import cli
-from mpcompile.inspect.graph_plan import GraphPlan
-from mpcompile.inspect.plan import OutsideLine, Plan
-from mpcompile.inspect.tensor_cores import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.plans.plan import OutsideLine, Plan
+from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
 
 __all__ = ["nets"]
 

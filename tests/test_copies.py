@@ -12,7 +12,7 @@ from copied_models import HALVES, Net, Tied, one_step, trained
 from torch import nn
 
 from mpcompile import mpcompile
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 
 def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from copied_models import Net, Tied, check_against_fp64, dtype_of, one_step, tra
 from torch import nn
 
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.state.copies import MasterWeight
+from mpcompile.scaling.copies import MasterWeight
 
 
 def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 
 @pytest.mark.parametrize("dtype", HALVES)

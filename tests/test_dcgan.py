@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.papers.tasks.gan import frechet_distance
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 NOISE, FILTERS, BATCH = 16, 8, 16
 

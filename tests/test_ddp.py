@@ -27,7 +27,7 @@ from mpcompile import (
     mpcompile,
 )
 from mpcompile.ranks import ddp
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -15,7 +15,7 @@ from mpcompile.devices.registry import capabilities, default_device
 from mpcompile.profile.calls import Calls
 from mpcompile.profile.grid import Point
 from mpcompile.profile.measure import measure
-from mpcompile.state.async_read import Later
+from mpcompile.scaling.async_read import Later
 
 
 class Plain(Capabilities):
@@ -123,7 +123,7 @@ def test_a_number_is_read_when_its_copy_is_there(
 ) -> None:
     """The event stands behind the copy: on the stream of the number's device, not the current's."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr("mpcompile.state.async_read.capabilities", lambda device: Plain(second))
+    monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(second))
     second = torch.device("xpu", 1)
     later = Later(torch.tensor(3.0))
     assert module.recorded == ["stream of xpu:1"]

@@ -18,12 +18,12 @@ from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
 from mpcompile.devices.tensor_cores import TensorCores
-from mpcompile.emit.accumulation import accumulate_in_fp32, check_accumulation
-from mpcompile.emit.joint import NO_PASSES, joint_passes
 from mpcompile.errors import MPCompileWarning
-from mpcompile.inspect.graph_plan import GraphPlan
+from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
+from mpcompile.lower.joint import NO_PASSES, joint_passes
 from mpcompile.plan_graph import Facts, plan_graph
 from mpcompile.planner.target import Target, target_for
+from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import store
 from mpcompile.profile.ceilings import from_ceilings
 from mpcompile.profile.key import Key, key_of
@@ -199,7 +199,7 @@ MAY_NAME = {
     "mpcompile/planner/target.py": ("cpu", "a graph without tensors computes on the host"),
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
-    "mpcompile/state/async_read.py": ("cpu", "the mirror of a number is host memory"),
+    "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
     "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
     "mpcompile/torch_inside/tensors.py": ("meta", "a probe asks which memory a tensor has"),

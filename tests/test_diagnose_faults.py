@@ -12,7 +12,7 @@ from faulty import PLANTED, WIDTH, Planted, line_of
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, diagnose, mpcompile
-from mpcompile.debug import Report
+from mpcompile.diagnosis import Report
 
 torch.manual_seed(1)
 X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)

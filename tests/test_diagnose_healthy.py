@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import Policy, diagnose
-from mpcompile.debug import Report
+from mpcompile.diagnosis import Report
 
 
 class Result(NamedTuple):

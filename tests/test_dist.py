@@ -22,7 +22,7 @@ from test_packaging import PACKAGE, PASSES, ROOT
 
 import mpcompile
 
-PAGES = ("inspect/page",)
+PAGES = ("plans/page",)
 # What is in a checkout, but is no file of the repository.
 LEFT_BEHIND = (".*", "__pycache__", "*.egg-info", "build", "dist", "mpcompile-dump")
 

@@ -12,8 +12,8 @@ import pytest
 from test_docs import DOCUMENTS, ROOT
 
 import mpcompile
-import mpcompile.debug
-import mpcompile.inspect
+import mpcompile.diagnosis
+import mpcompile.plans
 
 API = ROOT / "docs" / "api"
 SITE = ROOT / "site"
@@ -34,7 +34,7 @@ def test_an_entry_exists_and_says_what_it_is(entry: str) -> None:
     assert getattr(importlib.import_module(module), name).__doc__
 
 
-@pytest.mark.parametrize("module", [mpcompile, mpcompile.debug, mpcompile.inspect])
+@pytest.mark.parametrize("module", [mpcompile, mpcompile.diagnosis, mpcompile.plans])
 def test_every_public_name_has_an_entry(module: object) -> None:
     package = vars(module)["__name__"]
     public = set(vars(module)["__all__"]) - {"__version__"}

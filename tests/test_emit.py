@@ -14,7 +14,7 @@ from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
 from torch import fx
 
 from mpcompile.errors import MPCompileError
-from mpcompile.state.second_backward import noticed
+from mpcompile.scaling.second_backward import noticed
 
 pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
 

@@ -18,7 +18,7 @@ from miniature import (
 )
 from torch import fx, nn
 
-from mpcompile.emit.emitter import emit
+from mpcompile.lower.emitter import emit
 
 pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
 

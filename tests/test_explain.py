@@ -21,7 +21,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
-from mpcompile.inspect.graph_plan import BackwardNode, GraphPlan
+from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 
 X = torch.ones(4, 8)
 

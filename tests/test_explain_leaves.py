@@ -18,10 +18,10 @@ from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.utils import counters
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.calls import uncalled
-from mpcompile.inspect import advice
+from mpcompile.plans import advice
 from mpcompile.preview.planner import Planner
-from mpcompile.state import guard, parameters
+from mpcompile.runtime import uncalled
+from mpcompile.scaling import guard, parameters
 
 Model = tuple[nn.Module, torch.Tensor, MPOptimizer]
 

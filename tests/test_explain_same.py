@@ -13,7 +13,7 @@ from explained import MODELS, Checkpointed, Squared
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, compiled_plans, explain, mpcompile
-from mpcompile.inspect import GraphPlan
+from mpcompile.plans import GraphPlan
 
 HALF = [torch.float16, torch.bfloat16]
 SAMPLE = [("O1", torch.bfloat16), ("O2", torch.float16)]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile
-from mpcompile.state import foreign
+from mpcompile.scaling import foreign
 
 
 @pytest.fixture(autouse=True)

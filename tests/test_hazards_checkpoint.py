@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import mpcompile
-from mpcompile.emit import emitter
+from mpcompile.lower import emitter
 
 aten = torch.ops.aten
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from mpcompile import MPCompileError, MPOptimizer, mpcompile, train_step
-from mpcompile.calls import graph_call
-from mpcompile.inspect import advice
 from mpcompile.ir import units
-from mpcompile.state import fit_scale
+from mpcompile.plans import advice
+from mpcompile.runtime import graph_call
+from mpcompile.scaling import fit_scale
 
 Transformed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -18,7 +18,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")

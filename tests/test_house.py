@@ -79,8 +79,8 @@ OTHER_VOCABULARIES = {
     "passes/joint": "AOTAutograd's joint graph, behind Inductor's decompositions",
     "passes/step": "a traced optimizer step, functional",
     "mpcompile/optim": "the same",
-    "mpcompile/emit/inference.py": "the same, and whole training steps",
-    "mpcompile/inspect/saved_bytes.py": "the forward graph that AOTAutograd parts from the joint",
+    "mpcompile/lower/inference.py": "the same, and whole training steps",
+    "mpcompile/plans/saved_bytes.py": "the forward graph that AOTAutograd parts from the joint",
 }
 
 

@@ -20,8 +20,8 @@ from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.devices.cpu import CPU
 from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
-from mpcompile.emit.emitter import emit
-from mpcompile.emit.joint import (
+from mpcompile.lower.emitter import emit
+from mpcompile.lower.joint import (
     LOWERED,
     NO_PASSES,
     OPTION,

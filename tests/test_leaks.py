@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.calls.own_code import drop_unused, with_own_code
-from mpcompile.inspect.graph_plan import GraphPlan
 from mpcompile.optim.step import CompiledStep
-from mpcompile.state.loss_scale import LossScale
+from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.runtime.own_code import drop_unused, with_own_code
+from mpcompile.scaling.loss_scale import LossScale
 
 # What each model has of its own, and what would hold it: graphs with their fakes, plans, steps.
 KINDS = (CompiledStep, GraphPlan, LossScale, fx.GraphModule, fx.Node, nn.Module)

@@ -19,9 +19,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_nets import FP16, FROM_LIGHTNING, Net, batches, distance, fitted, made, trainer
 
 from mpcompile import MPCompileError, MPCompileWarning, compiled_plans, loss_scale_of, mpcompile
-from mpcompile.calls import uncalled
 from mpcompile.integrations.lightning import MPCompilePrecision
 from mpcompile.integrations.pytorch_lightning import MPCompilePrecision as OldPrecision
+from mpcompile.runtime import uncalled
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FROM_LIGHTNING]
 

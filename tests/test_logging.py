@@ -21,7 +21,7 @@ from mpcompile.profile import Profile, store
 from mpcompile.profile.grid import Point
 from mpcompile.profile.key import key_of
 from mpcompile.profile.measure import measure
-from mpcompile.state import live_scale
+from mpcompile.scaling import live_scale
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "troubleshooting.md"
@@ -267,7 +267,7 @@ def test_a_profile_that_was_measured(facts: Facts) -> None:
 def test_nothing_is_printed_and_no_text_made_unasked() -> None:
     """In a process of its own: pytest listens to torch's trace, too."""
     failing = """
-from mpcompile.inspect import trace
+from mpcompile.plans import trace
 def fail(*_, **__):
     raise SystemExit("a text was made")
 trace.GraphPlan.to_dict = trace._with_reasons = trace.ir.render = fail

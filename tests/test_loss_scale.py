@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpcompile import LossScale, MPCompileError
-from mpcompile.state.loss_scale import ScaleState
+from mpcompile.scaling.loss_scale import ScaleState
 
 
 def after(scale: LossScale, overflows: list[bool]) -> ScaleState:

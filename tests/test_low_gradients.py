@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 
 class Twice(nn.Module):

@@ -19,8 +19,8 @@ from torch import nn
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
 from mpcompile.devices.registry import capabilities
 from mpcompile.devices.tensor_cores import TensorCores
-from mpcompile.emit.accumulation import check_accumulation
-from mpcompile.inspect import advice
+from mpcompile.lower.accumulation import check_accumulation
+from mpcompile.plans import advice
 from mpcompile.profile import store
 from mpcompile.profile.key import key_of
 from mpcompile.rules import Recurrent, kernels

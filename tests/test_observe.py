@@ -10,13 +10,13 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mpcompile.debug.low_side import run_low
-from mpcompile.debug.sides import Run, Side, Sides
+from mpcompile.diagnosis.low_side import run_low
+from mpcompile.diagnosis.sides import Run, Side, Sides
 from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares, histogram
 from mpcompile.observe.record import Record
 from mpcompile.observe.watch import Watch, gradient_units
+from mpcompile.scaling.repairs import Repairs
 from mpcompile.settings import Settings
-from mpcompile.state.repairs import Repairs
 
 
 def numbers(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpcompile.state.overflows import _FLAGS, Count, Overflows
+from mpcompile.scaling.overflows import _FLAGS, Count, Overflows
 
 
 def counts(flags: list[int]) -> list[Count]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
-from mpcompile.state.copies import WorkingCopy, copies_of
+from mpcompile.scaling.copies import WorkingCopy, copies_of
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 

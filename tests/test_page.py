@@ -16,11 +16,11 @@ from test_packaging import PACKAGE
 from torch import nn
 
 from mpcompile import MPCompileError, plan_for
-from mpcompile.inspect.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
-from mpcompile.inspect.page.of_plan import aligned, charts_of, render, tiles_of
-from mpcompile.inspect.plan import ModuleLine, Plan
-from mpcompile.inspect.saved_bytes import Saved
-from mpcompile.inspect.tensor_cores import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
+from mpcompile.plans.page.of_plan import aligned, charts_of, render, tiles_of
+from mpcompile.plans.plan import ModuleLine, Plan
+from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
 
 MEGABYTE = 1_000_000
 

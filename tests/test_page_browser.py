@@ -11,8 +11,8 @@ import page_plans
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, browser, opened
 
-from mpcompile.inspect.graph_plan import PlanNode
-from mpcompile.inspect.plan import Plan
+from mpcompile.plans.graph_plan import PlanNode
+from mpcompile.plans.plan import Plan
 
 pytest.importorskip("selenium")
 if not (CHROMIUM and CHROMEDRIVER):

@@ -29,7 +29,7 @@ from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
 from benchmarks.peers import figure as bars
 from mpcompile.observe.numbers import EXPONENTS
-from mpcompile.whole.train_step import goes_backward
+from mpcompile.whole_step.train_step import goes_backward
 
 CPU = torch.device("cpu")
 HALF = torch.float16

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, mpcompile
-from mpcompile.state import copies, guard, optimizers, parameters
+from mpcompile.scaling import copies, guard, optimizers, parameters
 
 
 def weight() -> nn.Parameter:
@@ -106,10 +106,10 @@ from torch.optim import optimizer as torchs
 def count():
     before, after = torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks
     modules = [[hook.__module__ for hook in hooks.values()] for hooks in (before, after)]
-    return [sum("mpcompile.state" in name for name in names) for names in modules]
+    return [sum("mpcompile.scaling" in name for name in names) for names in modules]
 
 import mpcompile
-from mpcompile.state import copies, guard, hooks, low_gradients
+from mpcompile.scaling import copies, guard, hooks, low_gradients
 from torch._dynamo.variables import builder
 assert count() == [0, 0], "importing registers a hook"
 assert not hasattr(getattr(builder, "safe_grad", None), "__wrapped__"), "importing changes torch"

@@ -186,7 +186,7 @@ def test_results_and_gradients_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def run(use: bool) -> list[torch.Tensor]:
         lowered = Lowered(use)
-        monkeypatch.setattr("mpcompile.emit.joint.lay_channels_last", lowered.pass_)
+        monkeypatch.setattr("mpcompile.lower.joint.lay_channels_last", lowered.pass_)
         torch._dynamo.reset()
         model.zero_grad()
 

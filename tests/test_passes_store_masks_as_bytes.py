@@ -14,8 +14,8 @@ from mpcompile import ir, mpcompile
 from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
 from mpcompile.devices.cpu import CPU
-from mpcompile.emit.emitter import emit
-from mpcompile.emit.joint import JointPasses
+from mpcompile.lower.emitter import emit
+from mpcompile.lower.joint import JointPasses
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 
 BF16 = torch.bfloat16

@@ -13,8 +13,8 @@ from test_plan_for import Calls, X
 from torch import nn
 
 from mpcompile import Policy, compiled_plans, mpcompile, plan_for
-from mpcompile.inspect import Plan, PlanNode
 from mpcompile.ir import By, Role
+from mpcompile.plans import Plan, PlanNode
 
 Body = Callable[[nn.Linear, torch.Tensor], Any]
 

@@ -13,9 +13,9 @@ from plans import cast, graph, large, node, plan
 from test_plan_for import Calls, X, in_two_graphs, net
 
 from mpcompile import MPCompileError, Policy, plan_for
-from mpcompile.inspect import Plan, PlanNode
-from mpcompile.inspect.diff import PlanDiff
-from mpcompile.inspect.saved_bytes import Saved
+from mpcompile.plans import Plan, PlanNode
+from mpcompile.plans.diff import PlanDiff
+from mpcompile.plans.saved_bytes import Saved
 
 REWRITTEN, SCALED = "rewritten, gradients not scaled", "rewritten, gradients scaled"
 

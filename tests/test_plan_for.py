@@ -21,7 +21,7 @@ from mpcompile.errors import CannotRewrite
 from mpcompile.preview import explain as explaining
 from mpcompile.preview import planner
 from mpcompile.rules import kernels
-from mpcompile.state import guard, parameters
+from mpcompile.scaling import guard, parameters
 
 X = torch.ones(3, 4)
 

@@ -141,9 +141,9 @@ def test_the_modes_of_the_thread_do_not_matter(attention: Handed) -> None:
 
 
 def held_by_modules() -> Iterator[tuple[str, str]]:
-    """What modules of `mpcompile.state` hold, as text, so that a change inside shows."""
+    """What modules of `mpcompile.scaling` hold, as text, so that a change inside shows."""
     for info in pkgutil.iter_modules(state.__path__):
-        module = importlib.import_module(f"mpcompile.state.{info.name}")
+        module = importlib.import_module(f"mpcompile.scaling.{info.name}")
         for name, value in vars(module).items():
             if isinstance(value, (Mapping, Sequence, Set)) and not name.startswith("__"):
                 whole = list(value.items() if isinstance(value, Mapping) else value)

@@ -15,10 +15,10 @@ from test_plan_for import X, net
 
 from mpcompile import MPCompileError, Policy, compiled_plans, mpcompile, plan_for
 from mpcompile.devices.gpus import GPU
-from mpcompile.inspect import GraphPlan, Plan, PlanNode
-from mpcompile.inspect.graph_plan import BackwardNode
-from mpcompile.inspect.saved_bytes import Saved
-from mpcompile.inspect.tensor_cores import TensorCoreReport
+from mpcompile.plans import GraphPlan, Plan, PlanNode
+from mpcompile.plans.graph_plan import BackwardNode
+from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.tensor_cores import TensorCoreReport
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64])
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

@@ -12,8 +12,8 @@ from rich.console import Console
 from test_plan_for import Calls, X, in_two_graphs
 
 from mpcompile import plan_for
-from mpcompile.inspect.graph_plan import BackwardNode
-from mpcompile.inspect.grid import Grid
+from mpcompile.plans.graph_plan import BackwardNode
+from mpcompile.plans.grid import Grid
 
 
 def test_columns_are_aligned_and_whole() -> None:

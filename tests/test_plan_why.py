@@ -13,8 +13,8 @@ from test_plan_for import Calls, X, in_two_graphs
 from torch import nn
 
 from mpcompile import MPCompileError, compiled_plans, mpcompile, plan_for
-from mpcompile.inspect import Plan
-from mpcompile.inspect.graph_plan import BackwardNode
+from mpcompile.plans import Plan
+from mpcompile.plans.graph_plan import BackwardNode
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from torch import nn
 
 from mpcompile import MPCompileError, Policy, Precision, cli, compiled_plans, mpcompile, plan_for
 from mpcompile import __version__ as version
-from mpcompile.debug import bisect
+from mpcompile.diagnosis import bisect
 
 GUIDE = ROOT / "docs" / "policy.md"
 SUFFIXES = (".toml", ".json")

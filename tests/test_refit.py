@@ -12,8 +12,8 @@ from overflowing import FP16, OVERFLOW, mlp, parameters
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.state.fit_scale import _Trial
-from mpcompile.state.scale_search import CALM
+from mpcompile.scaling.fit_scale import _Trial
+from mpcompile.scaling.scale_search import CALM
 
 WAYS = [("O1", False), ("O2", False), ("O2", True)]
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
-from mpcompile.state import guard, repairs
+from mpcompile.scaling import guard, repairs
 
 PARTS = [Activation, Square, Steep]
 HOW = [("O1", False), ("O1", True), ("O2", False), ("O2", True)]  # level, whether MPOptimizer

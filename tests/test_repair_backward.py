@@ -12,9 +12,9 @@ from torch import nn
 
 from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
 from mpcompile.api import repairs_of
-from mpcompile.calls.watched_call import Look
 from mpcompile.observe.fault import Fault, Kind
 from mpcompile.observe.watch import Watch
+from mpcompile.runtime.watched_call import Look
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 DEPTH = 6

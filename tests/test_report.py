@@ -16,7 +16,7 @@ from torch import nn
 
 import mpcompile
 from mpcompile import MPCompileError, diagnose
-from mpcompile.debug.report import Update
+from mpcompile.diagnosis.report import Update
 from mpcompile.observe.numbers import EXPONENTS, Shares
 
 # -- what diagnose counts --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from reports import EVIL, faulty
 from torch import nn
 
 from mpcompile import diagnose
-from mpcompile.debug.report import Report
+from mpcompile.diagnosis.report import Report
 
 pytest.importorskip("selenium")
 if not (CHROMIUM and CHROMEDRIVER):

@@ -11,8 +11,8 @@ import torch
 from reports import histogram, report
 
 from mpcompile import MPCompileError
-from mpcompile.debug.histogram import RANGES, Chart, chart_of, range_of
-from mpcompile.debug.histogram_svg import drawing_of
+from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of, range_of
+from mpcompile.diagnosis.histogram_svg import drawing_of
 from mpcompile.observe.numbers import EXPONENTS
 
 COUNTS = {-26: 2, -25: 3, -15: 4, -14: 5, 15: 6, 16: 7}

@@ -11,8 +11,8 @@ from reports import EVIL, faulty, histogram, node, numbers, report
 from test_page import Page
 
 from mpcompile import MPCompileError
-from mpcompile.debug.report_page import render
-from mpcompile.inspect.graph_plan import GraphPlan
+from mpcompile.diagnosis.report_page import render
+from mpcompile.plans.graph_plan import GraphPlan
 
 
 def test_the_page_holds_the_report() -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mpcompile.state.overflows import Count
+from mpcompile.scaling.overflows import Count
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the loss scale is at its floor"),
@@ -196,7 +196,7 @@ def test_it_knows_what_the_flag_is_for(kind: str) -> None:
 )
 def test_it_notices_a_broken_guard(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Count() if broken.endswith("count") else None
-    monkeypatch.setattr(f"mpcompile.state.{broken}", lambda *_: empty)
+    monkeypatch.setattr(f"mpcompile.scaling.{broken}", lambda *_: empty)
     with pytest.raises(AssertionError):
         overflow_that_only_the_flag_tells(TWO)
     with pytest.raises(AssertionError):  # and random loops soon come across it, too

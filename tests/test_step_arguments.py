@@ -15,7 +15,7 @@ from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
 from torch import nn
 
 from mpcompile import MPCompileWarning, loss_scale_of, mpcompile
-from mpcompile.whole.tracing import traceable_optimizers
+from mpcompile.whole_step.tracing import traceable_optimizers
 
 LR = 0.1
 

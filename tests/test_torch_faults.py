@@ -22,8 +22,8 @@ from mpcompile.devices.torch_faults import (
     SHALLOW_VOLUMES,
     TorchFault,
 )
-from mpcompile.emit import write_order
-from mpcompile.emit.write_order import KeepOrder, inductor_for
+from mpcompile.lower import write_order
+from mpcompile.lower.write_order import KeepOrder, inductor_for
 from mpcompile.passes.graph.guard_kernels import guard_kernels
 from mpcompile.torch_inside.inductor import PRE_FUSION
 

@@ -16,9 +16,9 @@ from mpcompile.api import repairs_of
 from mpcompile.ir.inputs import SCALE
 from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.observe.watch import Watch
-from mpcompile.state.live_scale import LiveScale
-from mpcompile.state.scale_search import after_backward
-from mpcompile.state.trouble import EVERY, FIRST_LOOK, Trouble, Verdict
+from mpcompile.scaling.live_scale import LiveScale
+from mpcompile.scaling.scale_search import after_backward
+from mpcompile.scaling.trouble import EVERY, FIRST_LOOK, Trouble, Verdict
 
 # -- counting --------------------------------------------------------------------------------------
 

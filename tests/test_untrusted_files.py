@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import mpcompile
-from mpcompile.inspect.plan import Plan
+from mpcompile.plans.plan import Plan
 from mpcompile.profile import store
 
 READ = {"policy": mpcompile.Policy.load, "plan": Plan.load, "profile": store.read}

@@ -12,7 +12,7 @@ from compare import SETTINGS, check
 from torch import Tensor, nn
 
 from mpcompile import compiled_plans, explain, graph_function, mpcompile
-from mpcompile.emit import tracing_settings
+from mpcompile.lower import tracing_settings
 
 
 class Mixture(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
 
 from mpcompile import MPCompileError, MPOptimizer, mpcompile
-from mpcompile.whole import tracing
+from mpcompile.whole_step import tracing
 
 # -- parameters that Dynamo has seen in an optimizer -----------------------------------------------
 

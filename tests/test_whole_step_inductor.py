@@ -16,7 +16,7 @@ from whole_steps import Run, Setting, agree, agree_left, batches, net
 from benchmarks.models import Tagger
 from benchmarks.whole_step.peak import peak_bytes
 from mpcompile import MPOptimizer, train_step
-from mpcompile.whole import one_graph
+from mpcompile.whole_step import one_graph
 
 Step = Callable[..., Any]
 O2 = Setting("O2", torch.float16, True, "inductor")

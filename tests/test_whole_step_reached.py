@@ -18,7 +18,7 @@ from mpcompile import MPCompileError, MPCompileWarning, mpcompile
 from mpcompile.capture import rebound
 from mpcompile.torch_inside import replace
 from mpcompile.torch_inside.reach import MissingInTorch
-from mpcompile.whole import tracing
+from mpcompile.whole_step import tracing
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Make = Callable[[nn.Module, torch.optim.Optimizer], Step]

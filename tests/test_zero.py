@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
 from mpcompile.errors import MPCompileError
-from mpcompile.state.copies import copies_of
+from mpcompile.scaling.copies import copies_of
 
 with warnings.catch_warnings():  # it uses a part of torch that is deprecated
     warnings.simplefilter("ignore")

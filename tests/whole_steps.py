@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpcompile import LossScale, MPCompileWarning, MPOptimizer, mpcompile
-from mpcompile.state import copies
-from mpcompile.whole import one_graph
+from mpcompile.scaling import copies
+from mpcompile.whole_step import one_graph
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)

@@ -1,6 +1,6 @@
 """The first steps in FP16: steps skipped until the loss scale fits, and what finding it costs.
 
-By default the first backward finds the scale (`mpcompile/state/fit_scale.py`);
+By default the first backward finds the scale (`mpcompile/scaling/fit_scale.py`);
 `loss_scale="grad_scaler"` starts at 65536, as `torch.amp.GradScaler` does, and skips steps until
 the scale has come down to where the gradients fit. Both train the same models, from the same
 weights on the same batches, beside plain PyTorch in FP32: at O1 with a plain optimizer, and at O2

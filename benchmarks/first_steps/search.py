@@ -9,7 +9,7 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
-from mpcompile.state import fit_scale
+from mpcompile.scaling import fit_scale
 
 __all__ = ["Search", "search"]
 

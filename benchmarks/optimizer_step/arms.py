@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mpcompile import LossScale, MPOptimizer
-from mpcompile.state import copies
-from mpcompile.state.low_gradients import Multiplied
+from mpcompile.scaling import copies
+from mpcompile.scaling.low_gradients import Multiplied
 
 __all__ = [
     "COMPILED",

@@ -73,7 +73,7 @@ def report_of(
         "`python -m benchmarks.papers.figure` draws."
     )
     magnitudes = (
-        "Activation gradients: of the SSD and the big LSTM in FP32, as `mpcompile.debug.diagnose` "
+        "Activation gradients: of the SSD and the big LSTM in FP32, as `mpcompile.diagnose` "
         f"finds them in FP64 at {LOOKS} places of a training; the loss scale is the lowest with "
         "which FP16 at O2 ended. Figure: docs/figures/gradients.svg."
     )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.report import Table
-from mpcompile.debug import diagnose
-from mpcompile.debug.histogram import RANGES, Chart, chart_of
+from mpcompile.diagnosis import diagnose
+from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of
 
 from .task import Task
 from .ways import FP32, trainer_for

@@ -38,7 +38,7 @@ class Training(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What `mpcompile.debug.diagnose` needs to look at the next step of a training.
+    """What `mpcompile.diagnosis.diagnose` needs to look at the next step of a training.
 
     Attributes:
         model, inputs: for a call on the next batch.

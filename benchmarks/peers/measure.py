@@ -30,7 +30,7 @@ from benchmarks.papers.ways import Way, trainer_for
 from benchmarks.step_times.measure import REFUSED
 from benchmarks.whole_step.peak import peak_bytes
 from mpcompile.demo.train import bytes_saved_for_backward
-from mpcompile.state import copies
+from mpcompile.scaling import copies
 
 from .ways import EAGER, OURS, PEERS, ways
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.harness.timing import auto_or
 from mpcompile import MPCompileWarning, MPOptimizer, mpcompile
-from mpcompile.emit.tracing_settings import traced_with
-from mpcompile.state import copies
+from mpcompile.lower.tracing_settings import traced_with
+from mpcompile.scaling import copies
 
 from .tasks import DTYPES, Loss, Task
 

@@ -14,7 +14,7 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from mpcompile.optim import program
-from mpcompile.whole import calls
+from mpcompile.whole_step import calls
 
 __all__ = ["Graphs"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..errors import CannotRewrite
-from ..state import foreign
+from ..scaling import foreign
 from ..torch_inside.fakes import FakeTensorMode, TracingContext
 from .provenance import source
 from .rebound import check_reached

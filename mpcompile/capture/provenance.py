@@ -61,7 +61,7 @@ def names_in(module: torch.nn.Module) -> Names:
     return names
 
 
-# Dynamo's expression of the module in the entry function of a compiled module (`calls/`).
+# Dynamo's expression of the module in the entry function of a compiled module (`runtime/`).
 ENTRY = "L['module']"
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ..state.loss_scale import LossScale
+from ..scaling.loss_scale import LossScale
 from . import models
 from .sides import Results, Side
 

@@ -6,7 +6,7 @@ import torch
 from torch.optim import SGD
 
 from ..api import repairs_of
-from ..debug.diagnose import diagnose
+from ..diagnosis.diagnose import diagnose
 from ..preview.explain import explain
 from . import models
 from .sides import Results, Side

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
-from ..inspect.plan import ENOUGH, Plan
-from ..inspect.plan_text import outside
+from ..plans.plan import ENOUGH, Plan
+from ..plans.plan_text import outside
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
 from .common import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..debug.bisect import TOLERANCE, bisect, within
-from ..debug.diagnose import diagnose_call
-from ..debug.report import Report
+from ..diagnosis.bisect import TOLERANCE, bisect, within
+from ..diagnosis.diagnose import diagnose_call
+from ..diagnosis.report import Report
 from .common import (
     DEFAULTS,
     LEVELS,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..api import compiled_plans, loss_scale_of, mpcompile
 from ..devices.registry import capabilities, default_device
-from ..inspect.graph_plan import GraphPlan
+from ..plans.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from .model import GPT, GPTConfig, generate

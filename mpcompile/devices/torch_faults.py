@@ -160,7 +160,7 @@ SCHEDULER_FORGETS_WRITES = TorchFault(
     since="2.11",
     until="2.14",
     shows="2.13",  # older releases make other code of the program of the probe
-    way_round="`mpcompile/emit/write_order.py` puts the forgotten order back, in our compilations "
+    way_round="`mpcompile/lower/write_order.py` puts the forgotten order back, in our compilations "
     "alone. It costs nothing: a right program compiles to the same code.",
     where=lambda: True,
     probe=_pooled_gradient_is_zero,

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from ..api import compiled_in, loss_scale_of, mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from ..state import clipping
-from ..state.loss_scale import LossScale
+from ..scaling import clipping
+from ..scaling.loss_scale import LossScale
 
 SCALES_FILE = "loss_scale.pt"  # in the folder of a checkpoint
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

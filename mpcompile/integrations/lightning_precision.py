@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..api import loss_scale_of, mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from ..state.clipping import clip_grad_norm_, clip_grad_value_
+from ..scaling.clipping import clip_grad_norm_, clip_grad_value_
 from ..torch_inside.modules import compiled_call
 
 # The modules that a plugin has compiled: another Trainer's may compile them anew.

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..inspect.graph_plan import GraphPlan, PlanNode
 from ..ir.dtypes import HALF
+from ..plans.graph_plan import GraphPlan, PlanNode
 from .fault import Fault, Kind, Runs
 from .numbers import Numbers
 from .record import BackwardStep

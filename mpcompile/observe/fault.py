@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..inspect.graph_plan import PlanNode
+from ..plans.graph_plan import PlanNode
 from .record import Record
 
 

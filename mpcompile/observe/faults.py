@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..inspect.graph_plan import GraphPlan
+from ..plans.graph_plan import GraphPlan
 from . import backward_faults, forward_faults
 from .case import Case
 from .fault import Fault, Runs

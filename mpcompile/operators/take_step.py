@@ -2,7 +2,7 @@
 
     take_step(number, params, grads)
 
-It only marks the place. `mpcompile/whole` puts the optimizer's own step there; run by anything
+It only marks the place. `mpcompile/whole_step` puts the optimizer's own step there; run by anything
 else, it is an error.
 """
 

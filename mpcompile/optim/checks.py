@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..emit.emitter import check_how, check_inductor
 from ..errors import MPCompileError, did_you_mean
+from ..lower.emitter import check_how, check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
-from ..state.loss_scale import LossScale
+from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
 from ..torch_inside.reach import Part

@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
-from ..emit.inference import Function, compile_inference, options_for_joins
-from ..emit.write_order import inductor_for
 from ..ir.fakes import like
+from ..lower.inference import Function, compile_inference, options_for_joins
+from ..lower.write_order import inductor_for
 from ..torch_inside.fakes import FakeTensorMode
 from ..torch_inside.graphs import ConstantSource
 from .pieces import Piece, is_held, signature

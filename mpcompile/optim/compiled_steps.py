@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from .. import logs
 from ..errors import CannotRewrite, MPCompileWarning
-from ..state import parameters
-from ..state.loss_scale import LossScale
+from ..scaling import parameters
+from ..scaling.loss_scale import LossScale
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.modes import modes_off
 from .absent import Absent

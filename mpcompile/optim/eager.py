@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..ranks.shards import local
-from ..state import guard
+from ..scaling import guard
 from ..torch_inside.amp import autocast_off
 from .first_state import give_gradient
 from .key import StepKey

@@ -11,10 +11,10 @@ import torch
 
 from ..ir.step import Gradient
 from ..ranks.shards import Connected, layout_of, local
-from ..state import copies, parameters
-from ..state.copies import WorkingCopy
-from ..state.loss_scale import LossScale
-from ..state.low_gradients import on_one_scale
+from ..scaling import copies, parameters
+from ..scaling.copies import WorkingCopy
+from ..scaling.loss_scale import LossScale
+from ..scaling.low_gradients import on_one_scale
 from ..torch_inside.tensors import make_contiguous_strides_for
 from .inputs import Member
 

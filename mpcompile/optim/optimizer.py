@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..state import copies, foreign, guard, parameters
-from ..state.loss_scale import LossScale
+from ..scaling import copies, foreign, guard, parameters
+from ..scaling.loss_scale import LossScale
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit

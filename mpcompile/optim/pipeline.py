@@ -10,8 +10,6 @@ from pathlib import Path
 from torch import fx
 
 from .. import logs
-from ..inspect.dump import Dump
-from ..inspect.trace import trace_step
 from ..ir.step import StepConfig
 from ..passes.step.agree_on_ranks import agree_on_ranks
 from ..passes.step.check_gradients import check_gradients
@@ -24,6 +22,8 @@ from ..passes.step.predicate_writes import predicate_writes
 from ..passes.step.share_numbers import share_numbers
 from ..passes.step.unscale_gradients import unscale_gradients
 from ..passes.step.write_copies import write_copies
+from ..plans.dump import Dump
+from ..plans.trace import trace_step
 
 StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 

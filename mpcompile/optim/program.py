@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..emit.inference import Function
 from ..ir.step import Slot
+from ..lower.inference import Function
 from ..torch_inside.tensors import copy_all
 from .compile_piece import Emit, compile_on_vectors, compile_piece
 from .pieces import Piece, Split, signature

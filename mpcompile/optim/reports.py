@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..ir.step import Slot
-from ..state.async_read import Later
-from ..state.loss_scale import LossScale
+from ..scaling.async_read import Later
+from ..scaling.loss_scale import LossScale
 
 _DTYPES = {"skipped": torch.bool, "norm": torch.float32}
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded, local
 from ..ranks.zero import is_zero
-from ..state import parameters
-from ..state.loss_scale import LossScale
+from ..scaling import parameters
+from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
 from .inputs import Member

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ranks.zero import is_zero
-from ..state.loss_scale import LossScale
+from ..scaling.loss_scale import LossScale
 from .first_state import state_stands_by
 from .inputs import Member
 

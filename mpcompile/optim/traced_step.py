@@ -1,8 +1,8 @@
 """An optimizer's step, traced and rewritten: its graph, and the tensors that it keeps.
 
 It runs in pieces, over the gradients that a backward has stored (`step.py`), or with a forward and
-backward in one graph (`whole/update.py`). What it rests on, what each step prepares and what each
-step leaves behind is the same in both.
+backward in one graph (`whole_step/update.py`). What it rests on, what each step prepares and what
+each step leaves behind is the same in both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step import Ranks, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
-from ..state import guard
-from ..state.copies import WorkingCopy
+from ..scaling import guard
+from ..scaling.copies import WorkingCopy
 from . import pipeline
 from .apart import refuse_mixed
 from .elementwise import check_state, refuse_mixing

@@ -25,19 +25,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
 from ..api import matched_nothing, pinned_in, recorded, studied
-from ..calls.apart import compiled_apart
-from ..calls.half_inputs import widened, widens_inputs
-from ..calls.looking import looked_into
-from ..calls.outside import aside
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..emit.tracing_settings import VALUE_SIZES, traced_with
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from ..inspect.plan import ModuleLine, OutsideLine, Plan
+from ..lower.tracing_settings import VALUE_SIZES, traced_with
 from ..planner.target import place_of, target_for, target_of
+from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..rules.policy import Level, Policy
+from ..runtime.apart import compiled_apart
+from ..runtime.half_inputs import widened, widens_inputs
+from ..runtime.looking import looked_into
+from ..runtime.outside import aside
 from ..settings import OPTIONS, Settings, check_module, documented
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException

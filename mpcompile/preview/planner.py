@@ -11,23 +11,23 @@ from torch import fx, nn
 
 from .. import ir
 from ..backend import reason_of, why_left
-from ..calls.outside import counted
 from ..capture.around import around_now
 from ..capture.breaks import why_it_ends
-from ..emit.emitter import emit
-from ..emit.joint import NO_PASSES, JointPasses, joint_passes
 from ..errors import MPCompileError
-from ..inspect.backward import Partitioned
-from ..inspect.graph_plan import GraphPlan, plan_of_left
 from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import FOUND, SCALE
+from ..lower.emitter import emit
+from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..plan_graph import Facts, Planned, plan_graph
 from ..planner.attention import ATTENTION
 from ..planner.target import Target, device_of, place_of, target_of
+from ..plans.backward import Partitioned
+from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
+from ..runtime.outside import counted
+from ..scaling import copies, parameters
+from ..scaling.repairs import Repairs
 from ..settings import Settings
-from ..state import copies, parameters
-from ..state.repairs import Repairs
 from ..training import scale_for
 from .stand_ins import StandIns
 

@@ -1,0 +1,287 @@
+"""Find what goes wrong in a model's numbers: `diagnose(model, x, loss_fn=...)`.
+
+A copy of the model takes a training step three times, node by node: in FP64, in FP32, and as
+mpcompile rewrites it. Where the last one is not finite, or far from the others, `observe/faults.py`
+says which node did it, and which nodes to keep in FP32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import ir
+from ..api import pinned_in, recorded, studied
+from ..errors import MPCompileError, did_you_mean
+from ..observe.fault import Fault, Kind, Runs
+from ..observe.faults import find
+from ..observe.forward_faults import INACCURATE
+from ..observe.numbers import EXPONENTS, Numbers
+from ..observe.record import Record
+from ..observe.watch import relative_error
+from ..pipeline import Planned
+from ..plans.graph_plan import PlanNode
+from ..rules.policy import Level
+from ..scaling import parameters
+from ..settings import OPTIONS, Settings, check_module
+from ..torch_inside import pytree
+from .came_in import not_finite_in
+from .checks import check_loss_fn, check_trained
+from .low_side import low_dtype_of, run_low
+from .moves import default_optimizer, updates, usable
+from .report import NodeNumbers, Report
+from .sides import Left, Loss, Run, Side, Sides, copied
+
+__all__ = ["diagnose", "diagnose_call"]
+
+# These count only if a parameter's gradient is far off.
+HARMLESS_ALONE = (Kind.INACCURATE, Kind.UNDERFLOW)
+
+
+def diagnose(
+    model: nn.Module,
+    *inputs: Any,
+    loss_fn: Loss | None = None,
+    steps: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Report:
+    """Take a training step of a copy of the model, and report what its numbers do.
+
+    Nothing happens to the model, its gradients, its buffers, or the random state. It takes
+    three steps in eager mode, one of them in FP64, and keeps the values of that one.
+
+    Args:
+        model: an nn.Module with FP32 parameters; if `mpcompile()` compiled it, its options hold.
+        inputs: arguments of the model's call.
+        loss_fn: makes the loss of the model's result: one number with a gradient. Default: the
+            result's `loss` if it has one, itself if it is one number, else the mean of all results.
+        steps: how many steps to take. The report is about the first step with a fault, or the last.
+        optimizer: takes the steps, as a copy with its state; default: AdamW with lr=1e-3.
+        **options: those of `mpcompile()`; all others are arguments of the model's call.
+
+    Raises:
+        MPCompileError: a bad argument; a model that mpcompile refuses or that can't be copied; a
+            loss_fn that returns no loss.
+    """
+    given = {name: options.pop(name) for name in list(options) if name in OPTIONS}
+    return diagnose_call(
+        model, inputs, options, loss_fn=loss_fn, steps=steps, optimizer=optimizer, options=given
+    )
+
+
+def diagnose_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: Loss | None = None,
+    steps: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any],
+) -> Report:
+    """`diagnose`, for models whose arguments may have the names of options."""
+    model = studied(model, "diagnose")
+    _check(model, args, kwargs, steps)
+    check_trained(model, "diagnose")
+    check_loss_fn(loss_fn, "result", "lambda result: F.cross_entropy(result, y)")
+    record = recorded(model)
+    asked = {**(record.request if record else {}), **options}
+    # Pads change no result, and would shift random numbers.
+    settings = Settings.parse({**asked, "pad": "never", "dump": None})
+    if settings.level is Level.O0:
+        raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to diagnose")
+    held = any(parameters.owner_of(p) is not None for p in model.parameters())
+    twin, optimizer = copied(model, usable(optimizer, model))
+    check_module(twin, settings)
+    optimizer = optimizer or default_optimizer(twin)
+    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held, pinned_in(model))
+    scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
+    for _ in range(steps):
+        report = _step(sides, optimizer, scale, type(model).__name__)
+        if report.faults:
+            break
+    return report
+
+
+def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, model: str) -> Report:
+    notes: list[str] = []
+    exact: Run | None = None
+    try:
+        exact = sides.run(Side.EXACT)
+    except (RuntimeError, NotImplementedError) as error:
+        notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
+    sides.keep = exact is None
+    full = sides.run(Side.FULL, exact)
+    if not sides.graphs:
+        raise MPCompileError(
+            f"no part of {model} was compiled: torch.compile skipped its forward (an unsupported "
+            "construct at the top of it, or compilation is disabled); TORCH_LOGS=graph_breaks "
+            "tells why"
+        )
+    low, fits = run_low(sides, full, exact, live)
+    faults = _faults(sides, low, full, exact)
+    histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
+    for graph, record in (exact or full).calls:
+        histogram += record.histogram
+        zeros += _zeros(graph, record)
+    plan = next((g.plan for g in sides.graphs if g.plan.left is None), sides.graphs[0].plan)
+    scaled = any(map(_is_scaled, sides.graphs))
+    report = Report(
+        model=model, level=plan.level, dtype=plan.dtype, device=plan.device,
+        faults=faults,
+        losses={"low": low.loss, "fp32": full.loss} | ({"fp64": exact.loss} if exact else {}),
+        scale=sides.scale if scaled else None,
+        suggested_scale=fits,
+        nodes=tuple(_numbers(sides, low, full)),
+        histogram=tuple(histogram.tolist()),
+        zeros=zeros,
+        updates=tuple(updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
+        optimizer=type(optimizer).__name__,
+        graphs=tuple(graph.plan for graph in sides.graphs),
+        notes=(*notes, *_notes(sides, low, full, faults)),
+    )  # fmt: skip
+    sides.advance(low)
+    return report
+
+
+def _is_scaled(graph: Planned | Left) -> bool:
+    return isinstance(graph, Planned) and graph.inputs.scaled
+
+
+def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault, ...]:
+    """What went wrong in each graph, in the order in which it did."""
+    found = []
+    for number, (graph, record) in enumerate(low.calls):
+        runs = Runs(
+            record, _same(full, number, graph), _same(exact, number, graph) if exact else None,
+            scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
+        )  # fmt: skip
+        place = sides.graphs.index(graph)
+        here = find(graph.rewritten.graph, graph.plan, runs)
+        found += [
+            dataclasses.replace(fault, graph=place, node=_here(fault.node, record))
+            for fault in here
+        ]
+    broken = [fault for fault in found if fault.kind not in HARMLESS_ALONE]
+    if math.isfinite(low.loss):
+        broken.reverse()  # the backward went wrong, which begins with the last graph
+    first = broken[:1]  # what is not finite in FP32 either, makes more of its kind later on
+    broken = first + [fault for fault in broken[1:] if fault.kind is not Kind.OWN]
+    rest = [fault for fault in found if fault.kind in HARMLESS_ALONE]
+    return (*broken, *(rest if _is_off(low, full, exact or full) else ()))
+
+
+def _here(node: PlanNode, record: Record) -> PlanNode:
+    return dataclasses.replace(node, module=record.path_of(node.module))
+
+
+def _is_off(low: Run, full: Run, exact: Run) -> bool:
+    """Whether the gradient of a parameter is far off, and not in FP32 as well, as where its terms
+    cancel.
+    """
+    for name in exact.gradients:
+        found = [run.gradients.get(name) for run in (low, full, exact)]
+        ours, theirs, wanted = (None if g is None else g.to_dense() for g in found)
+        if wanted is None or ours is None or theirs is None or not wanted.count_nonzero():
+            continue
+        error = relative_error([ours], [wanted])
+        rounding = relative_error([theirs], [wanted])
+        if error >= INACCURATE > rounding or Numbers.of(ours).bad:
+            return True
+    return False
+
+
+def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterator[str]:
+    """What the report can't say elsewhere."""
+    for left in dict.fromkeys(graph.plan.left for graph in sides.graphs):
+        if left is not None:
+            yield f"a graph was left in FP32, and not looked at: {left}"
+    known = Counter(node.name for graph in sides.graphs for node in graph.plan.nodes)
+    common = [name for fault in faults for name in fault.pins if known[name] > 1]
+    if common:
+        yield (
+            f"{', '.join(dict.fromkeys(common))}: several graphs have a node of this name, and "
+            "Policy(nodes=...) pins it in each; Policy(modules=...) pins the one module"
+        )
+    bad = any(Numbers.of(g).bad for g in low.gradients.values() if g is not None)
+    if (bad or not math.isfinite(low.loss)) and (came_in := list(not_finite_in(sides))):
+        yield from came_in
+        return
+    if any(fault.kind not in HARMLESS_ALONE for fault in faults):
+        return
+    if not math.isfinite(low.loss):
+        also = ", in FP32 either" if not math.isfinite(full.loss) else ""
+        yield (
+            f"the loss is not finite{also}, though the model's results are: look at the targets, "
+            "and at loss_fn"
+        )
+    elif bad:
+        in_full = any(Numbers.of(g).bad for g in full.gradients.values() if g is not None)
+        also = ", in FP32 either" if in_full else ""
+        yield (
+            f"gradients are not finite{also}, and begin outside of the graphs: look at loss_fn, "
+            "and at what runs between graphs"
+        )
+
+
+def _zeros(graph: Planned, record: Record) -> int:
+    """How many elements of the activation gradients are zero; the histogram leaves them out."""
+    names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
+    return sum(record.gradients[name].zeros for name in names if name in record.gradients)
+
+
+def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        own = [*OPTIONS, "loss_fn", "steps", "optimizer"]
+        hint = next(filter(None, (did_you_mean(name, own) for name in kwargs)), "")
+        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss where the user gave no function: the result's own, or a mean."""
+    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    means = [x.float().mean() for x in ir.tensors_of(pytree.tree_leaves(result)) if x.requires_grad]
+    if not means:
+        raise MPCompileError("the model returns nothing that has a gradient: give a loss_fn")
+    return torch.stack(means).sum()
+
+
+def _same(run: Run, number: int, graph: Planned) -> Record | None:
+    """The record of the same call on another side."""
+    same = number < len(run.calls) and run.calls[number][0] is graph
+    return run.calls[number][1] if same else None
+
+
+def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
+    for number, (graph, record) in enumerate(low.calls):
+        other = _same(full, number, graph)
+        for node in graph.plan.nodes:
+            name = node.name
+            if name not in record.values:
+                continue
+            yield NodeNumbers(
+                graph=sides.graphs.index(graph),
+                node=_here(node, record),
+                value=record.values[name],
+                gradient=record.gradients.get(name, Numbers()),
+                error=record.errors.get(name),
+                error_fp32=other.errors.get(name) if other else None,
+                gradient_error=record.gradient_errors.get(name),
+                shares=record.shares.get(name),
+                gradient_shares=record.gradient_shares.get(name),
+                lost=record.lost.get(name, 0.0),
+            )

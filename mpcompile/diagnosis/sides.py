@@ -1,0 +1,297 @@
+"""Runs one training step of a model three times: exact (FP64), in FP32, and as rewritten.
+
+Dynamo traces a copy of the model once. Each of its graphs is then run node by node, on the side
+that is asked for; the program between graphs, and the loss, run as they are, in FP32.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import ir
+from ..backend import reason_of
+from ..capture.around import around_now
+from ..capture.provenance import names_in
+from ..errors import MPCompileError
+from ..lower.tracing_settings import VALUE_SIZES
+from ..observe.moved import moved
+from ..observe.record import Record
+from ..observe.watch import Comparing, Exact, Keeping, Watch
+from ..plan_graph import Facts, Planned, plan_graph
+from ..planner.target import device_of, target_of
+from ..plans.graph_plan import GraphPlan, plan_of_left
+from ..rules.policy import Level
+from ..runtime.apart import compiled_apart, nothing_happened
+from ..runtime.half_inputs import widened
+from ..runtime.module_call import running
+from ..scaling.repairs import Repairs
+from ..settings import Settings
+from ..torch_inside import pytree
+from ..torch_inside.modules import buffers_of
+
+Loss = Callable[[Any], torch.Tensor]
+Step = Callable[[Callable[..., Any]], torch.Tensor]
+
+
+class Side(enum.Enum):
+    """Which program runs."""
+
+    EXACT = "fp64"
+    FULL = "fp32"
+    LOW = "low"
+
+
+@dataclass(frozen=True)
+class Left:
+    """A graph that was left in FP32; its plan says why."""
+
+    plan: GraphPlan
+
+
+@dataclass
+class Run:
+    """One training step on one side.
+
+    Attributes:
+        loss: the loss.
+        calls: the graphs that ran, in their order, with what was recorded.
+        gradients: of the parameters, by name, FP32 and unscaled.
+        state: what the step left in the model; None before it has ended.
+    """
+
+    loss: float = 0.0
+    calls: list[tuple[Planned, Record]] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    state: _State | None = None
+
+
+class _State:
+    """The buffers and other attributes of a model and its submodules, but for the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = [(m, dict(vars(m)), dict(buffers_of(m))) for m in model.modules()]
+        self.tensors = [(b, b.clone()) for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Make the model hold them again."""
+        for module, attributes, buffers in self.own:
+            for now, before in ((vars(module), attributes), (buffers_of(module), buffers)):
+                for name in [name for name in now if name not in before]:
+                    del now[name]
+                changed = [name for name in before if now.get(name, self) is not before[name]]
+                now.update({name: before[name] for name in changed})
+        with torch.no_grad():
+            for buffer, value in self.tensors:
+                buffer.copy_(value)
+
+
+class Sides:
+    """One model and one call of it, to be run on any side.
+
+    Args:
+        twin: a copy of the model, which may be changed.
+        args, kwargs: the arguments of the call.
+        loss: of the model's result.
+        settings: how the model is rewritten.
+        mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2.
+        repairs: what `repair=True` has pinned while the model trained.
+
+    Attributes:
+        graphs: those traced so far.
+        scale: the loss scale of the next run on the low side.
+        seed: of the random numbers; one for each training step.
+        keep: whether the next run in FP32 keeps its values, for others to be compared with.
+    """
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        loss: Loss,
+        settings: Settings,
+        mp_optimizer: bool,
+        repairs: Repairs,
+    ) -> None:
+        self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
+        self.settings = replace(settings, names=names_in(twin))
+        self.copied = mp_optimizer and settings.level is Level.O2
+        self.repairs = repairs
+        self.graphs: list[Planned | Left] = []
+        self.scale, self.seed, self.keep = 1.0, 0, False
+        traced = dict(VALUE_SIZES)
+        if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
+            traced["allow_rnn"] = True
+        compiled = compiled_apart(twin, _weakly(self), "diagnose")
+        self.forward = running(compiled, twin, looking=None, **traced)
+        self._side, self._run, self._exact = Side.EXACT, Run(), Run()
+
+    def advance(self, run: Run) -> None:
+        """Go on from the buffers that a run left, with other random numbers."""
+        assert run.state is not None
+        run.state.restore()
+        self.seed += 1
+
+    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
+        """One forward and backward, from the same random numbers and buffers on every side.
+
+        Args:
+            side: which program.
+            exact: the run to compare with: in FP64, or in FP32 if that failed; None for itself.
+            step: calls the function that it is given, the model, and returns the loss; default: the
+                call of the constructor.
+        """
+        self._side, self._run, self._exact = side, Run(), exact or Run()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, widened(*self.call))
+        self.twin.zero_grad()
+        state = _State(self.twin)
+        try:
+            with nothing_happened(), torch.random.fork_rng(), torch.enable_grad():
+                torch.manual_seed(self.seed)
+                loss = step(self.forward) if step else self.loss(self.forward(*args, **kwargs))
+                _check_loss(loss)
+                loss.backward()
+            self._run.state = _State(self.twin)
+        finally:
+            state.restore()
+        self._run.loss = float(loss.detach())
+        self._run.gradients = {name: p.grad for name, p in self.twin.named_parameters()}
+        self.twin.zero_grad()
+        return self._run
+
+    # -- as a torch.compile backend ---------------------------------------------------------------
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = self._graph(gm, example_inputs)
+        self.graphs.append(graph)
+        if isinstance(graph, Left):
+            return gm.forward
+
+        compiled = self._names(example_inputs)
+
+        def call(*args: Any) -> Any:
+            record = Record(path_of=moved(compiled, self._names(args)))
+            self._run.calls.append((graph, record))
+            return self._watched(graph, record, len(self._run.calls) - 1, args)
+
+        return call
+
+    def _names(self, inputs: Sequence[Any]) -> list[str | None]:
+        names = self.settings.names()
+        return [names.get(id(x)) for x in inputs]
+
+    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Planned | Left:
+        device = device_of(example_inputs)
+        try:
+            facts = self._facts(device, gm, example_inputs)
+            return plan_graph(gm, example_inputs, facts, self.settings)
+        except MPCompileError:
+            raise
+        except Exception as error:
+            return Left(plan_of_left(reason_of(error), device))
+
+    def _facts(
+        self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Facts:
+        tensors = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)]
+        masters = [
+            i for i, x in tensors
+            if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
+        ]  # fmt: skip
+        target = target_of(device, self.settings.dtype)
+        given = self.settings.loss_scale
+        active = target.low is torch.float16 or self.settings.scale_any_dtype
+        trained = torch.is_grad_enabled() and any(x.requires_grad for _, x in tensors)
+        return Facts(
+            target, around_now(gm, example_inputs, device.type, self.settings.names()),
+            scaled=trained and active and (given is None or given.active),
+            copied=dict.fromkeys(masters), pinned=self.repairs.pins,
+        )  # fmt: skip
+
+    def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
+        if self._side is Side.EXACT:
+            return Exact(graph.captured, record).run(*args)
+        exact = self._exact_record(graph, number)
+        if self._side is Side.FULL:
+            if exact is None:
+                plain = Keeping if self.keep else Watch
+                return plain(graph.captured, record).run(*args)
+            return Comparing(graph.captured, record, exact).run(*args)
+        inputs = self._assembled(graph, args)
+        if exact is None:
+            return Watch(graph.rewritten, record).run(*inputs)
+        return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
+
+    def _exact_record(self, graph: Planned, number: int) -> Record | None:
+        """What the exact side recorded in this call, if it made the same one."""
+        calls = self._exact.calls
+        same = number < len(calls) and calls[number][0] is graph
+        return calls[number][1] if same else None
+
+    def _assembled(self, graph: Planned, args: Sequence[Any]) -> list[Any]:
+        """The inputs of the rewritten graph: working copies, and the loss scale."""
+        inputs, device = graph.inputs, device_of(args)
+        scale = torch.tensor(self.scale, device=device)
+        found = torch.zeros((), device=device, requires_grad=True)
+        scaling = (scale, found) if inputs.scaled else ()
+        working = []
+        placeholders = graph.rewritten.graph.find_nodes(op="placeholder")
+        for k, of in inputs.copies.items():
+            # Gradients of copies leave the graph scaled: this divides them, on their way to p.grad.
+            master = args[of]
+            if inputs.scaled:
+                master = torch.ops.mpcompile.unscale_grad(master, scale, found)
+            working.append(master.to(ir.dtype(placeholders[k])))
+        return inputs.assembled(args, working, scaling)
+
+
+def _weakly(sides: Sides) -> Callable[..., Any]:
+    """The backend. Dynamo keeps each one for as long as the process runs."""
+    sides_now = weakref.ref(sides)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        found = sides_now()
+        assert found is not None
+        return found._backend(gm, example_inputs)
+
+    return backend
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else repr(loss)
+        )
+        raise MPCompileError(
+            f"loss_fn returned {what}: it must make one number with a gradient of the model's "
+            "result, as `lambda out: F.cross_entropy(out, y)` does"
+        )
+
+
+def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """A copy of a model, and one of an optimizer that holds the copy's parameters.
+
+    Raises:
+        MPCompileError: something in them can't be copied.
+    """
+    try:
+        return copy.deepcopy((model, optimizer))
+    except Exception as error:
+        raise MPCompileError(
+            f"{type(model).__name__} can't be copied ({type(error).__name__}: {error}); only a "
+            "copy is diagnosed, so that nothing happens to the model"
+        ) from error

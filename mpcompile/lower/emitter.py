@@ -1,0 +1,246 @@
+"""Rewritten graph -> function: by AOTAutograd with Inductor, by AOTAutograd alone, or unchanged.
+
+Contract. `emit` is called inside a torch.compile backend, so a TracingContext is active. The graph
+is pre-dispatch ATen with every cast explicit. Its placeholders match the example inputs one to one
+and keep Dynamo's notes (`_dynamo_source`, `meta["tensor_dict"]`); the graph module keeps Dynamo's
+`meta` and `_param_name_to_source`. With these, AOTAutograd's and Inductor's caches work as for a
+graph of Dynamo's. The function returned takes the inputs one by one and returns a tuple. `emit`
+also takes a graph as Dynamo wrote it: one that can't be captured is emitted unchanged.
+
+* *Autocast* is off while the graph is traced and while it runs, even if the caller has it on: the
+  graph itself states every dtype.
+* *RNNs* run on the device's own kernel, outside of the compiled pieces (`islands.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from .._version import __version__
+from ..errors import CannotRewrite, MPCompileError
+from ..ir.targets import CHECKPOINT
+from ..passes.joint.keep_written_inputs import keep_written_inputs
+from ..rules import PACKETS
+from ..scaling.second_backward import noticed, of_compiled
+from ..torch_inside import aot
+from ..torch_inside.amp import autocast_is_on, autocast_off
+from ..torch_inside.graphs import CHECKPOINT_CONTEXT
+from ..torch_inside.health import refuse, why_off
+from ..torch_inside.inductor import compile_fx
+from ..torch_inside.reach import Part
+from .fusing import gains, is_apart
+from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
+from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
+from .write_order import inductor_for
+
+
+def emit(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    how: str,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    joint: JointPasses = NO_PASSES,
+    recompute: bool = False,
+    untouched: bool = False,
+    sparing: bool = False,
+    inner: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a rewritten graph, forward and backward.
+
+    Args:
+        gm: the graph, see the module's contract. It may be changed: don't use it afterwards.
+        example_inputs: one for each placeholder: tensors and SymInts.
+        how: "inductor"; "aot_eager": AOTAutograd's forward and backward graphs, run op by op (with
+            its partitioner, without Inductor's decompositions); "eager": the graph, op by op.
+        mode: torch.compile's `mode`, for "inductor" only.
+        options: Inductor options as torch.compile takes them, for "inductor" only; beat `mode`.
+        joint: passes for AOTAutograd's joint graph and its two halves, for "inductor" only.
+        recompute: see `_recomputing`, for "inductor" only.
+        untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
+        sparing: of the pieces around RNNs, run those op by op that don't gain by being compiled.
+        inner: used in place of Inductor's code generation, for "inductor" only.
+
+    Raises:
+        CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
+        MPCompileError: see `check_how`.
+        RuntimeError: an unknown mode or option (Inductor's own message).
+    """
+    check_how(how)
+    autocast = autocast_is_on() and not untouched
+    with autocast_off() if autocast else contextlib.nullcontext():
+        if how == "eager":
+            run: Callable[..., Any] = _as_it_is(gm)
+        else:
+            inductor = _inductor(mode, options, joint, inner) if how == "inductor" else None
+            compile_graph = inductor or _aot_eager
+            if recompute:
+                compile_graph = _recomputing(compile_graph)
+            compiler = functools.partial(_compiled, compile_graph)
+            around = _untouched if untouched else _rewritten
+            run = (_sparing if sparing else around)(gm, example_inputs, compiler)
+    # Dynamo guards on autocast: a function compiled without it will not be called within it.
+    return _without_autocast(run) if autocast else run
+
+
+def _as_it_is(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The graph, to be run op by op."""
+    _keep_random_state(gm)
+    gm.recompile()
+    return gm.forward
+
+
+def _keep_random_state(gm: fx.GraphModule) -> None:
+    """Make a recomputed dropout drop the same elements.
+
+    The checkpoint operator relies on AOTAutograd's handling of random numbers. Run op by op, it
+    draws new ones (as does stock torch.compile(backend="eager")).
+    """
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
+                node.target = _checkpoint
+            module.recompile()
+
+
+def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    if CHECKPOINT_CONTEXT in body.meta:
+        kwargs["context_fn"] = body.meta[CHECKPOINT_CONTEXT]
+    return checkpoint(body, *args, **{**kwargs, "use_reentrant": False, "preserve_rng_state": True})
+
+
+def _rewritten(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    around = compile_around_rnns if has_rnn(gm) else _whole
+    return noticed(around(gm, example_inputs, compile_graph))
+
+
+def _sparing(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    """Compile what gains by it around the RNNs of a rewritten graph."""
+
+    def compile_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(piece, inputs) if gains(piece.graph.nodes) else _as_it_is(piece)
+
+    return noticed(compile_around_rnns(gm, example_inputs, compile_piece, is_apart))
+
+
+def _untouched(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    """Compile Dynamo's graph, cut at its RNNs where possible: it must be compiled in any case.
+
+    Under autocast an RNN may return another dtype than its input has, so the code behind it can't
+    be compiled before the RNN has run.
+    """
+    if why_off(Part.RECURRENT) is not None and any(n.target in PACKETS for n in gm.graph.nodes):
+        return _as_it_is(gm)  # AOTAutograd takes no LSTM that is for oneDNN
+    if not autocast_is_on():
+        name_rnns(gm)
+        with contextlib.suppress(CannotRewrite):
+            return _rewritten(gm, example_inputs, compile_graph)
+    return _whole(gm, example_inputs, compile_graph)
+
+
+def _whole(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
+) -> Callable[..., Any]:
+    return compile_graph(gm, example_inputs)
+
+
+def _compiled(
+    compile_graph: Compiler, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile, with mpcompile's version as part of the key of AOTAutograd's cache.
+
+    The cache's key names our operators, but an entry holds what their implementations traced to.
+    Attributes of the graph module are part of the key.
+    """
+    gm._mpcompile_version = __version__  # type: ignore[assignment]
+    return of_compiled(compile_graph(gm, example_inputs))
+
+
+def _inductor(
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    joint: JointPasses,
+    inner: Callable[..., Any] | None = None,
+) -> Compiler:
+    """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
+    # `inner` is shown what the partitioner made.
+    halves = () if inner is not None else (keep_written_inputs, *joint.halves)
+    joint = replace(joint, halves=halves)
+    whole = inductor_for(mode, with_joint_passes(options, joint))
+    if inner is None:
+        return whole  # type: ignore[no-any-return]
+    compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
+    # The backward is handed to `inner` now, not when somebody calls `backward()`.
+    eager = aot.settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    return eager(compiler)  # type: ignore[no-any-return]
+
+
+def check_how(how: str) -> None:
+    """Refuse `emit="inductor"` where Inductor isn't what it was.
+
+    Raises:
+        MPCompileError: the message says what is wrong.
+    """
+    if how == "inductor":
+        refuse(Part.INDUCTOR, 'emit="inductor"', 'pass emit="aot_eager"')
+
+
+def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Ask torch.compile, before anything is compiled, whether it knows `mode` and `options`.
+
+    Raises:
+        MPCompileError: torch.compile doesn't know one of them.
+    """
+    try:
+        _inductor(mode, options, NO_PASSES)
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = str(error).partition(", known options")[0]
+        raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None
+
+
+def _recomputing(compile_graph: Compiler) -> Compiler:
+    """Let the backward recompute the operands of its matrix products.
+
+    The min-cut partitioner would rather recompute than store a value that a fused kernel can make
+    from stored values, except if the backward must write it out as a whole: the operands of
+    products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
+    """
+    return aot.settings(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
+
+
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    compile_graph = aot.aot_autograd(
+        fw_compiler=_op_by_op, bw_compiler=_op_by_op,
+        partition_fn=AndThen(None, (keep_written_inputs,)), keep_inference_input_mutations=True,
+    )  # fmt: skip
+    return compile_graph(gm, list(example_inputs))
+
+
+def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Run a graph of AOTAutograd's, without autocast, because `backward()` may be called under it.
+
+    (Inductor's code calls no operator that autocast changes.)
+    """
+    return aot.boxed(_without_autocast(aot.boxed_nop(gm, list(example_inputs))))
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with autocast_off():
+            return function(*args)
+
+    return run

@@ -1,0 +1,106 @@
+"""A graph of ATen operators without autograd, which may write to inputs -> a function, by Inductor.
+
+So are compiled the pieces of an optimizer's step (`optim/compile_piece.py`) and whole training
+steps (`whole_step/one_graph.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..devices.registry import capabilities
+from ..ir import aten
+from ..torch_inside import aot
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
+from ..torch_inside.graphs import STATIC_INPUT, set_source, set_sources
+from ..torch_inside.inductor import compile_fx, compile_fx_inner, has_setting
+
+# Takes a list of the inputs, which it may empty, and returns all results.
+Function = Callable[[list[Any]], Sequence[Any]]
+
+_JOINS = (aten.cat.default, aten.stack.default)
+
+# The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
+_JOINED = 400
+# Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.11.
+_FUSED = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+
+
+def compile_inference(
+    gm: fx.GraphModule,
+    values: Sequence[Any],
+    mode: FakeTensorMode | None,
+    *,
+    static: Sequence[fx.Node],
+    shares_memory: bool,
+    patches: Any,
+) -> Function:
+    """Compile a graph that returns a tuple of tensors.
+
+    Args:
+        gm: it; its metadata is changed.
+        values: its inputs: FakeTensors that don't require grad.
+        mode: theirs.
+        static: the placeholders that are the same memory in each call.
+        shares_memory: whether some input or result may share memory with another one.
+        patches: settings of Inductor.
+
+    Returns:
+        A function that is called without grad mode.
+    """
+    _mark(gm, static)
+    inner: list[Any] = []
+    counts = [_count(gm)]
+
+    def compile_inner(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        counts.append(_count(graph))
+        inner.append(compile_fx_inner(graph, *args, **kwargs))
+        return inner[-1]
+
+    with (
+        torch.no_grad(),
+        autocast_off(),
+        tracing(TracingContext(mode)),
+        # A cache hit would return the whole function without a call of `compile_inner`.
+        aot.settings(enable_autograd_cache=False),
+    ):
+        wrapped: Any = compile_fx(gm, list(values), compile_inner, config_patches=patches)
+    if shares_memory or counts[1:] != counts[:1]:
+        return lambda given: wrapped(*given)
+    # AOTAutograd's wrapper is for what is shared, and for writes that it makes results. It costs as
+    # much as the call of a small kernel; so do the look-ups of Inductor's own object in each call.
+    run: Function = inner[0].current_callable
+    return run
+
+
+def options_for_joins(graph: fx.Graph, device: torch.device) -> Mapping[str, int]:
+    """Options of Inductor for a graph on this device. If the results of all joins in it are short,
+    each is one kernel: that one searches all inputs for each element of the result.
+    """
+    short = all(ir.value(n).numel() <= _JOINED for n in graph.nodes if n.target in _JOINS)
+    fuses = short and capabilities(device).multi_tensor
+    return dict.fromkeys(filter(has_setting, _FUSED), _JOINED) if fuses else {}
+
+
+def _mark(gm: fx.GraphModule, static: Sequence[fx.Node]) -> None:
+    """Tell CUDA graphs which inputs keep their address, in Dynamo's form (`mark_static_address`):
+    CUDA graphs don't record a graph that writes to any other input.
+    """
+    gm.meta["dynamo_compile_id"] = None
+    set_sources(gm, {})
+    for node in gm.graph.find_nodes(op="placeholder"):
+        set_source(node, None)
+    for node in static:
+        node.meta["tensor_dict"] = {STATIC_INPUT: "unguarded"}
+
+
+def _count(gm: fx.GraphModule) -> tuple[int, int]:
+    """How many inputs and results a graph has."""
+    results: Any = gm.graph.output_node().args[0]
+    return len(gm.graph.find_nodes(op="placeholder")), len(results)

@@ -1,0 +1,125 @@
+"""A call of one compiled graph: its extra inputs are added to those of the caller.
+
+Dynamo passes the inputs of the graph that it traced. The rewritten graph may read working copies in
+place of parameters, and the loss scale (`ir/inputs.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.inputs import GraphInputs
+from ..scaling import guard
+from ..scaling.copies import Reader
+from ..scaling.loss_scale import LossScale
+from .verdict import judge
+from .watched_call import Watched
+from .witness import check_constants
+
+__all__ = ["is_leaf", "with_extra_inputs"]
+
+Function = Callable[..., Any]
+
+
+def with_extra_inputs(
+    compiled: Function,
+    inputs: GraphInputs,
+    reader: Reader | None,
+    scale: LossScale | None,
+    examples: Sequence[Any],
+    device: torch.device,
+    watched: Watched | None,
+    searches: bool,
+    constant: Collection[int],
+) -> Function:
+    """Wrap the compiled graph in the function that Dynamo calls.
+
+    Args:
+        compiled: takes all inputs of the rewritten graph.
+        inputs: which input of the rewritten graph is what.
+        reader: provides the working copies; None where the graph reads none.
+        scale: the loss scale; None where the graph is not scaled.
+        examples: the caller's inputs that the graph was compiled with.
+        device: the device on which the graph reads the scale.
+        watched: runs it node by node after steps were skipped; None where it is not scaled.
+        searches: whether its first backward can search for the start of the scale.
+        constant: the results that no gradient enters, where the graph is scaled.
+    """
+    if scale is not None:
+        assert watched is not None
+        return _scaled(
+            compiled, inputs, reader, scale, examples, device, watched, searches, constant
+        )
+    if reader is not None:
+        return _reading(compiled, inputs, reader)
+    return compiled
+
+
+def _reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function:
+    masters = tuple(inputs.copies.values())
+
+    def call(*args: Any) -> Any:
+        copies = reader.read([args[i] for i in masters])
+        return compiled(*inputs.assembled(args, copies))
+
+    return call
+
+
+def _scaled(
+    compiled: Function,
+    inputs: GraphInputs,
+    reader: Reader | None,
+    scale: LossScale,
+    examples: Sequence[Any],
+    device: torch.device,
+    watched: Watched,
+    searches: bool,
+    constant: Collection[int],
+) -> Function:
+    """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
+    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+    masters = tuple(inputs.copies.values())
+
+    def watch(
+        args: Sequence[Any],
+    ) -> tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]:
+        shards = guard.watch([args[i] for i in leaves], scale)
+        return [weakref.ref(args[i]) for i in leaves], [shard.is_current() for shard in shards]
+
+    known, current = watch(examples)
+    trouble = scale.trouble
+    trouble.judge = functools.partial(judge, scale)
+    is_first = True
+
+    def call(*args: Any) -> Any:
+        nonlocal known, current, is_first
+        # Dynamo may run this graph with another module's parameters of the same shapes.
+        same = all(ref() is args[i] for ref, i in zip(known, leaves, strict=True))
+        if not same or not all(is_current() for is_current in current):
+            known, current = watch(args)
+        scale.saw_forward()
+        looks = trouble.pending and trouble.is_watched()
+        # A search would write to the scale that a watched graph has saved.
+        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches and not looks))
+        if reader is not None:
+            copies = reader.read([args[i] for i in masters])
+            given = inputs.assembled(args, copies, given[-2:])
+        if looks:
+            return watched.run(compiled, given, args, trouble)
+        results = compiled(*given)
+        if is_first:
+            is_first = False
+            check_constants(results, constant)
+        return results
+
+    return call
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether autograd stores a gradient in `value.grad`."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf

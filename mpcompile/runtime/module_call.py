@@ -1,0 +1,247 @@
+"""A call of a compiled module or function: the compiled call, and workarounds for what Dynamo
+doesn't do.
+
+* Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
+  and it counts recompiles per code object, which all instances of a class share. So each module
+  gets an entry function (`looking.py`), with a code object of its own.
+* Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
+* Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
+  first LOW op narrows them again (`half_inputs.py`).
+* Somebody may replace the module's forward by one under autocast: refused (`scaling/foreign.py`).
+* Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
+  the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
+  of an O2 model.
+* Within what somebody else compiles, Dynamo would inline the module, and take no notice of us: the
+  graph ends at it.
+* FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
+* TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
+  plain module or function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.regions import noting_regions
+from ..errors import MPCompileError
+from ..lower.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
+from ..ranks import fsdp
+from ..ranks.refuse import check_engines
+from ..scaling import foreign, parameters
+from ..torch_inside.dynamo_names import BackendCompilerFailed
+from ..torch_inside.modes import torchscript_trace
+from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
+from . import uncalled
+from .half_inputs import widened, widens_inputs
+from .looking import Looking, enter_by_itself, entry
+from .outside import aside
+from .owned_backend import compiled_by
+from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
+
+__all__ = ["ModuleCall", "running"]
+
+
+def running(
+    compiled: Callable[..., Any],
+    plain: Callable[..., Any],
+    *contexts: Any,
+    looking: Looking | None = None,
+    **settings: bool,
+) -> Callable[..., Any]:
+    """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
+    contexts and with these settings (`traced_with`), without the caller's autocast, and an
+    MPCompileError is raised as it is, without Dynamo's wrapper. `looking` looks at the first calls.
+    """
+    inner = noting_regions(compiled)
+    contexts = (*contexts, aside) if looking is not None else contexts
+    inner = traced_with(inner, *contexts, **settings) if contexts or settings else inner
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        assert looking is not None
+        return looking.at(inner, args, kwargs)
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torchscript_trace() is not None:  # it traces operators: those of the plain function
+            return plain(*args, **kwargs)
+        call = inner
+        if looking is not None and not torch.compiler.is_dynamo_compiling() and looking.due:
+            call = look
+        try:
+            if foreign.is_under_autocast():
+                with foreign.without_autocast():
+                    return call(*args, **kwargs)
+            return call(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            error = failed.inner_exception
+            if isinstance(error, MPCompileError):
+                raise error from error.__cause__  # keep our cause; drop Dynamo's wrapper
+            raise
+
+    return run
+
+
+class ModuleCall:
+    """The function that a compiled module's call runs.
+
+    Args:
+        module: the module.
+        compile_kwargs: arguments of torch.compile, but for the backend.
+        backend: takes a graph and its inputs.
+        reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        check: called with the module before the first call; raises if it can't be compiled.
+        called: called with the module after each call, until it returns True.
+        looking: what looks at the first calls of a module; None: nobody does.
+        method: what a call runs: a function of the module and the arguments; by default the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compile_kwargs: Mapping[str, Any],
+        *,
+        backend: Callable[..., Any],
+        reads_copies: bool,
+        check: Callable[[nn.Module], None],
+        called: Callable[[nn.Module], bool],
+        looking: Callable[[nn.Module], Looking] | None = None,
+        method: Callable[..., Any] | None = None,
+    ) -> None:
+        self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
+        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._method, self._checked = method, False
+        self._looking = looking(module) if looking is not None else None
+        self._sample = next(module.parameters(), None)
+        self._look_at_dtype()
+        self._told = not any(True for _ in module.parameters())
+        self._hooks, self._owners = self._hooks_now(), self._owners_now()
+        self._changes = parameters.changes()
+        self._forward: Any = None
+        self._look_at_forward()
+        self._sharded = self._sharded_now()
+        self._engines: Any = None  # asked anew at the first call, whatever has changed
+        self._compiled = self._compile()
+        why = "mpcompile() has compiled this module by itself"
+        self._apart = torch.compiler.disable(self._call, reason=why)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # TorchScript traces operators: those of the plain module.
+        if torchscript_trace() is not None:
+            return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
+            return self._apart(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sample is not None and self._sample.dtype is not self._dtype:
+            self._look_at_dtype()
+        if not self._checked:
+            self._check(self._module)
+            self._checked = True
+        self._look_at_forward()
+        if self._is_stale():
+            self._compiled = self._compile()
+        if self._widens:
+            args, kwargs = widened(args, kwargs)
+        result = self._compiled(*args, **kwargs)
+        if not self._told and not torch.compiler.is_dynamo_compiling():
+            if torch.is_grad_enabled():
+                uncalled.called(self._module)
+            # After a call that may compile more than this one did, it is too early to tell.
+            if self._looking is None or not self._looking.again:
+                self._told = self._called(self._module)
+        return result
+
+    def _look_at_dtype(self) -> None:
+        """Learn anew what follows from the module's dtype, which a cast of the module changes."""
+        self._dtype = self._sample.dtype if self._sample is not None else None
+        self._widens, self._checked = widens_inputs(self._module), False
+
+    def _compile(self) -> Callable[..., Any]:
+        """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
+        module = self._module
+        check_engines(module)
+        for part in parts_of(module):
+            if compiled_call(part) is None:
+                self._compile_part(part)
+        for part in self._looking.parts if self._looking is not None else ():
+            enter_by_itself(part)  # anew, as the module itself
+        if fsdp.is_sharded(module) and self._method is None:
+            return between_hooks(module, self._traced(own_forward(module)))
+        return self._traced(self._method or plain_call(type(module)))
+
+    def _compile_part(self, part: nn.Module) -> None:
+        """Compile the call of a module inside of this one. If it is not sharded, and a graph is
+        traced around it, it becomes part of that graph.
+        """
+        if not fsdp.is_sharded(part):
+            enter_by_itself(part)
+            return
+        call = ModuleCall(
+            part,
+            self._compile_kwargs,
+            backend=self._backend,
+            reads_copies=self._reads_copies,
+            check=lambda _: None,
+            called=lambda _: True,
+        )
+        set_compiled_call(part, ends_graph(call))
+
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(module, ...)`, compiled."""
+        module = self._module
+        settings = dict(VALUE_SIZES)
+        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+            settings["allow_rnn"] = True
+        if self._method is not None:  # a trainer's step: it may ask how far the training has come
+            settings["allow_unspec_int_on_nn_module"] = True
+        own = entry(function, module)
+        compiled = compiled_by(self._backend, own, **self._compile_kwargs)
+        run = running(compiled, own, looking=self._looking, **settings)
+        # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
+        # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
+        vars(run).pop("_torchdynamo_inline", None)
+        return run
+
+    def _is_stale(self) -> bool:
+        """Whether something has changed that Dynamo doesn't guard on."""
+        stale = False
+        if (hooks := self._hooks_now()) != self._hooks:
+            self._hooks, stale = hooks, True
+        if self._reads_copies and (changes := parameters.changes()) != self._changes:
+            self._changes = changes
+            owners = self._owners_now()
+            if owners != self._owners:  # read the new MPOptimizer's copies
+                self._owners, stale = owners, True
+        return self._is_sharded_anew() or stale
+
+    def _is_sharded_anew(self) -> bool:
+        """Whether an engine has taken charge of the module, or of parts of it."""
+        if torch.compiler.is_dynamo_compiling() or (
+            self._engines == (engines := fsdp.engines(self._module))
+        ):
+            return False
+        self._engines = engines
+        check_engines(self._module)
+        before, self._sharded = self._sharded, self._sharded_now()
+        return before != self._sharded
+
+    def _look_at_forward(self) -> None:
+        if (forward := foreign.replaced_forward(self._module)) is not self._forward:
+            foreign.refuse_autocast_forward(self._module)
+            self._forward = forward
+
+    def _hooks_now(self) -> tuple[int, ...]:
+        kinds = hooks_around(self._module)
+        return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
+
+    def _owners_now(self) -> list[int]:
+        return [id(parameters.owner_of(p)) for p in self._module.parameters()]
+
+    def _sharded_now(self) -> list[bool]:
+        return [fsdp.is_sharded(m) for m in self._module.modules()]

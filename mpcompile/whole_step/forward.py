@@ -1,0 +1,193 @@
+"""A forward of a training step: cut out of Dynamo's graph, and rewritten by the passes.
+
+It is planned as the same forward would be in a graph of its own. What it reads
+besides Dynamo's inputs, working copies and the loss scale, the whole step holds (`held.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import CannotRewrite
+from ..ir import aten
+from ..ir.inputs import GraphInputs
+from ..ir.targets import CHECKPOINT
+from ..lower.joint import NO_PASSES, JointPasses, joint_passes
+from ..plan_graph import Planned, plan_graph
+from ..plans.graph_plan import GraphPlan
+from ..rules import RNN_OPS
+from ..rules.policy import Level
+from ..runtime.graph_call import is_leaf
+from ..runtime.verdict import judge
+from ..runtime.witness import check_constants, constants_of
+from ..scaling import copies, guard
+from ..scaling.loss_scale import LossScale
+from ..settings import Settings
+from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
+from ..training import Training, training_of
+from .held import Held
+from .parts import Part
+
+
+@dataclass
+class Read:
+    """A working copy that a forward reads.
+
+    Attributes:
+        master: its parameter.
+        copy: the copy.
+        at: the number of `copy.stored` among the held tensors.
+        low: whether the gradient may stay in the low dtype, times the loss scale.
+    """
+
+    master: torch.Tensor
+    copy: copies.WorkingCopy
+    at: int
+    low: bool
+
+
+@dataclass
+class Forward:
+    """A rewritten forward.
+
+    Attributes:
+        graph: takes what `layout` says, returns a tuple.
+        layout: which input of the graph is what.
+        reads: its working copies, in the order of `layout.copies`.
+        scale: its loss scale, or None.
+        scale_at, leaf_at: the numbers of the scale, and of the leaf whose "gradient" counts
+            overflows, among the held tensors.
+        plan: None where it was left as it is.
+        recurrent: how many of its operators are recurrent layers.
+        joint: passes for the graph of forward and backward.
+    """
+
+    graph: fx.GraphModule
+    layout: GraphInputs
+    reads: list[Read] = field(default_factory=list)
+    scale: LossScale | None = None
+    scale_at: int = -1
+    leaf_at: int = -1
+    plan: GraphPlan | None = None
+    recurrent: int = 0
+    joint: JointPasses = NO_PASSES
+
+    def run(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> Ran:
+        """Run it under a tracer; `held`: the held tensors."""
+        leaves = [
+            held[read.at].detach().requires_grad_(read.master.requires_grad) for read in self.reads
+        ]
+        # A copy: a step further on in the same program may move the scale.
+        used = held[self.scale_at].clone() if self.scale is not None else None
+        counter = held[self.leaf_at] if self.scale is not None else None
+        scaling = () if used is None else (used, counter)
+        results = self.graph(*self.layout.assembled(given, leaves, scaling))
+        if self.scale is not None:
+            check_constants(results, constants_of(self.graph))
+        return Ran(self, leaves, used, counter, results)
+
+
+@dataclass
+class Ran:
+    """A forward that has run under a tracer.
+
+    Attributes:
+        forward: it.
+        leaves: the working copies that it has read, one for each of `forward.reads`.
+        used: the loss scale that it multiplied by: 0-d FP32, or None.
+        counter: the leaf whose "gradient" counts overflows, or None.
+        results: what it returned.
+        moves: how many steps came before it.
+    """
+
+    forward: Forward
+    leaves: list[torch.Tensor]
+    used: torch.Tensor | None
+    counter: torch.Tensor | None
+    results: Sequence[Any]
+    moves: int = 0
+
+
+def rewritten(
+    part: Part, gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, held: Held
+) -> Forward:
+    """Rewrite a forward.
+
+    Args:
+        part: the forward.
+        gm: Dynamo's graph.
+        examples: a value for each of the part's inputs: the caller's own tensors, and FakeTensors
+            of what other parts make.
+        settings: how.
+        held: takes the tensors that it reads besides.
+
+    Raises:
+        CannotRewrite: see `plan_graph`; or it holds what one graph can't.
+    """
+    with torch.set_grad_enabled(part.grad):
+        graph = _outlined(part, gm)
+        if settings.level is Level.O0:
+            return Forward(graph, GraphInputs(len(part.inputs)))
+        known = training_of(graph, examples, settings)
+        planned = plan_graph(graph, examples, known.facts, settings)
+    _check(planned.graph)
+    known.note_read_in_full(planned)
+    scale, device = known.scale_in(planned), known.facts.target.device
+    forward = Forward(planned.graph, planned.inputs, _reads(known, planned, held), scale)
+    forward.plan, forward.joint = planned.plan, joint_passes(settings.level, device, whole=True)
+    forward.recurrent = sum(n.target in RNN_OPS for n in planned.graph.graph.nodes)
+    if scale is not None:
+        guard.watch([x for x in examples if is_leaf(x)], scale)
+        scale.trouble.judge = functools.partial(judge, scale)
+        forward.scale_at = held.add(scale.reside(device)["scale"])
+        forward.leaf_at = held.add(scale.overflows.leaf(device))
+    return forward
+
+
+def _check(captured: fx.GraphModule) -> None:
+    if captured.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        raise CannotRewrite("an activation checkpoint: one graph would keep what it frees")
+    recurrent = {n.target for n in captured.graph.nodes if n.target in RNN_OPS}
+    if recurrent - {aten.lstm.input}:  # of these, `one_graph.py` asks what became of them
+        raise CannotRewrite("a recurrent layer that would be unrolled over time")
+
+
+def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
+    reader = known.reader_for(planned)
+    if reader is None:
+        return []
+    return [
+        Read(master, copy, held.add(copy.stored), reader.stores_low(master))
+        for master, copy in known.copies_for(planned)
+    ]
+
+
+def _outlined(part: Part, gm: fx.GraphModule) -> fx.GraphModule:
+    """The nodes of a part as a graph of their own, in Dynamo's form."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in part.inputs:
+        placeholder = new[node] = graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        source = source_of(node) if node.op == "placeholder" else None
+        set_source(placeholder, source)
+
+    def of(node: fx.Node) -> fx.Node:
+        if node not in new:  # an attribute of the graph: a constant, a body
+            new[node] = graph.node_copy(node)
+        return new[node]
+
+    for node in part.nodes:
+        new[node] = graph.node_copy(node, of)
+    graph.output(tuple(new[node] for node in part.outputs))
+    outlined = fx.GraphModule(gm, graph)
+    outlined.meta = dict(gm.meta)
+    known: Any = sources_of(gm)
+    set_sources(outlined, known)
+    return outlined

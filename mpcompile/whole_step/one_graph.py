@@ -1,0 +1,182 @@
+"""A training step's program -> one graph of ATen operators -> one function.
+
+make_fx runs the program on FakeTensors: autograd derives the backward there, from the rewritten
+forwards, and what remains is a plain sequence of operators, with writes to the parameters and to
+what is held between steps. Inductor compiles it like the graph of an inference: nothing is saved
+for a backward, every gradient dies where it is used, and all of it is fused as one program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from .. import ir
+from ..devices.registry import capabilities
+from ..errors import CannotRewrite
+from ..lower.inference import Function, compile_inference, options_for_joins
+from ..lower.joint import JointPasses, with_joint_passes
+from ..lower.write_order import inductor_for
+from ..operators.rnn_layer import IN_A_GRAPH
+from ..planner.target import place_of
+from ..scaling.loss_scale import LossScale
+from ..settings import Settings
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.fakes import TracingContext
+from .forward import Forward
+from .phases import by_phase, phases_of
+from .program import Program
+from .update import Update
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A training step as one graph.
+
+    Attributes:
+        graph: takes Dynamo's inputs and the held tensors; returns a tuple of tensors.
+        results: for each of Dynamo's results, its number among what the graph returns, or, behind a
+            1-tuple, the constant that it is.
+        behind: the number of the first result for the steps behind the graph.
+        unseen: the loss scales of the last results: counts of overflows that no step has seen.
+        phases: for each node, in which forward and backward it is, counted from 0.
+    """
+
+    graph: fx.GraphModule
+    results: tuple[int | tuple[Any], ...]
+    behind: int
+    unseen: tuple[LossScale, ...]
+    phases: Mapping[fx.Node, int]
+
+
+def trace(program: Program) -> Traced:
+    """Trace a program to one graph."""
+    given = len(program.given)
+    results: list[int | tuple[Any]] = []
+    unseen: list[LossScale] = []
+    begins: list[int] = []
+
+    def phase() -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        begins.append(len(mode.tracer.graph.nodes))
+
+    def step(*values: Any) -> tuple[Any, ...]:
+        returned, behind, open_ = program.run(values[:given], values[given:], phase)
+        tensors: list[Any] = []
+        for value in returned:
+            if isinstance(value, (torch.Tensor, torch.SymInt)):
+                results.append(len(tensors))
+                tensors.append(value)
+            else:
+                results.append((value,))
+        unseen.extend(open_)
+        return (*tensors, *behind, *open_.values())
+
+    context = TracingContext.get()
+    assert context.fake_mode is not None
+    with autocast_off(), context.fake_mode, torch.enable_grad():
+        graph = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(
+            *program.given, *program.fakes()
+        )
+    for node in graph.graph.nodes:
+        node.target = IN_A_GRAPH.get(node.target, node.target)
+    _check(program, graph.graph)
+    phases = phases_of(graph.graph, begins)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    count = sum(isinstance(r, int) for r in results)
+    return Traced(graph, tuple(results), count, tuple(unseen), phases)
+
+
+def _check(program: Program, graph: fx.Graph) -> None:
+    """Refuse recurrent layers that oneDNN has no kernel for: there is a node for each time step.
+
+    Refuse writes to memory that two inputs share as well. AOTAutograd compiles for one input that
+    both are views of, as it finds it in FakeTensors; in a call it looks for that of the caller's
+    tensors, which may be another.
+    """
+    layers = sum(n.target in IN_A_GRAPH.values() for n in graph.nodes)
+    if layers < 2 * sum(m.recurrent for m in program.made if isinstance(m, Forward)):
+        raise CannotRewrite("a recurrent layer that would be unrolled over time")
+    shared = _in_several(graph.find_nodes(op="placeholder"))
+    written = {m for n in graph.nodes for w in ir.written(n) for m in ir.memory(w.meta["val"])}
+    if not shared.isdisjoint(written):
+        raise CannotRewrite("it writes to memory that two of its inputs share")
+
+
+def _in_several(nodes: Sequence[fx.Node]) -> set[int]:
+    """The memory that more than one of these values lies in."""
+    lying = Counter(m for n in nodes for m in ir.memory(n.meta["val"]))
+    return {m for m, count in lying.items() if count > 1}
+
+
+def compiled(
+    traced: Traced,
+    stays: Sequence[bool],
+    settings: Settings,
+    joint: JointPasses,
+    updates: Sequence[Update],
+) -> Function:
+    """Compile the graph.
+
+    Args:
+        traced: it.
+        stays: for each input, whether it is the same memory in every step.
+        settings: how.
+        joint: passes for the graph of forward and backward.
+        updates: the steps in it.
+
+    Returns:
+        A function of a list of all inputs; it may empty the list. Run it without grad mode.
+    """
+    graph = traced.graph
+    if settings.emit != "inductor":
+        return lambda values: graph(*values)
+    options = dict(settings.options or {})
+    if any(update.rounds for update in updates):  # Muon: a fused kernel would keep FP32
+        options.setdefault("emulate_precision_casts", True)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    device = place_of([n.meta["val"] for n in inputs])
+    patches = inductor_for(
+        settings.mode,
+        with_joint_passes({**options_for_joins(graph.graph, device), **options}, joint),
+    ).config
+    if max(traced.phases.values()) and _is_cut(inputs, device):
+        return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches))
+    still = [n for n, stay in zip(inputs, stays, strict=True) if stay]
+    return _by_inductor(graph, still, patches)
+
+
+def _is_cut(inputs: Sequence[fx.Node], device: torch.device) -> bool:
+    """Whether each phase gets a graph of its own. On CUDA the whole is one, to be recorded as one;
+    and with symbolic sizes, a phase would have to take those that no tensor of its own tells.
+    """
+    tensors = [n.meta["val"] for n in inputs if isinstance(n.meta["val"], torch.Tensor)]
+    fixed = all(isinstance(size, int) for x in tensors for size in x.shape)
+    return fixed and not capabilities(device).multi_tensor
+
+
+def _by_inductor(graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any) -> Function:
+    values = [_detached(n.meta["val"]) for n in graph.graph.find_nodes(op="placeholder")]
+    context = TracingContext.get()
+    return compile_inference(
+        graph, values, context.fake_mode,
+        static=static, shares_memory=_shares_memory(graph), patches=patches,
+    )  # fmt: skip
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _shares_memory(graph: fx.GraphModule) -> bool:
+    """Whether some input or result shares memory with another one."""
+    results: Any = graph.graph.output_node().args[0]
+    return bool(_in_several([*graph.graph.find_nodes(op="placeholder"), *results]))

@@ -1,0 +1,359 @@
+"""A training step as a program of parts: forwards rewritten, backwards, steps, and plain nodes.
+
+`Program` runs twice. Once on FakeTensors while it is made, because each part must know what it gets
+from those before it: sizes, strides, which gradients there are. And once under a tracer, which
+derives the backward from the rewritten forwards and gives one graph of ATen operators.
+
+    loss = forward(x, params)                 the rewritten graph, with working copies and the scale
+    grad(loss, [p])                           grad(loss, [p, copy of p, overflow leaf])
+    take_step(0, [p], [grad])                 check, unscale, clip, update, write copies, move scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..devices.registry import capabilities
+from ..errors import CannotRewrite
+from ..ir.fakes import duplicate, fake_twin
+from ..lower.joint import NO_PASSES, JointPasses
+from ..optim.compile_piece import Emit
+from ..optim.inputs import Setting
+from ..planner.target import place_of
+from ..scaling.loss_scale import LossScale
+from ..scaling.overflows import any_nonfinite
+from ..settings import Settings
+from ..torch_inside.fakes import TracingContext
+from ..torch_inside.tensors import storage_of
+from .forward import Forward, Ran, rewritten
+from .gradients import (
+    Arrived,
+    Backward,
+    go_backward,
+    is_gradient,
+    on_one_scale,
+    read_by_steps_alone,
+    straighten,
+)
+from .held import Held
+from .parts import Part, cut, last_steps
+from .tracing import optimizer_of
+from .update import Update
+from .writes import Writes
+
+_FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
+Varying = Callable[[Any], frozenset[Setting]]
+
+
+@dataclass
+class _Running:
+    """One run of the program: the values of Dynamo's nodes, the held tensors, and what has run."""
+
+    env: dict[fx.Node, Any]
+    held: Sequence[torch.Tensor]
+    forwards: list[Ran] = field(default_factory=list)
+    backwards: dict[fx.Node, Backward] = field(default_factory=dict)
+    behind: list[torch.Tensor] = field(default_factory=list)  # what steps behind the graph take
+    looked_at: set[fx.Node] = field(default_factory=set)  # the backwards that a step has checked
+    steps: int = 0  # how many have run
+
+
+class Program:
+    """The parts of a training step, ready to be traced.
+
+    Args:
+        gm: Dynamo's graph; it is changed.
+        examples: its inputs: the caller's own tensors, or SymInts.
+        settings: how forwards are rewritten.
+        varying: for an optimizer, its settings that were seen to change.
+
+    Attributes:
+        given: FakeTensors of Dynamo's inputs, or SymInts.
+        held: the tensors that it takes besides.
+        written: Dynamo's inputs (by number) that something else than a step writes in place.
+        joint: passes for the graph of forward and backward.
+        made: its forwards and steps, in order.
+
+    Raises:
+        StateAppeared: a first step makes state; it can't be traced before.
+        CannotRewrite: it can't be one graph; the message says why.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, varying: Varying
+    ) -> None:
+        context = TracingContext.get()
+        assert context.fake_mode is not None
+        straighten(gm.graph)
+        self._gm, self._mode = gm, context.fake_mode
+        self._settings, self._varying = settings, varying
+        self._placeholders = gm.graph.find_nodes(op="placeholder")
+        self._real = dict(zip(self._placeholders, examples, strict=True))
+        self._plain = fx.Interpreter(gm)
+        self.given = [fake_twin(value, context) for value in examples]
+        self.held = Held()
+        self.made: list[Forward | Update] = []
+        self.joint: JointPasses = NO_PASSES
+        self._parts: list[tuple[Part, Forward | Update | None]] = []
+        self.written: set[int] = set()
+        running = self._start(self.given, ())
+        all_parts = cut(gm.graph)
+        self._last = last_steps(all_parts, self._written(all_parts))
+        for part in all_parts:
+            made = self._make(part, running)
+            self._parts.append((part, made))
+            running.held = self.fakes()
+            writes = Writes()
+            with self._mode, writes, torch.enable_grad() if part.grad else torch.no_grad():
+                self._run_part(part, made, running)
+            if part.kind != "step":
+                tensors = enumerate(self.given)
+                self.written |= {i for i, x in tensors if torch.is_tensor(x) and x in writes}
+        self._check_results(running)
+
+    @property
+    def can_be_watched(self) -> bool:
+        """Whether a step may run in pieces instead: with several backwards, one piece may hold what
+        two of them need, and torch frees it behind the first.
+        """
+        return sum(part.kind == "backward" for part, _ in self._parts) == 1
+
+    def _make(self, part: Part, running: _Running) -> Forward | Update | None:
+        """What a part runs, where that is not Dynamo's own nodes."""
+        if part.kind == "forward":
+            examples = [self._real.get(n, running.env[n]) for n in part.inputs]
+            forward = rewritten(part, self._gm, examples, self._settings, self.held)
+            self._check_copies(forward)
+            self.made.append(forward)
+            self.joint = forward.joint
+            return forward
+        if part.kind == "step":
+            number, params, grads = _step_of(part.nodes[0])
+            optimizer = optimizer_of(number)
+            real = [self._real[p] for p in params]
+            arrived = self._arrived(params, grads, running)
+            behind = self._emit_of_pieces(len(real)) if part in self._last else None
+            update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, behind)
+            self.made.append(update)
+            return update
+        return None
+
+    def _check_copies(self, forward: Forward) -> None:
+        """Refuse to read a working copy whose parameter the program has written by itself."""
+        written = [self._real[self._placeholders[i]] for i in self.written]
+        if any(read.master is x for read in forward.reads for x in written):
+            raise CannotRewrite("a parameter is written between a step and a forward")
+
+    def _written(self, all_parts: Sequence[Part]) -> set[fx.Node]:
+        """Dynamo's inputs that share memory with what some step writes."""
+        memory: set[int] = set()
+        for part in all_parts:
+            if part.kind == "step":
+                number, params, _ = _step_of(part.nodes[0])
+                state = optimizer_of(number).state
+                written = [self._real[p] for p in params]
+                written += [v for p in written for v in state.get(p, {}).values()]
+                memory.update(map(storage_of, filter(torch.is_tensor, written)))
+        return {n for n, x in self._real.items() if torch.is_tensor(x) and storage_of(x) in memory}
+
+    def _emit_of_pieces(self, count: int) -> Emit | None:
+        """How the pieces of a last step run behind the graph; None: it is a part of the graph.
+
+        On a CPU, a function with the updates of many parameters takes Inductor longer than all
+        else. As pieces they are compiled once for each kind.
+        """
+        device = place_of(list(self._real.values()))
+        settings = self._settings
+        if count <= _FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
+            return None
+        options = tuple(sorted((settings.options or {}).items()))
+        return Emit("inductor", settings.mode, options)
+
+    def fakes(self) -> list[torch.Tensor]:
+        """FakeTensors of the held tensors."""
+        return [self._mode.from_tensor(t, static_shapes=True) for t in self.held.tensors]
+
+    def _results(self) -> Sequence[Any]:
+        results: Sequence[Any] = self._gm.graph.output_node().args[0]  # type: ignore[assignment]
+        return results
+
+    def _check_results(self, running: _Running) -> None:
+        """Refuse a result that the caller could still go backward from."""
+        gone = [b for b in running.backwards if not b.kwargs.get("retain_graph")]
+        used_up = {n for b in gone for n in ir.all_before(_losses(b)) if _is_computed(n)}
+        for result in self._results():
+            value = running.env.get(result)
+            needs = isinstance(value, torch.Tensor) and value.requires_grad
+            if needs and used_up.isdisjoint(ir.all_before([result])):
+                raise CannotRewrite("it returns a value that still needs a gradient")
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def run(
+        self, given: Sequence[Any], held: Sequence[torch.Tensor], phase: Callable[[], None]
+    ) -> tuple[list[Any], list[torch.Tensor], dict[LossScale, torch.Tensor]]:
+        """Run it under a tracer.
+
+        Args:
+            given: values of Dynamo's inputs.
+            held: values of the held tensors.
+            phase: called before each forward behind a backward: what was saved is free by then.
+
+        Returns:
+            Dynamo's results, what the steps behind the graph take, one after the other, and for
+            each loss scale the count of overflows that no step has looked at: 0-d FP32.
+        """
+        running = self._start(given, held)
+        backwards = 0
+        for part, made in self._parts:
+            if part.kind == "forward" and len(running.backwards) > backwards:
+                backwards = len(running.backwards)
+                phase()
+            with torch.enable_grad() if part.grad else torch.no_grad():
+                self._run_part(part, made, running)
+        results = [running.env.get(r, r) for r in self._results()]
+        results = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
+        unseen = [b for node, b in running.backwards.items() if node not in running.looked_at]
+        return results, running.behind, _sum(unseen)
+
+    def try_scales(
+        self, given: Sequence[Any], scales: Mapping[LossScale, float]
+    ) -> tuple[set[LossScale], bool]:
+        """Run forwards and backwards op by op, on copies, with other loss scales; no steps.
+
+        Args:
+            given: Dynamo's inputs.
+            scales: loss scales -> the values to try.
+
+        Returns:
+            The loss scales under which a gradient overflowed, and whether no scale can help: a loss
+            itself is not finite.
+        """
+        held = list(self.held.tensors)
+        for forward in self.made:
+            if isinstance(forward, Forward) and (scale := forward.scale) in scales:
+                assert scale is not None
+                at = forward.scale_at
+                held[at] = torch.full_like(held[at], scales[scale])
+        running = self._start([_copied(x) for x in given], held)
+        for part, made in self._parts:
+            if part.kind != "step":
+                with torch.enable_grad() if part.grad else torch.no_grad():
+                    self._run_part(part, made, running)
+        overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
+        for backward in running.backwards.values():
+            for one in filter(None, backward.arrived):
+                if one.scale is not None and bool(any_nonfinite([one.grad])):
+                    overflowed.add(one.scale)
+        losses = [running.env[n].detach() for b in running.backwards for n in _losses(b)]
+        return overflowed, bool(any_nonfinite(losses))
+
+    def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
+        running = _Running(dict(zip(self._placeholders, given, strict=True)), held)
+        for node in self._gm.graph.find_nodes(op="get_attr"):
+            running.env[node] = self._plain.get_attr(node.target, (), {})
+        return running
+
+    def _run_part(self, part: Part, made: Forward | Update | None, running: _Running) -> None:
+        node, env = part.nodes[0], running.env
+        if isinstance(made, Forward):
+            ran = made.run([env[n] for n in part.inputs], running.held)
+            ran.moves = running.steps
+            running.forwards.append(ran)
+            env.update(zip(part.outputs, ran.results, strict=True))
+        elif isinstance(made, Update):
+            self._take_step(node, made, running)
+        elif part.kind == "backward":
+            self._go_backward(node, running)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = getattr(self._plain, node.op)(node.target, args, kwargs)
+
+    def _go_backward(self, node: fx.Node, running: _Running) -> None:
+        def value(argument: Any) -> Any:
+            return fx.node.map_arg(argument, running.env.__getitem__)
+
+        losses, inputs, *outer = node.args
+        inputs = list(inputs)  # type: ignore[arg-type]
+        options = {k: value(v) for k, v in node.kwargs.items() if k != "allow_unused"}
+        if outer:
+            options["grad_outputs"] = value(outer[0])
+        backward = go_backward(
+            value(losses),
+            value(inputs),
+            masters=[self._real.get(n) for n in inputs],
+            direct=read_by_steps_alone(node),
+            ran=running.forwards,
+            **options,
+        )
+        running.backwards[node] = backward
+        running.env[node] = tuple(a.grad if a is not None else None for a in backward.arrived)
+
+    def _take_step(self, node: fx.Node, update: Update, running: _Running) -> None:
+        _, params, grads = _step_of(node)
+        before = [b for b, done in running.backwards.items() if _trained(b, done) & set(params)]
+        running.looked_at.update(before)
+        running.steps += 1
+        arrived = self._arrived(params, grads, running)
+        found = _sum([running.backwards[b] for b in before])
+        if update.is_behind:
+            running.behind += update.inputs(arrived, found, running.held)
+        else:
+            update.run([running.env[p] for p in params], arrived, found, running.held)
+
+    def _arrived(
+        self, params: Sequence[fx.Node], grads: Sequence[fx.Node], running: _Running
+    ) -> list[Arrived]:
+        """The gradients for a step."""
+        found: list[Arrived] = []
+        for grad in grads:
+            one: Arrived | None = Arrived(running.env[grad])
+            if is_gradient(grad):
+                backward, i = grad.args
+                one = running.backwards[backward].arrived[i]  # type: ignore[index]
+            assert one is not None
+            found.append(one)
+        return on_one_scale(found, [running.env[p] for p in params])
+
+
+def _step_of(node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node]]:
+    number, params, grads = node.args
+    return number, list(params), list(grads)  # type: ignore[return-value, arg-type]
+
+
+def _trained(node: fx.Node, backward: Backward) -> set[fx.Node]:
+    """The inputs of a backward that got a gradient."""
+    inputs: Any = node.args[1]
+    return {n for n, a in zip(inputs, backward.arrived, strict=True) if a is not None}
+
+
+def _sum(backwards: Sequence[Backward]) -> dict[LossScale, torch.Tensor]:
+    """How many gradients overflowed in all of these, by loss scale."""
+    total: dict[LossScale, torch.Tensor] = {}
+    for backward in backwards:
+        for scale, found in backward.found.items():
+            total[scale] = total[scale] + found if scale in total else found
+    return total
+
+
+def _losses(node: fx.Node) -> list[fx.Node]:
+    losses: Any = node.args[0]
+    return list(losses) if isinstance(losses, (list, tuple)) else [losses]
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return duplicate(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether the value of a node of Dynamo's graph has a history that a backward goes through."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad and node.op != "placeholder"
