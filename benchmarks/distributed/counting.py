@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,8 @@ def sent_in(ranks: int) -> Iterator[Sent]:
     sent = Sent()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield sent
+        # Gloo's thread ends its event after those that wait for it go on.
+        time.sleep(0.2)
     assert profiler.profiler is not None
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     asked = [e.name() for e in events if e.name().startswith("c10d::")]
