@@ -83,20 +83,21 @@ def ssdlite() -> nn.Module:
 
 
 BATCH = 8
-STEPS = 400
-RATE, WARM_UP = 4e-3, 60
-"""The learning rate, and the steps in which it rises to that."""
+WARM_UP = 60
+"""The steps in which the learning rate rises."""
 
 Targets = list[dict[str, Tensor]]
 
 
 class _Training:
-    def __init__(self, trainer: Trainer, seed: int, build: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, trainer: Trainer, seed: int, build: Callable[[], nn.Module], top: float, steps: int
+    ) -> None:
         self._trainer = trainer
         self._net = trainer.model(build())
-        adam = functools.partial(torch.optim.AdamW, lr=RATE, weight_decay=1e-4)
+        adam = functools.partial(torch.optim.AdamW, lr=top, weight_decay=1e-4)
         self._optimizer = trainer.optimizer(adam, [*self._net.parameters()])
-        rising = functools.partial(rate, steps=STEPS, warm_up=WARM_UP)
+        rising = functools.partial(rate, steps=steps, warm_up=WARM_UP)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rising)
         self._batches = batches(seed, BATCH, trainer.device)
         self._update = trainer.whole(self._train)
@@ -155,18 +156,19 @@ def _found(answer: dict[str, Tensor]) -> boxes.Found:
     return boxes.Found(corners / SIDE, labels - 1, scores)
 
 
-def _task(name: str, build: Callable[[], nn.Module]) -> Task:
+def _task(name: str, build: Callable[[], nn.Module], top: float, steps: int) -> Task:
+    """`top`: the highest learning rate."""
     return Task(
         name=name,
         claim="detection",
         data=DATA,
         metric="mAP, %",
         higher=True,
-        steps=STEPS,
-        start=functools.partial(_Training, build=build),
+        steps=steps,
+        start=functools.partial(_Training, build=build, top=top, steps=steps),
         needs=("torchvision",),
     )
 
 
-RETINANET = _task("torchvision's RetinaNet", retinanet)
-SSDLITE = _task("torchvision's SSDlite", ssdlite)
+RETINANET = _task("torchvision's RetinaNet", retinanet, top=2e-3, steps=1000)
+SSDLITE = _task("torchvision's SSDlite", ssdlite, top=4e-3, steps=800)
