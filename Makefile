@@ -46,13 +46,17 @@ test-torch:
 
 # The tests that touch the insides of torch, against another one: a few minutes (`.ci/run`). Of each
 # test, a third of the rows.
-INSIDE := tiny torch_inside private_names torch_faults capture backend emit emit_rnn passes_classify \
-	passes_functionalize passes_place_casts passes_scale_gradients joint optim optim_settings train_step \
-	whole_step_loops whole_step_optimizers hazards_checkpoint hazards_gradients ddp fsdp fake_cuda \
-	threads leaks whole_step_reached gone_names
+INSIDE := capture/test_capture devices/test_fake_cuda hazards/test_hazards_checkpoint \
+	hazards/test_hazards_gradients lower/test_emit lower/test_emit_rnn optim/test_optim \
+	optim/test_optim_settings passes/test_passes_classify passes/test_passes_functionalize \
+	passes/test_passes_place_casts passes/test_passes_scale_gradients passes/test_joint ranks/test_ddp \
+	ranks/test_fsdp runtime/test_tiny runtime/test_backend runtime/test_threads runtime/test_leaks \
+	torch_inside/test_torch_inside torch_inside/test_private_names torch_inside/test_torch_faults \
+	torch_inside/test_gone_names whole_step/test_train_step whole_step/test_whole_step_loops \
+	whole_step/test_whole_step_optimizers whole_step/test_whole_step_reached
 
 test-inside:
-	$(MAKE) test-torch PYTEST_ARGS="--every 3 $(INSIDE:%=tests/test_%.py) $(PYTEST_ARGS)"
+	$(MAKE) test-torch PYTEST_ARGS="--every 3 $(INSIDE:%=tests/%.py) $(PYTEST_ARGS)"
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -99,7 +103,7 @@ dist: $(VENV)/.stamp-dev
 
 # Installs that wheel in an environment of its own, away from the checkout, with the torch of $(VENV) behind it.
 dist-test: dist
-	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "slow or not slow" tests/test_dist.py
+	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "slow or not slow" tests/house/test_dist.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-torch-* build dist *.egg-info

@@ -15,15 +15,15 @@ LONGEST = 480
 _MPCOMPILE = ("-c", "import sys; from mpcompile.cli import main; sys.exit(main())")
 
 
-def _tests(name: str, limit: float, *files: str, workers: int = 4) -> Piece:
+def _tests(name: str, limit: float, *paths: str, workers: int = 4) -> Piece:
     """Tests marked gpu. Warnings don't fail them: a device that nobody has seen may bring new ones
     of torch's, which the log lists, and which should not hide what the tests say.
     """
-    paths = (f"tests/test_{file}.py" for file in files)
     return Piece(
         name,
         ("-m", "pytest", "-m", "gpu", "-q", "-n", str(workers), "-W", "default",
-         "-p", "no:cacheprovider", "--junitxml={out}/tests.xml", *paths),
+         "-p", "no:cacheprovider", "--junitxml={out}/tests.xml",
+         *(f"tests/{path}.py" for path in paths)),
         limit,
     )  # fmt: skip
 
@@ -43,11 +43,12 @@ PIECES = (
           by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "info")),
     Piece("smoke", ("-m", "benchmarks.gpu.smoke"), 240,
           by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "smoke")),
-    _tests("tests", 480, "gpu"),
-    _tests("tests-costs", 300, "gpu_costs", workers=0),  # it measures: nothing else beside it
-    _tests("tests-numerics", 420, "gpu_numerics"),
-    _tests("tests-elsewhere", 300, "device_sheets", "fused_head", "joint", "optim_scale",
-           "profile_store"),
+    _tests("tests", 480, "devices/test_gpu"),
+    # It measures: nothing else beside it.
+    _tests("tests-costs", 300, "devices/test_gpu_costs", workers=0),
+    _tests("tests-numerics", 420, "devices/test_gpu_numerics"),
+    _tests("tests-elsewhere", 300, "devices/test_device_sheets", "devices/test_profile_store",
+           "optim/test_optim_scale", "passes/test_fused_head", "passes/test_joint"),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
     Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
     _benchmark("gpt", 480),

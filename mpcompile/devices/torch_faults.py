@@ -1,8 +1,8 @@
 """Faults of torch itself that our users would meet, and how mpcompile goes round each.
 
 A row says in which releases a fault stands, and has a probe: a small program that says whether the
-installed torch has it. `tests/test_torch_faults.py` runs the probes and says which row a release no
-longer needs, or needs again. The way round acts in these releases alone.
+installed torch has it. `tests/torch_inside/test_torch_faults.py` runs the probes and says which row
+a release no longer needs, or needs again. The way round acts in these releases alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,390 @@
+"""The benchmarks' machinery: arithmetic on made-up timings, the registry, one tiny run of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from repository import ROOT
+
+from benchmarks import conv, gpt, parity, small
+from benchmarks.__main__ import main, registry
+from benchmarks.first_steps import measure as first_steps
+from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
+from benchmarks.gpt import arms as gpt_arms
+from benchmarks.gpt import starts as gpt_starts
+from benchmarks.gpt.measure import measure_all
+from benchmarks.gpt.report import make_report, verdicts
+from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.ratios import ratio, summarize
+from benchmarks.harness.record import environment
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.timing import Arm, far_behind, take_turns
+from benchmarks.optimizer_step import arms as optimizer_arms
+from benchmarks.optimizer_step import measure as optimizer_step
+from benchmarks.padding import measure as padding
+from benchmarks.parity import training
+from benchmarks.parity.rule import deviations
+from benchmarks.saved_bytes import cases
+from benchmarks.saved_bytes.sums import excess
+from benchmarks.step_times import measure as step_times
+from benchmarks.step_times.report import over_better
+from mpcompile.plans.saved_bytes import Saved
+
+CPU = torch.device("cpu")
+
+
+class FakeMachine:
+    """A clock that only steps move: each costs its arm's seconds, times the drift of the moment."""
+
+    def __init__(self, drift: Sequence[float] = (1.0,)) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+        self.drift = itertools.cycle(drift)
+
+    def arm(self, name: str, seconds: float) -> Arm:
+        def step() -> None:
+            self.order.append(name)
+            self.now += seconds * next(self.drift)
+
+        return Arm(name, step)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_turns_are_interleaved_and_each_round_starts_with_another_arm() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm(name, 1.0) for name in "abc"]
+    take_turns(arms, rounds=3, steps=1, settle=0, clock=machine.clock)
+    assert "".join(machine.order) == "abcbcacab"
+
+
+def test_a_sample_is_seconds_per_step_and_settling_does_not_count() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm("fast", 0.5), machine.arm("slow", 2.0)]
+    samples = take_turns(arms, rounds=2, steps=4, settle=1, clock=machine.clock)
+    assert samples == {"fast": [0.5, 0.5], "slow": [2.0, 2.0]}
+    assert machine.order.count("fast") == 2 * (4 + 1)
+
+
+def test_the_device_is_idle_at_both_ends() -> None:
+    machine = FakeMachine()
+    waits: list[int] = []
+    take_turns(
+        [machine.arm("a", 1.0)],
+        rounds=1,
+        steps=2,
+        settle=1,
+        wait=lambda: waits.append(len(machine.order)),
+        clock=machine.clock,
+    )
+    assert waits == [1, 3]
+
+
+def test_a_machine_that_slows_down_leaves_the_ratio_alone() -> None:
+    """Ten times slower in the last two rounds of three: the paired ratio does not see it."""
+    machine = FakeMachine(drift=[1.0] * 2 + [10.0] * 4)
+    arms = [machine.arm("base", 3.0), machine.arm("ours", 2.0)]
+    samples = take_turns(arms, rounds=3, steps=1, settle=0, clock=machine.clock)
+    assert samples["base"] == [3.0, 30.0, 30.0]
+    found = ratio(samples["base"], samples["ours"])
+    assert (found.paired, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_an_arm_that_is_far_behind() -> None:
+    machine = FakeMachine()
+    arms = [machine.arm(name, s) for name, s in (("a", 2.0), ("b", 19.0), ("c", 20.0))]
+    assert far_behind(arms, clock=machine.clock) == {"c": 20.0}
+    assert far_behind(arms[1:], clock=machine.clock) == {}
+
+
+def test_what_is_left_out_has_no_verdict() -> None:
+    """And where nothing runs low, FP32's speed is what is to be kept."""
+    same = ratio([1.0], [1.0])
+    over_fp32 = {f"{ours} over {gpt_arms.FP32}": same for ours in gpt_arms.OURS}
+    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, False))
+    assert list(kept.values()) == [True, True]
+    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, True))
+    assert list(missed.values()) == [False, False]
+
+
+def test_summary_is_median_and_percentiles() -> None:
+    found = summarize([float(i) for i in range(11)])
+    assert (found.median, found.p10, found.p90) == (5.0, 1.0, 9.0)
+    assert found.text() == "5000.0 [1000.0, 9000.0]"
+    assert found.text(unit=1, digits=2) == "5.00 [1.00, 9.00]"
+
+
+def test_one_outlier_moves_neither_ratio() -> None:
+    base, ours = [2.0] * 9 + [200.0], [1.0] * 10
+    found = ratio(base, ours)
+    assert (found.of_medians, found.paired, found.low, found.high) == (2.0, 2.0, 2.0, 2.0)
+
+
+def test_the_interval_holds_the_ratio_and_narrows_with_the_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(noise: float) -> float:
+        base = (2 + noise * torch.randn(40, generator=generator)).tolist()
+        found = ratio(base, [1.0] * 40)
+        assert found.low <= found.paired <= found.high
+        assert found.low < 2 < found.high
+        return found.high - found.low
+
+    assert noisy(0.01) < noisy(0.3)
+
+
+def test_ratio_wants_arms_of_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="got 2 and 3"):
+        ratio([1.0, 1.0], [1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        ratio([], [])
+
+
+def test_environment_names_no_path() -> None:
+    found = environment(CPU)
+    assert {"date", "commit", "torch", "name", "threads", "device"} <= found.keys()
+    assert not any(str(ROOT) in value for value in found.values())
+
+
+def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
+    report = Report(
+        name="made_up",
+        title="A made-up report",
+        notes=["One.", "Two."],
+        tables=[Table("Times", ("arm", "ms"), [("fast", "1.0"), ("slow one", "12.5")])],
+        verdicts={"fast": True, "small": False},
+        data={"samples": [1.0, 12.5]},
+        environment={"torch": "2"},
+    )
+    readable, complete = report.write(tmp_path / "results")
+    assert "| arm      |   ms |\n|----------|-----:|\n| fast     |  1.0 |" in readable.read_text()
+    assert "- yes: fast\n- NO: small" in readable.read_text()
+    assert json.loads(complete.read_text())["samples"] == [1.0, 12.5]
+
+
+def test_dataclasses_become_json_at_any_depth() -> None:
+    found = plain({"a": [Arm("b", print)], "c": ({"d": Table("t", ("x",), [("1",)])}, 2.5)})
+    table = {"title": "t", "columns": ["x"], "rows": [["1"]]}
+    assert found == {"a": [{"name": "b", "step": print}], "c": [{"d": table}, 2.5]}
+
+
+def test_notes_are_what_follows_the_summary() -> None:
+    assert paragraphs("A summary.\n\nOne,\nand on.\n\nTwo.\n") == ["One,\nand on.", "Two."]
+    assert paragraphs(None) == []
+
+
+def test_a_fresh_process_hands_back_its_last_line() -> None:
+    code = "import json, os, sys; print('noise'); print(json.dumps([os.environ['X'], sys.argv[1]]))"
+    assert json_from_process("-c", code, "b", environment={"X": "a"}) == ["a", "b"]
+
+
+def test_a_fresh_process_starts_at_the_root_of_the_repository() -> None:
+    code = "import json, os; print(json.dumps(os.path.isfile('pyproject.toml')))"
+    assert json_from_process("-c", code, environment={}) is True
+
+
+def test_a_fresh_process_that_fails_is_quoted() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*last words"):
+        json_from_process(
+            "-c", "import sys; print('last words', file=sys.stderr); sys.exit(3)", environment={}
+        )
+
+
+def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt_starts, "work_for", lambda device: gpt_arms.TINY)
+    found = gpt_starts.first_step(gpt_arms.O1, CPU)
+    assert 0 < found["passes"] < found["seconds"]
+    monkeypatch.setattr(optimizer_step, "work_for", lambda device: optimizer_arms.TINY)
+    for name in (optimizer_arms.OURS[0].name, optimizer_arms.COMPILED):
+        assert optimizer_step.first_steps(name, CPU) > 0
+
+
+def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, str]] = []
+
+    def start(name: str, device: torch.device, cache: Path) -> dict[str, object]:
+        started.append((name, cache.name))
+        return {"number": len(started)}
+
+    monkeypatch.setattr(gpt_starts, "_start", start)
+    work = dataclasses.replace(gpt_arms.TINY, warm_starts=2)
+    found = gpt_starts.measure_starts(work, CPU, ("an arm", "other"))
+    assert started == [("an arm", "an_arm"), ("other", "other")] * 3
+    assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
+
+
+@pytest.mark.slow
+def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
+    found = gpt_starts._start(gpt_arms.O1, CPU, tmp_path)
+    assert 0 < found["passes"] < found["seconds"]
+    assert found["cache_hits"] == 0
+
+
+@pytest.mark.slow
+def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
+    assert optimizer_step._start(optimizer_arms.OURS[0].name, CPU) > 0
+
+
+def test_registry_finds_each_benchmark() -> None:
+    assert registry()["gpt"] is gpt
+    assert registry()["parity"] is parity
+    assert not {"fakecuda", "gpu", "gpu_steps", "harness", "models"} & registry().keys()
+    assert all(callable(module.run) for module in registry().values())
+
+
+def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(registry())
+    assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
+        "ablations", "distributed", "gpu_traffic", "vision", "zoo",
+    ]  # fmt: skip
+
+
+def test_a_benchmark_for_other_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "ablations", "--device", "cuda"])
+    assert "ablations is for cpu only" in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "gpt", "gtp"])
+    assert "no benchmark 'gtp'; known: ablations, conv," in capsys.readouterr().err
+
+
+def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "gpt_cpu.json").read_text())
+    losses = data["first_loss"]
+    assert losses.keys() == set(gpt_arms.ARMS)
+    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
+    assert data["saved_bytes"][gpt_arms.O2] < data["saved_bytes"][gpt_arms.FP32]
+    assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
+
+
+def test_gpt_in_fp16_tiny() -> None:
+    """The arms that only a GPU runs at full size."""
+    work = dataclasses.replace(gpt_arms.TINY, half=True)
+    report = make_report(work, CPU, measure_all(work, CPU), {})
+    losses = report.data["first_loss"]
+    assert losses.keys() == {*gpt_arms.ARMS, *gpt_arms.HALF_ARMS}
+    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
+    pair = f"{gpt_arms.HALF_O2} over {gpt_arms.HALF_AUTOCAST}"
+    assert all(pair in group for group in report.data["ratios"].values())
+
+
+def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
+    report = parity.run(Settings(device=CPU, quick=True))
+    assert [table.title for table in report.tables][::2] == [
+        "Convolutional net on digits",
+        "GPT on documentation",
+    ]
+    digits = report.data["runs"]["Convolutional net on digits"]
+    full, mixed = (digits[arm][0]["metrics"]["test loss"] for arm in ("FP32", "BF16 O1"))
+    assert abs(full - mixed) < 0.01
+
+
+def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
+    arms = (*optimizer_arms.OURS, *optimizer_arms.PEERS)
+    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_arms.COPY}
+    # p, m, v read and written; gradients read twice; the copy written; counters on top.
+    for ours in optimizer_arms.OURS:
+        moved = data["bytes_per_parameter"][ours.name]
+        assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
+    assert "GradScaler + fused AdamW" in capsys.readouterr().out
+
+
+def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "saved_bytes", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "saved_bytes_cpu.json").read_text())
+    *_, small = data["bytes"].values()
+    assert {way: total["all"] for way, total in small.items()} == data["held_by_autograd"]
+    for model in data["bytes"].values():
+        half, full = model[cases.HALF.name], model[cases.FP32.name]
+        assert half["all"] < model[cases.O1.name]["all"] < full["all"]
+        assert full["copies"] == model[cases.STEPPED.name]["copies"] == 0
+        assert model[cases.AUTOCAST.name]["copies"] > 0
+    assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
+
+
+def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "padding", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "padding_cpu.json").read_text())
+    for model in data["models"].values():
+        assert set(model["seconds"]) == set(padding.ARMS)
+        never = model["losses"][padding.NEVER]
+        assert model["losses"][padding.AUTO] == never
+        assert all(abs(loss - never) < 0.02 * never for loss in model["losses"].values())
+        assert model["shares"][padding.AUTO] == model["before"]
+        assert model["shares"][padding.ALWAYS] == 1
+    assert len(data["verdicts"]) == 2 * len(padding.TINY.models)
+    assert "auto over never" in capsys.readouterr().out
+
+
+def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "first_steps_cpu.json").read_text())
+    assert list(data["runs"]) == [training.name for training in TINY_TRAININGS.trainings]
+    for level in first_steps.LEVELS:
+        found, fixed = (first_steps.arm(level, s) for s in (first_steps.FOUND, first_steps.FIXED))
+        for runs in data["runs"].values():
+            assert not any(runs[found]["skipped"])
+            assert runs[fixed]["again"] == 0
+        large = data["runs"]["Autoencoder, summed squares"]
+        # 2**19, halved until it fits, less the headroom; the other one skips both of its steps. One
+        # more run compares two scales.
+        assert large[found]["first"] == [2.0**16 / 2 ** (large[found]["again"] - 1)]
+        assert large[fixed]["skipped"] == [2]
+        assert data["loss_difference"]["MLP"][found] < 1e-3
+    assert list(data["verdicts"].values()) == [True, True]
+    assert "What the search costs" in capsys.readouterr().out
+
+
+def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
+    def saved(op: str, elements: int, dtype: torch.dtype, *, copied: bool = False) -> Saved:
+        return Saved(op, "", (elements,), dtype, elements * dtype.itemsize, copied)
+
+    low, full = torch.bfloat16, torch.float32
+    ours = [saved("mul", 8, full), saved("add", 4, low), saved("cast", 9, low, copied=True)]
+    theirs = [saved("div", 4, low), saved("sub", 2, low), saved("sub", 2, low)]
+    found = [(group.op, more, size) for group, more, size in excess(ours, theirs)]
+    assert found == [("1 mul", 1, 32), ("2 sub", -2, -8)]
+
+
+@pytest.mark.parametrize("benchmark", [conv, small])
+def test_step_times_tiny(benchmark: ModuleType) -> None:
+    report = benchmark.run(Settings(device=CPU, quick=True))
+    models = [model.name for model in benchmark.TINY.models]
+    assert list(report.data["first_loss"]) == models
+    for losses in report.data["first_loss"].values():
+        full = losses[step_times.FP32]
+        assert all(abs(loss - full) < 0.05 * full for loss in losses.values())
+    assert len(report.verdicts) == len(models) * len(step_times.OURS)
+
+
+def test_the_better_peer_is_the_base() -> None:
+    seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
+    ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
+    base, found = over_better({**seconds, **ours})
+    assert base == step_times.AUTOCAST
+    assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
+
+
+def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:
+    mean, worst = deviations([1.0, 2.0, 3.0], [1.5, 2.0, 2.0])
+    assert mean == pytest.approx(-0.5 / 3)
+    assert worst == -1.0

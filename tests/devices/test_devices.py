@@ -1,0 +1,256 @@
+"""A device type that is made up here goes through planning, and nobody else names a type."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from repository import ROOT
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpcompile import MPCompileError
+from mpcompile.capture.around import around_now
+from mpcompile.devices import registry
+from mpcompile.devices.capabilities import Capabilities
+from mpcompile.devices.registry import capabilities
+from mpcompile.devices.tensor_cores import TensorCores
+from mpcompile.errors import MPCompileWarning
+from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
+from mpcompile.lower.joint import NO_PASSES, joint_passes
+from mpcompile.plan_graph import Facts, plan_graph
+from mpcompile.planner.target import Target, target_for
+from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.profile import store
+from mpcompile.profile.ceilings import from_ceilings
+from mpcompile.profile.key import Key, key_of
+from mpcompile.rules.policy import Level
+from mpcompile.settings import Settings, check_module
+
+
+class Toy(Capabilities):
+    """Multiplies in BF16, in rows of 32 bytes; attention is slow in it, and sums may be low."""
+
+    word = "NPU"
+    auto = torch.bfloat16
+    low_sums = True
+
+    def units(self) -> str:
+        return "BF16 (made up)"
+
+    def has_units(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.bfloat16
+
+    def matrix_units(self) -> TensorCores:
+        return TensorCores(alignment=32, slowdown=8.0, balance=1.0)
+
+    def has_slow_attention(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def accumulate_in_fp32(self) -> None:
+        type(self).low_sums = False
+
+    def low_accumulation(self, dtype: torch.dtype) -> str | None:
+        return "toy.low_sums" if self.low_sums else None
+
+    def part(self) -> str:
+        return "a toy"
+
+
+class Plain(Capabilities):
+    """Says of itself only what it must."""
+
+    word = "NPU"
+    auto = torch.float16
+
+
+XPU = torch.device("xpu", 0)
+"""A type that torch knows and mpcompile does not."""
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "low_sums", True)
+    monkeypatch.setitem(registry.KINDS, "xpu", Toy)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.KINDS, "xpu", Plain)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(64, 192), nn.Linear(64, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 64)).unbind(-2)
+        return self.head(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def planned(target: Target, **options: Any) -> GraphPlan:
+    """The plan of a small model. Its tensors are fakes; `target` alone says what they are for."""
+    found: list[GraphPlan] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        settings = Settings.parse(options)
+        facts = Facts(target, around_now(gm, examples, target.device.type))
+        found.append(plan_graph(gm, examples, facts, settings).plan)
+        return gm.forward
+
+    with FakeTensorMode():
+        torch.compile(Block(), backend=backend, fullgraph=True)(torch.empty(2048, 32, 64))
+    (one,) = found
+    return one
+
+
+def precisions(plan: GraphPlan, op: str) -> set[str]:
+    return {node.precision for node in plan.nodes if node.op == op}
+
+
+def test_it_is_refused_until_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(4, 4, device=XPU))
+    with pytest.raises(MPCompileError, match=r"weight is on xpu:0; supported devices: cuda, cpu$"):
+        check_module(model, Settings.parse({}))
+    monkeypatch.setitem(registry.KINDS, "xpu", Toy)
+    check_module(model, Settings.parse({}))
+
+
+@pytest.mark.usefixtures("toy")
+def test_its_capabilities_make_the_plan() -> None:
+    target = target_for(capabilities(XPU), None)
+    plan = planned(target)
+    assert (plan.device, plan.dtype) == ("xpu:0", "bfloat16")
+    assert precisions(plan, "aten::linear") == {"LOW"}
+    # Slow attention is written out as two products around a softmax.
+    assert precisions(plan, "aten::matmul") == {"LOW"}
+    assert precisions(plan, "aten::_softmax") | precisions(plan, "aten::softmax") == {"FULL"}
+    assert not precisions(plan, "aten::scaled_dot_product_attention")
+    # Rows of 32 bytes are 16 values: 1000 becomes 1008.
+    (head,) = (node for node in plan.nodes if node.name == "linear_1")
+    assert head.planned == "bf16[2048, 32, 1008]"
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_dtype_that_it_has_no_units_for_needs_to_be_asked_for() -> None:
+    assert target_for(capabilities(XPU), None).promised
+    asked = target_for(capabilities(XPU), torch.float16)
+    assert (asked.low, asked.promised, asked.profile) == (torch.float16, True, None)
+
+
+@pytest.mark.usefixtures("plain")
+def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
+    plan = planned(target_for(capabilities(XPU), None))
+    linears = [node for node in plan.nodes if node.op == "aten::linear"]
+    assert {node.precision for node in linears} == {"FULL"}
+    assert all("xpu has no matrix units for f16" in node.reason for node in linears)
+    assert precisions(plan, "aten::scaled_dot_product_attention") == {"FULL"}
+    assert "stay FP32" in capabilities(XPU).why_auto()
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
+
+
+@pytest.mark.usefixtures("plain")
+def test_it_may_say_that_products_leave_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert joint_passes(Level.O1, XPU) == NO_PASSES
+    monkeypatch.setattr(Plain, "products_leave_in_fp32", lambda self: True)
+    assert len(joint_passes(Level.O1, XPU).joint) == 1
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(("rate", "precision"), [(2e12, "LOW"), (5e11, "FULL")])
+def test_its_profile_counts(
+    rate: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {torch.float32: 1e12, torch.bfloat16: rate}
+    key = key_of(XPU)
+    assert key == Key("a toy", "xpu", torch.__version__, "", 0)
+    path = tmp_path / "toy.json"
+    store.write(from_ceilings(key, bandwidth=1e13, rates=rates, launch=1e-9), path)
+    monkeypatch.setenv(store.VARIABLE, str(path))
+    target = target_for(capabilities(XPU), None)
+    assert target.profile == store.read(path)
+    assert precisions(planned(target), "aten::linear") == {precision}
+    assert target_for(capabilities("cpu"), None).profile != target.profile
+
+
+@pytest.mark.usefixtures("toy")
+def test_its_sums_are_set_and_checked() -> None:
+    with pytest.warns(MPCompileWarning, match=r"toy.low_sums is True: parts of a product's sums"):
+        check_accumulation(XPU, torch.bfloat16)
+    accumulate_in_fp32()
+    check_accumulation(XPU, torch.bfloat16)
+
+
+# -- nobody else names a device type ---------------------------------------------------------------
+
+TYPES = {"cpu", "cuda", "hip", "hpu", "meta", "mps", "mtia", "privateuseone", "xla", "xpu"}
+
+# file -> the string that it may hold, and why.
+MAY_NAME = {
+    "mpcompile/planner/target.py": ("cpu", "a graph without tensors computes on the host"),
+    "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
+    "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
+    "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
+    "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
+    "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
+    "mpcompile/torch_inside/tensors.py": ("meta", "a probe asks which memory a tensor has"),
+}
+# Attributes that ask for a device type without a string.
+ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}
+MODULES = {
+    f"torch.{name}" for name in ("cuda", "cpu", "xpu", "mps", "version", "backends.cuda",
+                                 "backends.cpu", "backends.mps")
+}  # fmt: skip
+
+
+def names(path: Path) -> set[str]:
+    """Device types that a file spells in code: whole strings, `torch.cuda`, `x.is_cuda`."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} if node.value.partition(":")[0] in TYPES else set()
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            found |= {text} if node.attr in ASKING or text in MODULES else set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('x.device.type == "cuda"', {"cuda"}),
+        ('device in ("cpu", "cuda:0")', {"cpu", "cuda:0"}),
+        ('SIZES["mps"]', {"mps"}),
+        ("torch.cuda.synchronize()", {"torch.cuda"}),
+        ("torch.version.hip is None", {"torch.version"}),
+        ("x.is_cuda", {"x.is_cuda"}),
+        ('help("auto, cpu, cuda or cuda:1")', set()),
+        ("capabilities(x.device).asynchronous", set()),
+    ],
+)
+def test_what_counts_as_naming_a_type(line: str, expected: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "line.py"
+    path.write_text(line)
+    assert names(path) == expected
+
+
+def test_only_devices_names_device_types() -> None:
+    rooms = (ROOT / "mpcompile", ROOT / "passes")
+    files = [
+        path
+        for room in rooms
+        for path in sorted(room.rglob("*.py"))
+        if not path.is_relative_to(ROOT / "mpcompile" / "devices")
+    ]
+    assert len(files) > 80
+    found = {str(path.relative_to(ROOT)): sorted(n) for path in files if (n := names(path))}
+    assert found == {file: [name] for file, (name, _) in MAY_NAME.items()}

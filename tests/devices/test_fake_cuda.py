@@ -1,0 +1,189 @@
+"""What happens on a GPU, seen without one: plans, dtypes, devices, and who waits for the device.
+
+`fakecuda` makes a device that exists by name only; each GPU is a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from gpu_models import MODELS
+from gpus_by_name import needs_a_cpu_build, python, told
+
+from mpcompile import plan_for
+
+GPUS = ["h100", "t4", "v100"]
+
+pytestmark = needs_a_cpu_build
+
+
+def trained(gpu: str) -> list[dict[str, Any]]:
+    """What tests/support/fake_cuda_training.py tells of each model, level and optimizer."""
+    found: list[dict[str, Any]] = told("fake_cuda_training.py", gpu)
+    return found
+
+
+IMPORT = "from benchmarks import fakecuda"
+each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", GPUS)
+
+
+@each_gpu
+def test_a_first_compile_for_cuda_at_every_level(gpu: str) -> None:
+    for run in trained(gpu):
+        assert run["graphs"] == 1
+        assert (run["dtype"], run["device"], run["scaled"]) == ("float16", "cuda:0", True), run
+        assert run["loss"] == "torch.float32 on cuda:0"
+
+
+@each_gpu
+def test_nobody_waits_for_the_device(gpu: str) -> None:
+    """The first steps find the scale. From then on a generated step reads nothing; a plain
+    optimizer's step, which the host must be able to leave out, reads one flag.
+    """
+    for run in trained(gpu):
+        assert run["reads"][1:] == [0 if run["generated"] else 1] * 2, run["last read"]
+
+
+@each_gpu
+def test_gradients_are_where_they_should_be(gpu: str) -> None:
+    for run in trained(gpu):
+        stored_low = run["level"] == "O2" and run["generated"]
+        wanted = {"torch.float32 on cuda:0", *(["torch.float16 on cuda:0"] if stored_low else [])}
+        assert set(run["gradients"]) == wanted
+
+
+@each_gpu
+def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product. Left out are
+    copies of what a kernel of the device lays out otherwise: flash attention's result.
+    """
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    for run in trained(gpu):
+        model, batch = MODELS[run["model"]]()
+        planned = plan_for(
+            model, *batch(), device=gpu, level=run["level"], mp_optimizer=run["generated"]
+        )
+        assert [_without_layouts(str(plan)) for plan in planned.graphs] == [
+            _without_layouts(run["plan"])
+        ]
+        assert not planned.left
+
+
+def _without_layouts(plan: str) -> list[str]:
+    return [line for line in plan.splitlines() if "in the layout that it was captured" not in line]
+
+
+def plans(gpu: str) -> str:
+    """The products of each model, in the shapes they run in."""
+    lines = []
+    for run in trained(gpu):
+        if run["generated"]:
+            lines.append(f"{run['model']} {run['level']}")
+            lines += [f"    {product}" for product in run["products"]]
+    return "\n".join(lines) + "\n"
+
+
+def test_plans_for_an_h100() -> None:
+    """By its profile, products whose casts would cost more than they save stay in FP32."""
+    assert_expected_inline(
+        plans("h100"),
+        """\
+mlp O1
+    linear: f16[4095, 4096] LOW
+    linear_1: f16[4095, 1008] LOW
+mlp O2
+    linear: f16[4095, 4096] LOW
+    linear_1: f16[4095, 1008] LOW
+gpt O1
+    linear: f16[16, 128, 2304] LOW
+    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
+    linear_1: f16[16, 128, 768] LOW
+    linear_2: f16[16, 128, 3072] LOW
+    linear_3: f16[16, 128, 768] LOW
+    linear_4: f16[16, 128, 1008] LOW
+gpt O2
+    linear: f16[16, 128, 2304] LOW
+    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
+    linear_1: f16[16, 128, 768] LOW
+    linear_2: f16[16, 128, 3072] LOW
+    linear_3: f16[16, 128, 768] LOW
+    linear_4: f16[16, 128, 1008] LOW
+conv O1
+    conv2d: f16[64, 128, 56, 56] LOW
+    conv2d_1: f16[64, 136, 26, 26] LOW
+    linear: f32[64, 10] FULL
+conv O2
+    conv2d: f16[64, 128, 56, 56] LOW
+    conv2d_1: f16[64, 136, 26, 26] LOW
+    linear: f32[64, 10] FULL
+""",
+    )
+
+
+def test_plans_for_a_t4() -> None:
+    """Before Ampere the number of rows counts, too: they are padded as well."""
+    assert_expected_inline(
+        plans("t4"),
+        """\
+mlp O1
+    linear: f16[4096, 4096] LOW
+    linear_1: f16[4096, 1008] LOW
+mlp O2
+    linear: f16[4096, 4096] LOW
+    linear_1: f16[4096, 1008] LOW
+gpt O1
+    linear: f16[16, 128, 2304] LOW
+    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
+    linear_1: f16[16, 128, 768] LOW
+    linear_2: f16[16, 128, 3072] LOW
+    linear_3: f16[16, 128, 768] LOW
+    linear_4: f16[16, 128, 1008] LOW
+gpt O2
+    linear: f16[16, 128, 2304] LOW
+    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
+    linear_1: f16[16, 128, 768] LOW
+    linear_2: f16[16, 128, 3072] LOW
+    linear_3: f16[16, 128, 768] LOW
+    linear_4: f16[16, 128, 1008] LOW
+conv O1
+    conv2d: f16[64, 128, 56, 56] LOW
+    conv2d_1: f16[64, 136, 26, 26] LOW
+    linear: f16[64, 10] LOW
+conv O2
+    conv2d: f16[64, 128, 56, 56] LOW
+    conv2d_1: f16[64, 136, 26, 26] LOW
+    linear: f16[64, 10] LOW
+""",
+    )
+
+
+def test_a_v100_is_planned_for_as_a_t4_is() -> None:
+    """Neither has a profile, and both count rows."""
+    assert plans("v100") == plans("t4")
+
+
+def test_torch_before_fakecuda() -> None:
+    run = python("-c", "import torch; from benchmarks import fakecuda")
+    assert "import benchmarks.fakecuda before torch" in run.stderr
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    run = python("-c", IMPORT, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert "no C++ compiler: install g++, or set CXX to one" in run.stderr
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    run = python("-c", IMPORT, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert "can't compile guard.cpp: error: out of paper" in run.stderr
+
+
+def test_an_unknown_gpu() -> None:
+    run = python("-c", "from benchmarks import fakecuda; fakecuda.become('h10')")
+    assert "unknown GPU 'h10'; did you mean 'h100'?" in run.stderr

@@ -1,0 +1,257 @@
+"""Random programs through the compiler, against FP64.
+
+A few of them here; five thousand with
+
+    pytest -m whole tests/hazards/test_fuzz.py -n 2        (about 20 minutes on 2 cores)
+
+The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import fuzz_judge
+import fuzz_runs
+import pytest
+import torch
+from fuzz_judge import Setting, Wrong, judge
+from fuzz_lines import from_seed, operators
+from fuzz_programs import Program
+from fuzz_runs import Discarded
+
+import mpcompile
+from mpcompile.ir import units
+from mpcompile.passes.graph import scale_gradients
+
+LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
+SCALES: tuple[float | str, ...] = (1024.0, 1024.0, 1024.0, "dynamic")
+SECONDS = (None, None, None, None, None, 6)  # the batch of a second call
+
+# Of the programs that are no one else's fault: left in FP32, or drowned in rounding errors.
+MOST_FALLBACKS, MOST_BLUNT = 0.15, 0.1
+
+
+def setting_of(seed: int, emits: tuple[str, ...] = EMITS) -> Setting:
+    """The setting of a number."""
+    choice = random.Random(seed).choice
+    return Setting(choice(LEVELS), choice(emits), choice(SCALES), choice(SECONDS))
+
+
+class Tally:
+    """What came of many programs."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.judged = self.blunt = 0
+
+    def count(self, program: Program, setting: Setting) -> None:
+        try:
+            verdict = judge(program, setting)
+        except Discarded as reason:
+            self.outcomes["discarded"] += 1
+            self.reasons[f"discarded: {reason}"] += 1
+            return
+        except Wrong as error:
+            raise AssertionError(_smallest(program, setting, str(error))) from None
+        self.outcomes["fallback" if verdict.fallbacks else "judged"] += 1
+        self.judged += verdict.judged
+        self.blunt += verdict.blunt
+        for text in verdict.fallbacks:
+            why = text.partition("FP32: ")[2].partition(". It is compiled")[0]
+            self.reasons[re.sub(r"\b[a-z]+\w*\d\w*\b", "N", why)] += 1
+
+    def check(self) -> None:
+        print(f"\n{dict(self.outcomes)}; {self.blunt} of {self.judged} values are blunt")
+        for reason, count in self.reasons.most_common():
+            print(f"{count:5} {reason}")
+        kept = self.outcomes["judged"] + self.outcomes["fallback"]
+        assert kept > self.outcomes["discarded"], self.reasons
+        most = MOST_FALLBACKS * kept
+        assert self.outcomes["fallback"] <= most + 2 * most**0.5, self.reasons  # chance of a few
+        assert self.blunt <= MOST_BLUNT * self.judged
+
+
+def _smallest(program: Program, setting: Setting, message: str) -> str:
+    try:
+        program, setting, message = fuzz_judge.smaller(program, setting)
+    except Discarded as reason:
+        message = f"{message}\n({reason})"
+    return f"{message}\n{setting}\n{program}"
+
+
+def run(numbers: range, emits: tuple[str, ...] = EMITS) -> None:
+    """The programs of some numbers, each independent of the others, as the shares demand.
+
+    A failure is made smaller line by line (`fuzz_judge.smaller`).
+    """
+    tally = Tally()
+    for number in numbers:
+        tally.count(from_seed(number), setting_of(number, emits))
+    tally.check()
+
+
+@pytest.mark.parametrize("emit", EMITS)
+def test_random_programs(emit: str) -> None:
+    run(range(30), (emit,))
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(50))
+def test_many_random_programs(number: int) -> None:
+    run(range(100 * number, 100 * number + 100))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_random_programs_under_inductor() -> None:
+    run(range(20), ("inductor",))
+
+
+def test_language() -> None:
+    """Every row of the tables is drawn, and programs are what their seed says."""
+    assert len(operators()) > 150
+    drawn = set[str]().union(*(from_seed(k).ops() for k in range(100)))
+    assert len(drawn) > 0.8 * len(operators())
+    assert str(from_seed(7)) == str(from_seed(7))
+
+
+# -- the judge has teeth --------------------------------------------------------------------------
+
+
+@functools.cache
+def differentiable(count: int) -> list[Program]:
+    """Programs that are right, return something differentiable and run without a fallback; they
+    write no input, through which gradients would come past the faults planted on results.
+    """
+    found: list[Program] = []
+    number = 0
+    while len(found) < count:
+        number += 1
+        program = from_seed(number)
+        try:
+            wanted = fuzz_judge.reference(program, 0)
+            gradients = [v for n, v in wanted.exact.values.items() if n.startswith("gradient")]
+            if any(item.kind in ("buffer", "inner") for item in program.inputs):
+                continue
+            large = any(g is not None and g.norm() > 1e-3 for g in gradients)
+            if large and not fuzz_judge.attempt(program, Setting()).fallbacks:
+                found.append(program)
+        except (Discarded, Wrong):
+            pass
+    return found
+
+
+def caught(programs: list[Program]) -> list[str]:
+    """What the judge says to each."""
+    found = []
+    for program in programs:
+        try:
+            fuzz_judge.attempt(program, Setting())
+        except Wrong as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_forgotten_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first result is not scaled: its gradients come out 1024 times too small."""
+    programs = differentiable(5)
+    original = scale_gradients._Scaler.scale_outputs
+
+    def forgetful(self: Any) -> None:
+        before = list(self.graph.output_node().args[0])
+        original(self)
+        after = list(self.graph.output_node().args[0])
+        for k, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old is not new:
+                after[k] = old
+                break
+        self.graph.output_node().args = (tuple(after),)
+
+    monkeypatch.setattr(scale_gradients._Scaler, "scale_outputs", forgetful)
+    monkeypatch.setattr(units, "complaints", lambda *args: iter(()))  # or no such graph is emitted
+    messages = caught(programs)
+    assert len(messages) >= 4
+    assert any(message.startswith("gradient of") for message in messages)
+
+
+class Times(torch.autograd.Function):
+    """A wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_a_wrong_factor_is_caught(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every result, behind what was compiled."""
+    programs = differentiable(5)
+    original = mpcompile.mpcompile
+
+    def wrong(function: Any, **options: Any) -> Any:
+        compiled = original(function, **options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def change(x: Any) -> Any:
+                return Times.apply(x, factor) if torch.is_tensor(x) and x.requires_grad else x
+
+            return torch.utils._pytree.tree_map(change, compiled(*args, **kwargs))
+
+        return run
+
+    monkeypatch.setattr(mpcompile, "mpcompile", wrong)
+    monkeypatch.setattr(mpcompile, "compiled_plans", lambda run: [])
+    assert len(caught(programs)) >= 4
+
+
+def test_a_dead_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where torch loses it, too, and where noise leaves three digits in ten."""
+    program = differentiable(1)[0]
+    original = fuzz_judge.Compiled.__call__
+
+    def dead(self: Any, *args: Any) -> Any:
+        observed = original(self, *args)
+        for name, value in observed.values.items():
+            if name.startswith("gradient") and value is not None:
+                value.zero_()
+        return observed
+
+    monkeypatch.setattr(fuzz_judge.Compiled, "__call__", dead)
+    monkeypatch.setattr(fuzz_judge, "FACTOR", 1e3)  # so that any error is allowed
+    with pytest.raises(Wrong, match="exactly zero"):
+        judge(program, Setting())
+
+
+def test_new_kinds_are_drawn() -> None:
+    """What programs do that the tables of operators don't say."""
+    programs = [from_seed(k) for k in range(60)]
+    assert {p.backwards for p in programs} == {"one", "again", "each"}
+    assert any(p.has_holes for p in programs)
+
+
+def test_positions_are_not_disturbed() -> None:
+    """What comes of no input is exact; what an input joins is not, nor is what it is written to."""
+    steps = torch.arange(8, dtype=torch.float64) * 0.7
+    with fuzz_runs.Noise(2.0):
+        exact = torch.arange(8, dtype=torch.float64) * 0.7
+    assert torch.equal(exact, steps)
+    x = torch.rand(8, dtype=torch.float64)
+    with fuzz_runs.Noise(2.0):
+        given = torch.ones(8, dtype=torch.float64)
+        given[2:].copy_(x[2:])
+        disturbed = given * 0.5
+        bounded = (x + 5).clamp(0, 1 - 1e-4)
+    assert not torch.equal(disturbed[2:], x[2:] * 0.5)
+    assert float(bounded.max()) <= 1 - 1e-4

@@ -1,0 +1,143 @@
+"""The documents: links, anchors, paths, commands and names exist. That their code runs is tested in
+test_docs_code.py (blocks of Python), test_docs_migrating.py, test_docs_ci.py and
+test_docs_notebook.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import COMMAND, DOCUMENTS, README, anchors, blocks, fenced, prose
+from repository import ROOT
+
+import mpcompile
+from mpcompile.cli import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PLANNER, PLANS = ROOT / "docs" / "planner.md", ROOT / "docs" / "plans.md"
+CODE_FOLDERS = ("mpcompile", "passes", "benchmarks", "examples", "tests", "docs")
+EXAMPLES = {"nets.py", "model.py"}  # files of the reader's
+
+every_document = pytest.mark.parametrize(
+    "document", sorted(DOCUMENTS), ids=lambda path: str(path.relative_to(ROOT))
+)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def test_the_readme_says_first_what_is_not_measured() -> None:
+    """To be taken out on the day that a time on a GPU is in benchmarks/results."""
+    first = README.read_text().split("\n\n")[1]
+    assert first.startswith("**Not yet measured on a GPU.**")
+
+
+# -- links and paths -------------------------------------------------------------------------------
+
+
+@every_document
+def test_links_resolve(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", prose(document)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.is_relative_to(ROOT), link
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@every_document
+def test_paths_exist(document: Path) -> None:
+    """Those that start with a folder of ours, also in diagrams, and files in backticks."""
+    text = document.read_text()
+    for path in re.findall(rf"(?<![\w./-])((?:{'|'.join(CODE_FOLDERS)})/[\w./-]*)", text):
+        assert (ROOT / path.rstrip(".")).exists(), path
+    for file in re.findall(r"`([\w./-]+\.py)`", prose(document)):
+        assert file in EXAMPLES or (ROOT / file).exists(), file
+
+
+def test_anchors_are_github_s() -> None:
+    assert "what-dtypeauto-does" in anchors(PLANNER)
+    assert "a-plan-for-a-gpu-that-you-dont-have" in anchors(PLANS)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for document in DOCUMENTS:
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(), re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{document.name}: make {target}"
+    readme = set(re.findall(r"^make (\w+)", README.read_text(), re.M))
+    assert {"demo", "test", "check", "bench"} <= readme
+
+
+def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of fenced blocks, with their flags, and names in text."""
+    shown: set[tuple[str, str]] = set()
+    for document in DOCUMENTS:
+        shown.update(re.findall(COMMAND, fenced(document), re.M))
+        shown.update((name, "") for name in re.findall(r"`mpcompile ([a-z]+)`", prose(document)))
+    commands = {"info", "check", "demo", "profile", "plan", "explain", "diagnose", "bisect"}
+    assert {command for command, _ in shown} == commands
+    for command, arguments in sorted(shown):
+        with pytest.raises(SystemExit) as done:
+            main([command, "--help"])
+        assert done.value.code == 0
+        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known
+
+
+def test_markers_and_variables_exist() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        markers = tomllib.load(file)["tool"]["pytest"]["ini_options"]["markers"]
+    ours = [path.read_text() for path in (ROOT / "mpcompile").rglob("*.py")]
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for marker in re.findall(r"(?:pytest|\") ?-m (\w+)", text):
+            assert any(line.startswith(f"{marker}:") for line in markers), marker
+        for variable in re.findall(r"\bMPCOMPILE_\w+", text):
+            assert any(f'"{variable}"' in source for source in ours), variable
+
+
+# -- code ------------------------------------------------------------------------------------------
+
+
+def imports(block: str) -> Iterator[tuple[str, str | None]]:
+    """`(module, name)` of everything that a block imports; no name for `import module`."""
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+
+
+@every_document
+def test_code_parses_and_imports_what_exists(document: Path) -> None:
+    for block in blocks(document):
+        for module, name in imports(block):
+            found = importlib.import_module(module)
+            if name is not None:
+                assert hasattr(found, name), f"{module}.{name}"
+            if module == "mpcompile" and name is not None:
+                assert name in mpcompile.__all__
+
+
+def test_the_option_table_has_every_option() -> None:
+    table = README.read_text().partition("## Options")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    parameters = inspect.signature(mpcompile.mpcompile).parameters.values()
+    assert rows == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -1,0 +1,125 @@
+"""The plan of the house: the size of files and functions, and that nothing is said twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from repository import ROOT
+
+from mpcompile.rules.docs_page import page
+from mpcompile.rules.policy import op_key
+from mpcompile.rules.table import TABLE
+from mpcompile.torch_inside.docs_page import page as page_of_names
+
+PACKAGES = ("mpcompile", "passes", "benchmarks")
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_REPEAT = 400, 60, 5
+
+
+def sources(*packages: str) -> list[Path]:
+    found = [p for package in packages for p in (ROOT / package).rglob("*.py")]
+    return sorted(p for p in found if not p.is_relative_to(ROOT / "mpcompile" / "passes"))
+
+
+def test_files_are_short() -> None:
+    lengths = {named(p): p.read_text().count("\n") for p in sources(*PACKAGES, "tests")}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+
+
+def test_functions_are_short() -> None:
+    long = {}
+    for path in sources(*PACKAGES, "tests"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    long[f"{named(path)}: {node.name}"] = length
+    assert long == {}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_nothing_stands_twice() -> None:
+    """No run of six lines in two places; imports, comments and lone brackets don't count."""
+    seen: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for path in sources(*PACKAGES):
+        lines = _lines_that_count(path)
+        for i in range(len(lines) - LONGEST_REPEAT):
+            block = lines[i : i + LONGEST_REPEAT + 1]
+            place = f"{path.relative_to(ROOT)}:{block[0][0]}"
+            seen[tuple(text for _, text in block)].append(place)
+    assert [places for places in seen.values() if len(places) > 1] == []
+
+
+def _lines_that_count(path: Path) -> list[tuple[int, str]]:
+    text = path.read_text()
+    imports = {
+        number
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for number in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.strip()
+        counts = word and not word.startswith("#") and re.search(r"\w", word)
+        if counts and number not in imports:
+            found.append((number, word))
+    return found
+
+
+# -- one table of operators -----------------------------------------------------------------------
+
+# Other vocabularies than the table's, which is pre-dispatch ATen.
+OTHER_VOCABULARIES = {
+    "passes/joint": "AOTAutograd's joint graph, behind Inductor's decompositions",
+    "passes/step": "a traced optimizer step, functional",
+    "mpcompile/optim": "the same",
+    "mpcompile/lower/inference.py": "the same, and whole training steps",
+    "mpcompile/plans/saved_bytes.py": "the forward graph that AOTAutograd parts from the joint",
+}
+
+
+def test_nobody_else_names_operators_in_a_set() -> None:
+    """What is known about operators stands on their rows: no collection of operators elsewhere."""
+    found = []
+    for path in sources("mpcompile", "passes"):
+        if named(path).startswith(("mpcompile/rules/", *OTHER_VOCABULARIES)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Set, ast.List, ast.Tuple, ast.Dict)):
+                members = node.keys if isinstance(node, ast.Dict) else node.elts
+                operators = [ast.unparse(m) for m in members if m is not None and _is_operator(m)]
+                if len(operators) > 1:
+                    found.append(f"{named(path)}:{node.lineno} names {', '.join(operators)}")
+    assert found == []
+
+
+def _is_operator(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return "::" in node.value and op_key(node.value) in TABLE
+    return bool(re.match(r"(torch\.ops\.)?aten\.\w+", ast.unparse(node)))
+
+
+def test_the_test_above_sees_one() -> None:
+    for text in (
+        '("aten::relu", "aten::gelu")',
+        "{aten.relu.default: 1, torch.ops.aten.t.default: 2}",
+    ):
+        node = ast.parse(text, mode="eval").body
+        members = node.keys if isinstance(node, ast.Dict) else node.elts  # type: ignore[attr-defined]
+        assert all(map(_is_operator, members))
+
+
+def test_the_page_of_operators_is_the_table() -> None:
+    """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
+    assert (ROOT / "docs" / "operators.md").read_text() == page()
+
+
+def test_the_page_of_private_names_is_the_table() -> None:
+    """Made by `python -m mpcompile.torch_inside.docs_page > docs/torch_inside.md`."""
+    assert (ROOT / "docs" / "torch_inside.md").read_text() == page_of_names()

@@ -1,0 +1,208 @@
+"""The shape of the repository: layers, the link to the passes, the entry points."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import PACKAGE, PASSES, ROOT, sources
+
+import mpcompile
+from mpcompile._torch import RANGE
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Bottom first. A room (a folder, or a module that stands on top) imports only from those before its
+# own; those of one layer do not know each other. The package root, at the very top, only gathers
+# what users import.
+LAYERS = (
+    {"_version", "errors", "logs"},
+    {"_torch"},
+    {"torch_inside"},
+    {"devices", "ranks"},
+    {"operators"},
+    {"profile"},
+    {"rules"},
+    {"ir"},
+    {"padding"},
+    {"planner"},
+    {"passes"},
+    {"plans", "scaling"},
+    {"state"},
+    {"observe"},
+    {"capture", "lower", "pipeline"},
+    {"runtime", "settings"},
+    {"plan_graph"},
+    {"training"},
+    {"graph_function"},
+    {"backend", "optim"},
+    {"whole_step"},
+    {"api", "entry_point"},
+    {"diagnosis", "integrations", "preview", "steps"},
+    {"check", "demo"},
+    {"cli"},
+)
+PASSES_MAY_IMPORT = {"errors", "torch_inside", "devices", "rules", "ir", "padding", "planner"}
+
+
+def height(unit: str) -> int:
+    for index, layer in enumerate(LAYERS):
+        if unit in layer:
+            return index
+    raise AssertionError(f"mpcompile.{unit} stands in no layer: place it in LAYERS")
+
+
+def unit_of(path: Path) -> str:
+    """`mpcompile/plans/plan.py` -> `"plans"`, `passes/clean.py` -> `"passes"`."""
+    if path.is_relative_to(PASSES):
+        return "passes"
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted paths below the package that a file imports anywhere: `{"ir", "plans.plan"}`.
+
+    A name taken from the package root that is no submodule comes back as `"<root>"`.
+    """
+    if path.is_relative_to(PASSES):
+        package = ["mpcompile", "passes", *path.relative_to(PASSES).parts[:-1]]
+    else:
+        package = ["mpcompile", *path.relative_to(PACKAGE).parts[:-1]]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            if parts[0] != "mpcompile":
+                continue
+            below = parts[1:]
+            known = below and ((PACKAGE / below[0]).is_dir() or is_file(below[0]))
+            found.add(".".join(below) if known else "<root>")
+    return found
+
+
+def is_file(module: str) -> bool:
+    return (PACKAGE / f"{module}.py").is_file()
+
+
+@functools.cache
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return
+    unit = unit_of(path)
+    for target in imported(path):
+        assert target != "<root>", f"{path} imports names of the package root, the top of all"
+        other = target.split(".")[0]
+        if other != unit:
+            assert height(other) < height(unit), f"{path}: {unit} must not import {other}"
+
+
+@pytest.mark.parametrize("room", ["scaling", "runtime", "optim"])
+def test_the_files_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    """Not for their types either."""
+    left = {
+        f"{room}.{path.stem}": {".".join(target.split(".")[:2]) for target in imported(path)}
+        for path in (PACKAGE / room).glob("*.py")
+    }
+    while free := [name for name, read in left.items() if not read & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def test_every_layer_exists() -> None:
+    for unit in set().union(*LAYERS):
+        assert is_file(unit) or (PACKAGE / unit).is_dir(), f"{unit} is gone: take it out of LAYERS"
+
+
+@pytest.mark.parametrize("path", sorted(PASSES.rglob("*.py")), ids=lambda p: p.stem)
+def test_a_pass_imports_only_the_vocabulary(path: Path) -> None:
+    rooms = {target.split(".")[0] for target in imported(path)}
+    assert rooms <= PASSES_MAY_IMPORT
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(PASSES.rglob("*.py")) if p.stem != "__init__"], ids=lambda p: p.stem
+)
+def test_a_pass_file_is_one_public_function(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    assert [name for name in functions if not name.startswith("_")] == [path.stem]
+    assert ast.get_docstring(tree), "the contract of a pass stands in its module docstring"
+
+
+# -- the link --------------------------------------------------------------------------------------
+
+
+def test_the_link_to_the_passes_is_relative() -> None:
+    link = PACKAGE / "passes"
+    assert link.is_symlink()
+    assert os.readlink(link) == os.path.join("..", "passes")
+    module = importlib.import_module("mpcompile.passes.graph.clean")
+    assert Path(str(module.__file__)).resolve() == PASSES / "graph" / "clean.py"
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def test_entry_points_name_what_exists() -> None:
+    metadata = project()["project"]
+    backends = metadata["entry-points"]["torch_dynamo_backends"]
+    assert set(backends) == {"mpcompile"}
+    assert set(metadata["scripts"]) == {"mpcompile"}
+    for target in (*backends.values(), *metadata["scripts"].values()):
+        module, name = target.split(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_version_stands_in_one_place() -> None:
+    version = mpcompile.__version__
+    assert "version" in project()["project"]["dynamic"]
+    assert version not in (ROOT / "pyproject.toml").read_text()
+    holders = [p for p in sources() if f'"{version}"' in p.read_text()]
+    assert holders == [PACKAGE / "_version.py"]
+    released = rf"^## \[{re.escape(version)}\] - ([\d-]+)$"
+    (date,) = re.findall(released, (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
+
+
+def test_the_installed_metadata_agrees() -> None:
+    try:
+        installed = importlib.metadata.distribution("mpcompile")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mpcompile runs from the source tree, not installed")
+    assert installed.version == mpcompile.__version__
+    groups = {entry.group for entry in installed.entry_points if entry.name == "mpcompile"}
+    assert groups == {"console_scripts", "torch_dynamo_backends"}
+
+
+def test_the_torch_range_is_the_one_checked_at_run_time() -> None:
+    assert f"torch{RANGE}" in project()["project"]["dependencies"]

@@ -1,0 +1,169 @@
+"""emit: what comes out computes what the graph says, whatever compiles it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
+from repository import ROOT, SUPPORT
+from torch import fx
+
+from mpcompile.errors import MPCompileError
+from mpcompile.scaling.second_backward import noticed
+
+pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
+
+
+# -- forward and backward --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+def test_forward_and_gradients(how: str, dynamic: bool) -> None:
+    net = Net()
+    fast = compiled(net, how, dynamic=dynamic)
+    for batch in (5, 4):
+        assert_same(net, fast, leaf(batch, 6), parameters=list(net.parameters()))
+    assert net.norm.num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ambient_autocast_changes_nothing(how: str) -> None:
+    net = Net()
+    fast = compiled(net, how)
+    x = leaf(5, 6)
+    expected = results_and_grads(net, [x], list(net.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        if how == "eager":  # its backward is autograd's own, and at autocast's mercy
+            torch.testing.assert_close(list(fast(x)), expected[:2])
+            return
+        actual = results_and_grads(fast, [x], list(net.parameters()))
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_inference(how: str) -> None:
+    net = Net().eval()
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(net, how)(x), net(x))
+
+
+def test_options_reach_inductor_and_go_over_the_mode() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def watch(graph: fx.Graph) -> None:
+        config = torch._inductor.config
+        seen.append((config.coordinate_descent_tuning, config.epilogue_fusion))
+
+    options = {"coordinate_descent_tuning": False, "epilogue_fusion": False,
+               "post_grad_custom_pre_pass": watch}  # fmt: skip
+    fast = compiled(
+        lambda x: x.sin() * 2, "inductor", mode="max-autotune-no-cudagraphs", options=options
+    )
+    fast(leaf(4)).sum().backward()
+    assert seen == [(False, False)] * 2  # forward and backward
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "fastest"}, {"options": {"no_such_option": 1}}], ids=["mode", "option"]
+)
+def test_unknown_mode_or_option(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"fastest|no_such_option"):
+        compiled(lambda x: x.sin(), "inductor", **wrong)(torch.randn(3))
+
+
+# -- caches ---------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+import miniature as t
+
+report = {}
+for model in ("plain", "rnn"):
+    for shapes in ("static", "dynamic"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        net = t.Recurrent(t.nn.LSTM, {}) if model == "rnn" else t.Net()
+        x = t.leaf(7, 3, 4) if model == "rnn" else t.leaf(5, 6)
+        low = t.rnns_in(torch.bfloat16)
+        with torch._dynamo.config.patch(allow_rnn=True):
+            fast = t.compiled(net, "inductor", low, dynamic=shapes == "dynamic")
+            values = t.results_and_grads(fast, [x], list(net.parameters()))
+        report[f"{model} {shapes}"] = {
+            **{k: dict(torch._dynamo.utils.counters[k]) for k in ("aot_autograd", "inductor")},
+            "sum": float(sum(v.double().abs().sum() for v in values)),
+        }
+print(json.dumps(report))
+"""
+
+
+def test_caches_hit_in_a_second_process() -> None:
+    def child() -> dict[str, Any]:
+        command = [sys.executable, "-c", CHILD, str(SUPPORT)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    cold, warm = child(), child()
+    for case, graphs in (
+        ("plain static", 1), ("plain dynamic", 1), ("rnn static", 2), ("rnn dynamic", 2)
+    ):  # fmt: skip
+        for run in cold[case], warm[case]:
+            assert "autograd_cache_bypass" not in run["aot_autograd"]
+            assert "fxgraph_cache_bypass" not in run["inductor"]
+        assert warm[case]["aot_autograd"]["autograd_cache_hit"] == graphs
+        # dynamic: Dynamo starts over once it has learnt which floats are constants
+        misses = warm[case]["aot_autograd"].get("autograd_cache_miss", 0)
+        assert misses <= case.endswith("dynamic")
+        assert "fxgraph_cache_miss" not in warm[case]["inductor"]
+        assert warm[case]["sum"] == cold[case]["sum"]
+
+
+# -- a second backward ----------------------------------------------------------------------------
+
+
+def test_gradients_of_a_graph_are_differentiated_by_nobody() -> None:
+    """Though they come out as constants; without create_graph they stay constants."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.full_like(gradient, 3.0)
+
+    run = noticed(lambda x: (Constant.apply(x),))  # type: ignore[no-untyped-call]
+    x = torch.ones(4, requires_grad=True)
+    (once,) = torch.autograd.grad(run(x)[0].sum(), x)
+    assert not once.requires_grad
+    (gradient,) = torch.autograd.grad(run(x)[0].sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, once)
+    with pytest.raises(MPCompileError, match="gradient penalty"):
+        gradient.sum().backward()
+
+
+def test_an_input_that_a_graph_returns_keeps_its_own_history() -> None:
+    """What stands before a compiled graph may be differentiated as often as one likes: in each
+    call, and if the first was of an evaluation, in which nothing has a history.
+    """
+    x = torch.ones(4, requires_grad=True)
+    run = noticed(lambda h: (h,))
+    with torch.no_grad():
+        run(x.pow(3))
+    for _ in range(2):
+        (returned,) = run(x.pow(3))
+        (gradient,) = torch.autograd.grad(returned.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sum(), x)
+        torch.testing.assert_close(second, 6 * x)

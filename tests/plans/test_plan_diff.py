@@ -1,0 +1,190 @@
+"""What differs between two plans: the plans as wholes, their nodes, their totals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from effort import lines_run
+from plans import cast, graph, large, node, plan
+from small_calls import Calls, X, in_two_graphs, net
+
+from mpcompile import MPCompileError, Policy, plan_for
+from mpcompile.plans import Plan, PlanNode
+from mpcompile.plans.diff import PlanDiff
+from mpcompile.plans.saved_bytes import Saved
+
+REWRITTEN, SCALED = "rewritten, gradients not scaled", "rewritten, gradients scaled"
+
+
+def names(diff: PlanDiff) -> list[tuple[str | None, str | None]]:
+    """The pairs of nodes that the diff has, by name."""
+    return [(one.first and one.first.name, one.second and one.second.name) for one in diff.nodes]
+
+
+def diff_of(first: list[PlanNode], second: list[PlanNode]) -> PlanDiff:
+    return plan(graph(*first)).diff(plan(graph(*second)))
+
+
+def test_equal_plans() -> None:
+    """Times and reasons may differ."""
+    first, second = (plan_for(net(), X, device="t4") for _ in range(2))
+    diff = first.diff(second)
+    assert not diff
+    assert str(diff) == "the plans are equal"
+    assert diff.totals["casts"] == (str(first.casts),) * 2
+    assert not plan(graph(node("a"))).diff(plan(graph(node("a", reason="x"), seconds={"plan": 1})))
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"level": "O2"}, {"level": ("O1", "O2")}),
+        ({"dtype": "bfloat16"}, {"dtype": ("float16", "bfloat16")}),
+        ({"device": "cuda:0"}, {"device": ("cpu", "cuda:0")}),
+        ({"model": "Other"}, {"model": ("Net", "Other")}),
+        ({"versions": {"torch": "2.14"}}, {"torch": ("-", "2.14")}),
+        ({"repairs": ("a", "b")}, {"repairs": ("", "a; b")}),
+        ({"graphs": (graph(left="no"),)}, {"graph 0": (REWRITTEN, "left in FP32: no")}),
+        ({"graphs": (graph(scaled=True),)}, {"graph 0": (REWRITTEN, SCALED)}),
+        ({"graphs": ()}, {"graph 0": (REWRITTEN, "-")}),
+    ],
+)  # fmt: skip
+def test_what_holds_for_the_whole(facts: dict[str, Any], expected: dict[str, Any]) -> None:
+    first = plan(graph())
+    diff = first.diff(dataclasses.replace(first, **facts))
+    assert diff
+    assert diff.facts == expected
+    for name, (a, b) in expected.items():
+        line = next(line for line in str(diff).splitlines() if line.startswith(name))
+        assert all(part in line for part in (a, b))
+
+
+@pytest.mark.parametrize(
+    "change", [{"precision": "FULL"}, {"rule": "policy"}, {"planned": "f32[8, 4]"}]
+)
+def test_a_node_that_differs(change: dict[str, str]) -> None:
+    diff = diff_of([node("a"), node("b")], [node("a"), node("b", **change)])
+    assert names(diff) == [("b", "b")]
+    assert diff.changed == diff.nodes
+    (value,) = change.values()
+    row = next(line for line in str(diff).splitlines() if line.startswith("0 "))
+    assert "LOW f16[8, 4] [table]" in row
+    assert value in row
+
+
+def test_a_node_of_one_plan() -> None:
+    diff = diff_of([node("a"), node("b", module="other")], [node("a")])
+    assert names(diff) == [("b", None)]
+    assert diff.alone == diff.nodes
+    assert names(diff_of([node("a")], [node("a"), node("b")])) == [(None, "b")]
+
+
+def test_names_that_shifted() -> None:
+    """A layer more in front: `linear_1` is another one then, and every name behind it moves."""
+    first = [node(f"linear_{i}", module=f"layers.{i}") for i in range(5)]
+    second = [node("linear_0", module="new", rule="policy")]
+    second += [node(f"linear_{i + 1}", module=f"layers.{i}") for i in range(5)]
+    assert names(diff_of(first, second)) == [(None, "linear_0")]
+    second[3] = dataclasses.replace(second[3], precision="FULL")
+    assert names(diff_of(first, second)) == [("linear_2", "linear_3"), (None, "linear_0")]
+    assert "linear_2 / linear_3" in str(diff_of(first, second))
+
+
+def test_a_module_that_was_renamed() -> None:
+    first = [node("a", module="old"), node("b", module="old")]
+    second = [node("a", module="new"), node("b", module="new", precision="FULL")]
+    assert names(diff_of(first, second)) == [("b", "b")]
+
+
+def test_another_operator_of_the_same_name_is_another_node() -> None:
+    assert names(diff_of([node("a")], [node("a", op="aten::mm")])) == [("a", None), (None, "a")]
+
+
+def test_a_cast_is_known_by_what_it_reads() -> None:
+    """In another dtype it has another name, and it may stand elsewhere."""
+    first = [cast("x_f16", "x"), cast("y_f16", "y"), cast("z_f16", "z")]
+    second = [cast(f"{x}_bf16", x, planned="bf16[8, 4]") for x in "yx"]
+    expected = [("x_f16", "x_bf16"), ("y_f16", "y_bf16"), ("z_f16", None)]
+    assert names(diff_of(first, second)) == expected
+
+
+def test_casts_of_values_whose_names_shifted() -> None:
+    """A pad, and the cast of what was padded, behind a layer that has another number."""
+
+    def behind(number: int) -> list[PlanNode]:
+        name = f"linear_{number}"
+        chain = cast(f"{name}_cut", name, rule="pad"), cast(f"{name}_f32", f"{name}_cut")
+        return [node(name, module="last"), *chain]
+
+    first, second = behind(1), [node("linear_1", module="new"), *behind(2)]
+    assert names(diff_of(first, second)) == [(None, "linear_1")]
+
+
+def test_graphs_are_matched_by_number() -> None:
+    model = Calls(in_two_graphs)
+    full = plan_for(model, X, device="t4", policy=Policy(nodes={"linear_1": "fp32"}))
+    diff = plan_for(model, X, device="t4").diff(full)
+    assert {one.graph for one in diff.nodes} == {1}
+    assert names(diff)[0][0] == "linear_1"
+
+
+def test_two_levels() -> None:
+    """At O2 the GELU between the products runs low: two casts less, one operator more in FP16."""
+    first, second = (plan_for(net(), X, device="t4", level=level) for level in ("O1", "O2"))
+    diff = first.diff(second)
+    assert diff.facts == {"level": ("O1", "O2")}
+    for one in diff.changed:
+        assert one.first is not None
+        assert one.second is not None
+        assert (one.first.planned, one.second.planned) == ("f32[3, 4]", "f16[3, 4]")
+    back = second.diff(first)
+    assert [(b, a) for a, b in names(diff) if a and b] == [
+        (a, b) for a, b in names(back) if a and b
+    ]
+    assert diff.totals["operators LOW"] == tuple(
+        str(sum(g.counts().get("LOW", 0) for g in p.graphs)) for p in (first, second)
+    )
+
+
+def test_totals_stand_side_by_side() -> None:
+    def saving(dtype: torch.dtype) -> Plan:
+        saved = (Saved("mm", "fc", (2,), dtype, 2 * dtype.itemsize, False),)
+        return plan(graph(node("a"), casts=1, saved=saved))
+
+    diff = saving(torch.float32).diff(saving(torch.float16))
+    assert diff
+    assert not diff.facts
+    assert diff.totals["saved bytes"] == ("8", "4")
+    assert diff.totals["saved bytes in f32"] == ("8", "-")
+    assert diff.totals["saved bytes in f16"] == ("-", "4")
+    assert "saved bytes                    8" in str(diff)
+
+
+def test_as_data() -> None:
+    diff = diff_of([node("a")], [node("a", precision="FULL")])
+    data = json.loads(json.dumps(diff.to_dict()))
+    assert data["nodes"][0]["second"]["precision"] == "FULL"
+    assert data["totals"]["operators LOW"] == ["1", "0"]
+
+
+def test_only_a_plan_can_be_compared() -> None:
+    with pytest.raises(MPCompileError, match="not with a GraphPlan"):
+        plan().diff(graph())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nowhere", [False, True])
+def test_twice_the_plan_is_twice_the_work(nowhere: bool) -> None:
+    """Also if no name is the same, and if no module is known."""
+
+    def work(count: int) -> int:
+        first = large(count)
+        other = [dataclasses.replace(n, name=f"other_{n.name}") for n in first.nodes]
+        if nowhere:
+            other = [dataclasses.replace(n, module="") for n in other]
+        return lines_run(lambda: first.diff(plan(graph(*other))))
+
+    assert work(2000) < 2.2 * work(1000)

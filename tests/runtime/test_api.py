@@ -1,0 +1,319 @@
+"""The front door: what comes back, what is refused, and that nothing about the module changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_net import Net
+from torch import nn
+
+import mpcompile as mp
+from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
+from mpcompile._torch import check_torch_version, warn_of_version
+from mpcompile.errors import in_one_line
+
+
+def run(model: Any, **kwargs: Any) -> tuple[torch.Tensor, list[mp.api.Plan]]:
+    compiled = mpcompile(model, emit="eager", strict=True, **kwargs)
+    out = compiled(torch.randn(4, 8))
+    out.square().sum().backward()
+    return out, compiled_plans(compiled)
+
+
+def precisions(plan: mp.api.Plan) -> dict[str, str]:
+    return {n.name: n.precision for n in plan.nodes if n.rule not in ("cast", "scale")}
+
+
+# -- the module stays the module ------------------------------------------------------------------
+
+
+def test_returns_the_same_module_with_the_same_state() -> None:
+    model = Net()
+    keys = list(model.state_dict())
+    assert mpcompile(model, emit="eager") is model
+    model(torch.randn(4, 8))
+    assert list(model.state_dict()) == keys
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_copies_and_pickles_are_plain_fp32_models() -> None:
+    model = mpcompile(Net(), dtype=torch.float16, emit="eager")
+    x = torch.randn(4, 8)
+    low = model(x)
+    restored = torch.load(_saved(model), weights_only=False)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), restored):
+        exact = twin(x)
+        assert not torch.equal(exact, low)
+        torch.testing.assert_close(exact, low, rtol=1e-2, atol=1e-2)
+        mpcompile(twin, dtype=torch.float16, emit="eager")
+        torch.testing.assert_close(twin(x), low, rtol=0, atol=0)
+
+
+def _saved(model: nn.Module) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_load_state_dict_is_seen_by_the_compiled_model() -> None:
+    model, other = mpcompile(Net(), emit="eager"), Net()
+    x = torch.randn(4, 8)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model(x), other(x), rtol=2e-2, atol=2e-2)
+
+
+def test_a_function_comes_back_compiled() -> None:
+    weight = torch.randn(4, 8, requires_grad=True)
+
+    @mpcompile(dtype=torch.float16, emit="eager", strict=True)
+    def head(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+    head(torch.randn(2, 8)).sum().backward()
+    assert weight.grad is not None
+    assert [n.precision for n in compiled_plans(head)[0].nodes if n.op == "aten::linear"] == ["LOW"]
+
+
+def test_half_inputs_are_taken_by_an_fp32_model() -> None:
+    model = mpcompile(Net(), dtype=torch.float16, emit="eager", strict=True)
+    x = torch.randn(4, 8)
+    out = model(x.half())
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, Net.forward(model, x.half().float()), rtol=1e-2, atol=1e-2)
+
+
+def test_half_inputs_are_found_at_any_depth() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(
+            self, n: int, pair: tuple[int, dict[str, torch.Tensor]], *, more: list[torch.Tensor]
+        ) -> torch.Tensor:
+            return self.fc(pair[1]["x"]) * n + self.fc(more[0])
+
+    model = mpcompile(Nested(), dtype=torch.float16, emit="eager", strict=True)
+    x, y = torch.randn(2, 8).half(), torch.randn(2, 8).half()
+    out = model(2, (1, {"x": x}), more=[y])
+    wanted = model.forward(2, (1, {"x": x.float()}), more=[y.float()])
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_torchs_own_modules_are_compiled_too() -> None:
+    """`nn.Sequential(...).compile()` compiles nothing: Dynamo skips frames of torch's files."""
+    _, plans = run(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    assert [p.counts()["LOW"] for p in plans] == [3]
+
+
+def test_many_models_of_one_class_do_not_exhaust_the_recompile_limit() -> None:
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        _, plans = run(Net())
+        assert len(plans) == 1
+
+
+# -- levels, dtypes, policy -----------------------------------------------------------------------
+
+
+def test_levels() -> None:
+    names = ("linear", "relu", "layer_norm", "linear_1", "softmax")
+    rows = {}
+    for level in ("O1", "O2", "O3"):
+        out, (plan,) = run(Net(), level=level, dtype=torch.float16)
+        assert out.dtype is torch.float32
+        rows[level] = [precisions(plan)[n] for n in names]
+    assert rows == {
+        "O1": ["LOW", "FULL", "FULL", "LOW", "FULL"],  # relu feeds a norm only: free in FP32
+        "O2": ["LOW", "LOW", "FULL", "LOW", "FULL"],  # stored low
+        "O3": ["LOW", "LOW", "LOW", "LOW", "LOW"],
+    }
+
+
+def test_o0_is_the_fp32_program() -> None:
+    model = Net()
+    x = torch.randn(4, 8)
+    expected = model(x)
+    compiled = mpcompile(model, level="O0", emit="eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
+    (plan,) = compiled_plans(compiled)
+    assert (plan.level, plan.dtype, plan.nodes, plan.casts) == ("O0", "float32", (), 0)
+    assert plan.left == 'level="O0" was asked for'
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"])
+def test_dtypes(dtype: Any) -> None:
+    _, (plan,) = run(Net(), dtype=dtype)
+    expected = "bfloat16" if dtype == "auto" else str(dtype).removeprefix("torch.")
+    assert plan.dtype == expected
+    short = {"float16": "f16", "bfloat16": "bf16"}[expected]
+    assert next(n.planned for n in plan.nodes if n.name == "linear") == f"{short}[4, 16]"
+
+
+def test_policy_by_op_module_and_node_beats_the_table() -> None:
+    policy = Policy(low=["softmax"], modules={"fc1": "fp32"}, nodes={"layer_norm": "low"})
+    _, (plan,) = run(Net(), policy=policy, dtype=torch.float16)
+    got = precisions(plan)
+    assert (got["linear"], got["linear_1"]) == ("FULL", "LOW")
+    assert (got["layer_norm"], got["softmax"]) == ("LOW", "LOW")
+    assert {n.rule for n in plan.nodes if n.name in ("linear", "layer_norm", "softmax")} == {
+        "policy"
+    }
+
+
+def test_policy_precedence_is_node_then_module_then_op() -> None:
+    policy = Policy(low=["linear"], modules={"fc": "fp32", "fc2": "keep"}, nodes={"linear": "low"})
+    _, (plan,) = run(Net(), policy=policy)
+    assert precisions(plan)["linear"] == "LOW"
+    assert precisions(plan)["linear_1"] == "KEEP"  # the last matching regex
+
+
+# -- what bad input gets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"level": "01"}, "unknown level '01'.*the letter O"),
+        ({"level": 1}, "unknown level 1"),
+        ({"dtype": "float15"}, "did you mean 'float16'"),
+        ({"dtype": torch.float64}, "unknown dtype torch.float64"),
+        ({"emit": "inducter"}, "did you mean 'inductor'"),
+        ({"pad": "sometimes"}, "pad='sometimes'"),
+        ({"pad": "alway"}, "did you mean .always."),
+        ({"loss_scale": "dynamc"}, "did you mean 'dynamic'"),
+        ({"policy": {"low": ["mm"]}}, "give an mpcompile.Policy"),
+        ({"mode": "max-autotune", "emit": "eager"}, "mode='max-autotune' is Inductor's"),
+        ({"backend": "inductor"}, "mpcompile.. is the backend"),
+        ({"levle": "O1"}, r"unknown option 'levle'; did you mean 'level'"),
+        ({"mode": "fastest"}, "Unrecognized mode=fastest"),
+        ({"options": {"nonsense": 1}}, "Unexpected optimization option nonsense"),
+        ({"options": ["max_autotune"]}, "give a dict of Inductor's options"),
+        ({"strict": "no"}, "strict='no': use True or False"),
+        ({"dump": 5}, "dump=5: give the path of a directory"),
+        ({"dump": __file__}, "can't be made a directory"),
+    ],
+)
+def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        mpcompile(Net(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(low=["sofmax"]), r"no operator 'aten::sofmax'; did you mean 'softmax'"),
+        (
+            lambda: Policy(modules={"fc3": "fp32"}),
+            r"'fc3' matches no module; did you mean 'fc[12]'",
+        ),
+        (lambda: Policy(modules={"fc(": "fp32"}), "bad regex"),
+        (lambda: Policy(modules={"fc1": "fp23"}), "unknown precision 'fp23'"),
+        (lambda: Policy(low=["mm"], full=["aten.mm"]), "in both"),
+        (lambda: Policy(low="mm"), r"give a collection"),
+        (lambda: Policy(low=[3]), "not an operator"),
+        (lambda: Policy(modules=["fc1"]), "give a dict, name -> precision"),
+        (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+        (lambda: Policy(modules={"fc1": "fp16"}), "fc1': 'fp16'.*FP16 gradients need a loss scale"),
+        (lambda: Policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
+    ],
+)
+def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        mpcompile(Net(), policy=make())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(4, 4).half(), r"already in half precision.*model.float\(\)"),
+        (nn.Linear(4, 4).double(), r"no FP32 parameters"),
+        (nn.Linear(4, 4, device="meta"), "supported devices: cuda, cpu"),
+        (3, "give an nn.Module or a function"),
+    ],
+)
+def test_bad_models_fail_at_the_call(model: Any, message: str) -> None:
+    with pytest.raises(MPCompileError, match=message):
+        mpcompile(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fuse_head": True}, "no cross_entropy in what was compiled: compute the loss"),
+        ({"policy": Policy(nodes={"linaer": "fp32"})}, "no node 'linaer'; did you mean 'linear'"),
+    ],
+)
+def test_what_found_no_place_is_said(options: dict[str, Any], message: str) -> None:
+    model = mpcompile(Net(), emit="eager", **options)
+    with torch.no_grad():
+        model(torch.randn(4, 8))  # an evaluation has no loss
+    with pytest.warns(MPCompileWarning, match=message):
+        model(torch.randn(4, 8))
+
+
+def test_errors_found_while_compiling_come_out_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MPCOMPILE_PROFILE", str(tmp_path / "none.json"))
+    with pytest.raises(MPCompileError, match=r"none\.json"):
+        mpcompile(Net(), emit="eager")(torch.randn(4, 8))
+    with pytest.raises(MPCompileError, match=r"none\.json"):
+        mpcompile(lambda x: x @ x, emit="eager")(torch.randn(4, 4))
+
+
+def test_what_a_cpp_compiler_said_is_in_the_reason() -> None:
+    from torch._inductor.exc import CppCompileError
+
+    said = "/tmp/a.cpp:30:10: fatal error: Python.h: No such file\n   30 | #include <Python.h>"
+    error = CppCompileError(["g++", "/tmp/a.cpp"], said)
+    assert in_one_line(error) == "CppCompileError: C++ compile error (Python.h: No such file)"
+    assert in_one_line(ValueError("a: error: b\nmore")) == "ValueError: a: error: b"
+
+
+def test_a_recurrent_layer_in_a_compiled_function_is_traced() -> None:
+    layer = nn.LSTM(8, 8)
+    compiled = mpcompile(lambda x: layer(x)[0], dtype=torch.bfloat16, emit="eager", strict=True)
+    compiled(torch.randn(3, 2, 8))
+    assert [n.precision for n in compiled_plans(compiled)[0].nodes if n.op == "aten::lstm"] == [
+        "LOW"
+    ]
+
+
+def test_a_model_without_floats_is_refused() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+
+    with pytest.raises(MPCompileError, match="no floating-point parameters"):
+        mpcompile(Counter())
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117", "unknown"])
+def test_torch_below_the_range_is_refused(version: str) -> None:
+    with pytest.raises(MPCompileError, match=r"torch>=2\.11"):
+        check_torch_version(version)
+    with pytest.warns(MPCompileWarning, match=r"supports torch>=2\.11; this is"):
+        warn_of_version(version)
+
+
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.13.1", "2.14.1+cu130", "2.15.0a0+git1234567", "3.0"]
+)
+def test_torch_inside_the_range_is_taken(version: str) -> None:
+    check_torch_version(version)
+    warn_of_version(version)  # pytest makes an error of a warning
+
+
+def test_asking_about_a_model_that_was_not_compiled() -> None:
+    with pytest.raises(MPCompileError, match="not compiled by mpcompile"):
+        compiled_plans(Net())

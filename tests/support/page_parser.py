@@ -1,0 +1,35 @@
+"""The page of a plan or of a report, read as HTML."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+__all__ = ["Page"]
+
+
+class Page(HTMLParser):
+    """Reads a page: its tags, its attributes by tag, its text, and the data in it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.texts: list[str] = []
+        self.script = False
+        self.data: Any = None
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.script = ("type", "application/json") in attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.script:
+            self.data = json.loads(data)
+            self.script = False
+        else:
+            self.texts.append(data.strip())
