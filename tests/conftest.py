@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,14 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if seen[test] % every:
             item.add_marker("whole")
         seen[test] += 1
-
-
-def pytest_collection_finish() -> None:
-    """What was made up to here stays to the end. Every full collection would look at its million
-    objects, and tests ask for some.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
