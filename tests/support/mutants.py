@@ -208,6 +208,6 @@ MUTANTS = (
         "mpcompile/runtime/witness.py",
         "    if tracked:\n",
         "    if False:\n",
-        ("tests/hazards/test_hazards_functorch.py",),
+        ("tests/hazards/test_hazards_functorch.py::test_autograd_is_asked_in_the_first_call",),
     ),
 )
