@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 # fits one build of torch, and would bring that build along (benchmarks/zoo/timm_import.py).
 TIMM := --no-deps 'timm>=1.0'
 
-# Worker processes of the test run; each compiles C++ of its own.
+# Worker processes of the test run; each compiles C++ of its own. Each starts with a stretch of the
+# files and steals at the end, so what the tests of a file share is mostly made once.
 WORKERS ?= auto
 PYTEST_ARGS ?=
 # `make bench BENCH_ARGS="run gpt"` runs one benchmark.
@@ -36,7 +37,7 @@ demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 # The suite against another torch of the supported range, in an environment of its own:
 # `make test-torch TORCH=2.11.0`. The registry's Linux builds are CUDA builds, some gigabytes each.

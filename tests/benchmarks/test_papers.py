@@ -217,7 +217,7 @@ def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")  # eager, on a CPU
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", ROWS, ids=lambda task: task.name)
 def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     for package in task.needs:

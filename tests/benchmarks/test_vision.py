@@ -22,8 +22,8 @@ third_party = pytest.mark.filterwarnings("ignore")
 
 @third_party
 @pytest.mark.parametrize(
-    "name", ["swin", "mvit", *(pytest.param(name, marks=pytest.mark.slow)
-                               for name in ("retinanet", "faster_rcnn", "raft"))]
+    "name", ["mvit", *(pytest.param(name, marks=pytest.mark.slow)
+                       for name in ("swin", "retinanet", "faster_rcnn", "raft"))]
 )  # fmt: skip
 def test_a_model_of_torchvision(name: str) -> None:
     pytest.importorskip("torchvision")

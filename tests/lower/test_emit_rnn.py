@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 }
 # Inductor sees no other difference than layouts, so its costly half is a sample.
 KINDS_BY_HOW = [("aot_eager", kind) for kind in KINDS]
-KINDS_BY_HOW += [("inductor", "lstm 2 batch first"), ("inductor", "gru 2 both ways")]
+KINDS_BY_HOW += [("inductor", "gru 2 both ways")]  # an LSTM is among the low dtypes, below
 
 
 @pytest.mark.parametrize(("how", "kind"), KINDS_BY_HOW)
@@ -191,6 +191,6 @@ def test_dropout_inside_an_rnn_is_the_kernel_s() -> None:
 def test_a_long_lstm_is_not_unrolled() -> None:
     """It stays one call, between two pieces: unrolled, it would be part of one of them."""
     net = Recurrent(nn.LSTM, {"num_layers": 2})
-    fast = compiled(net, "inductor")
+    fast = compiled(net, "aot_eager")
     assert_same(net, fast, leaf(200, 2, 4), parameters=parameters_of(net), tolerance=1e-4)
     assert pieces_compiled() == 2

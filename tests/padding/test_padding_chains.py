@@ -28,8 +28,16 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=range(len(ACTIVATIONS)))
-@pytest.mark.parametrize("level", ["O1", "O2"])
+# By default one level of each, in turns.
+BY_LEVEL = [
+    pytest.param(a, level, id=f"{level}-{number}", marks=() if first else pytest.mark.whole)
+    for number, a in enumerate(ACTIVATIONS)
+    for level in ("O1", "O2")
+    for first in [(level == "O2") == bool(number % 2)]
+]
+
+
+@pytest.mark.parametrize(("activation", "level"), BY_LEVEL)
 @drawn(1, 25, b=st.integers(1, 3), i=SIZES, h=SIZES, o=SIZES)
 def test_linear_pointwise_linear(
     activation: Any, level: str, b: int, i: int, h: int, o: int

@@ -34,6 +34,23 @@ def test_the_scale_may_move_between_a_forward_and_its_backward() -> None:
         torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
 
 
+def test_one_backward_over_forwards_of_two_scales() -> None:
+    """In the second, the gradient is multiplied by twice as much."""
+    model = nn.Linear(8, 8)  # its backward reads no weights: they may change in between
+    reference = copy.deepcopy(model).double()
+    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
+    optimizer = trained(model, scale)
+    sgd = torch.optim.SGD(reference.parameters(), lr=1e-3)
+    for net, stepper in ((model, optimizer), (reference, sgd)):
+        first = loss(net)
+        loss(net, 5).backward()
+        stepper.step()
+        stepper.zero_grad()
+        (first + loss(net, 6)).backward()
+    assert scale.value == 2.0**11
+    assert check(model, reference) == ["weight", "bias"]
+
+
 def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
     """D's step moves the scale between G's forward and backward."""
     torch.manual_seed(0)

@@ -1,0 +1,213 @@
+"""Defects of the worst kind: each makes a training wrong, and no error says so.
+
+`tests/support/plant.py` puts each into a copy of the tree, and runs the tests that must fail then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted defect.
+
+    Attributes:
+        name: what it is called on the command line.
+        breaks: what goes wrong, in words.
+        file: the file that is changed, by its path from the root.
+        old: the text there; it stands in the file once.
+        new: what it becomes.
+        caught_by: files of tests, or single tests. The default run must hold one that fails.
+    """
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "softmax-low",
+        "the rule of softmax is flipped: it runs in the low dtype",
+        "mpcompile/rules/table.py",
+        '_row(FULL, _WHY, "softmax _safe_softmax"',
+        '_row(LOW, _WHY, "softmax _safe_softmax"',
+        ("tests/rules/test_ops.py",),
+    ),
+    Mutant(
+        "result-not-cast",
+        "a cast is missing: the caller gets results in the low dtype",
+        "passes/graph/place_casts.py",
+        "        if ir.dtype(value) == dtype:\n",
+        '        if ir.dtype(value) == dtype or user.op == "output":\n',
+        ("tests/passes/test_passes_place_casts.py",),
+    ),
+    Mutant(
+        "mask-not-clamped",
+        "the cast of an attention mask makes -inf of it, and a masked row NaN",
+        "passes/graph/place_casts.py",
+        "            if masked:\n",
+        "            if False:\n",
+        ("tests/passes/test_passes_place_casts.py",),
+    ),
+    Mutant(
+        "not-unscaled",
+        "gradients leave a graph times the loss scale",
+        "mpcompile/operators/library.py",
+        "return grad * scale.reciprocal(), None, overflow",
+        "return grad, None, overflow",
+        ("tests/hazards/test_hazards_gradients.py",),
+    ),
+    Mutant(
+        "unscaled-twice",
+        "the optimizer's step divides gradients by the loss scale twice",
+        "passes/step/unscale_gradients.py",
+        "unscaled = ir.call(graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n",
+        "unscaled = ir.call(graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n"
+        "                unscaled = ir.call("
+        "graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n",
+        ("tests/passes/test_passes_step_gradients.py",),
+    ),
+    Mutant(
+        "branch-not-scaled",
+        "behind an autograd.Function the scale is missing in one branch of the gradients",
+        "passes/graph/scale_gradients.py",
+        "node.replace_input_with(operand, self._scale(operand, node))",
+        "pass",
+        ("tests/hazards/test_hazards_functions.py",),
+    ),
+    Mutant(
+        "sums-in-low",
+        "the sum of a bias gradient is accumulated in the low dtype",
+        "passes/joint/widen_weight_gradients.py",
+        'node.kwargs = {**node.kwargs, "dtype": torch.float32}',
+        "pass",
+        ("tests/passes/test_passes_widen_weight_gradients.py",),
+    ),
+    Mutant(
+        "overflow-not-skipped",
+        "a compiled step writes parameters though a gradient overflowed",
+        "passes/step/predicate_writes.py",
+        "aten.where.self, still, target, value",
+        "aten.where.self, still, value, value",
+        ("tests/passes/test_passes_step_update.py",),
+    ),
+    Mutant(
+        "state-not-kept",
+        "a skipped step still moves the optimizer's state",
+        "passes/step/predicate_writes.py",
+        '_PREDICATED = ("param", "state")',
+        '_PREDICATED = ("param",)',
+        ("tests/passes/test_passes_step_update.py",),
+    ),
+    Mutant(
+        "guard-removed",
+        "a plain optimizer takes a step with gradients that overflowed",
+        "mpcompile/scaling/guard.py",
+        "skip = upstream or any(answers.values())",
+        "skip = upstream",
+        ("tests/scaling/test_guard.py",),
+    ),
+    Mutant(
+        "copy-not-written",
+        "a step doesn't write the working copy: the model reads the old weights",
+        "passes/step/write_copies.py",
+        'aten.copy_.default, copy, last, why="the working copy"',
+        'aten.copy_.default, copy, copy, why="the working copy"',
+        ("tests/passes/test_passes_step_update.py", "tests/scaling/test_copies.py"),
+    ),
+    Mutant(
+        "copy-stale",
+        "a master weight that was changed from outside is not read anew",
+        "mpcompile/scaling/copies.py",
+        "elif exposed or self._seen != _state(master):",
+        "elif exposed:",
+        ("tests/scaling/test_copies.py",),
+    ),
+    Mutant(
+        "clipped-before-unscaled",
+        "gradients are clipped by their norm times the loss scale",
+        "mpcompile/scaling/clipping.py",
+        "return norm / multiplier if norm_type != 0 else norm",
+        "return norm",
+        ("tests/scaling/test_clipping.py",),
+    ),
+    Mutant(
+        "padded-with-ones",
+        "the padding of a product's operands is not zero",
+        "passes/graph/place_pads.py",
+        "args = (value, amounts)\n",
+        "args = (value, amounts, 1.0)\n",
+        ("tests/padding/test_padding_products.py",),
+    ),
+    Mutant(
+        "recomputed-from-written",
+        "the backward recomputes from an input that the forward has written",
+        "passes/joint/keep_written_inputs.py",
+        "if memory is None or memory not in writes:",
+        "if True:",
+        ("tests/passes/test_passes_keep_written_inputs.py",),
+    ),
+    Mutant(
+        "dropout-drawn-again",
+        "a checkpoint that is recomputed drops other elements than the forward did",
+        "mpcompile/lower/emitter.py",
+        '"preserve_rng_state": True',
+        '"preserve_rng_state": False',
+        ("tests/hazards/test_hazards_checkpoint.py::test_dropout_is_the_same_when_recomputed",),
+    ),
+    Mutant(
+        "ranks-summed",
+        "gradients are summed over ranks, not averaged",
+        "mpcompile/ranks/ddp.py",
+        "sent = buffer.div_(ranks)",
+        "sent = buffer",
+        ("tests/ranks/test_ddp.py::test_two_processes_train_as_one",),
+    ),
+    Mutant(
+        "scale-grows-on-overflow",
+        "the loss scale is raised where a gradient overflowed",
+        "mpcompile/ir/scale.py",
+        "scale=_where(lowered, lower, ",
+        "scale=_where(lowered, higher, ",
+        ("tests/scaling/test_loss_scale.py", "tests/scaling/test_scale_rule.py"),
+    ),
+    Mutant(
+        "lr-ignored",
+        "a compiled step keeps the first learning rate",
+        "mpcompile/optim/held_settings.py",
+        "elif self._lrs.get(g) != lr:",
+        "elif g not in self._lrs:",
+        ("tests/optim/test_optim_settings.py",),
+    ),
+    Mutant(
+        "checkpoint-drops-scale",
+        "a checkpoint is loaded without its loss scale",
+        "mpcompile/scaling/loss_scale.py",
+        "        self.state = live\n        self.restored",
+        "        self.restored",
+        ("tests/scaling/test_loss_scale.py",),
+    ),
+    Mutant(
+        "accumulated-under-two-scales",
+        "gradients of two loss scales are added as they are",
+        "mpcompile/scaling/low_gradients.py",
+        "others + by.bring(grad, multiplied), by",
+        "others + grad, by",
+        ("tests/scaling/test_low_gradients_scale.py",),
+    ),
+    Mutant(
+        "witness-removed",
+        "nobody asks autograd whether a gradient enters a graph unscaled",
+        "mpcompile/runtime/witness.py",
+        "    if tracked:\n",
+        "    if False:\n",
+        ("tests/hazards/test_hazards_functorch.py::test_autograd_is_asked_in_the_first_call",),
+    ),
+)
