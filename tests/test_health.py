@@ -27,7 +27,7 @@ from mpcompile import (
     mpcompile,
     plan_for,
 )
-from mpcompile.api import repairs_of
+from mpcompile.records import repairs_of
 from mpcompile.torch_inside.failures import Failure, Health
 from mpcompile.torch_inside.health import assumed, why_off
 from mpcompile.torch_inside.reach import GONE, NAMES, MissingInTorch, Part, private

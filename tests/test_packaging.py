@@ -50,7 +50,7 @@ LAYERS = (
     {"training"},
     {"graph_function"},
     {"backend", "optim"},
-    {"whole_step"},
+    {"whole_step", "records"},
     {"api", "entry_point"},
     {"diagnosis", "integrations", "preview", "steps"},
     {"check", "demo"},

@@ -22,9 +22,10 @@ from ..capture.around import around_now
 from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..lower.tracing_settings import VALUE_SIZES
+from ..observe.compared import Comparing
 from ..observe.moved import moved
 from ..observe.record import Record
-from ..observe.watch import Comparing, Exact, Keeping, Watch
+from ..observe.watch import Exact, Keeping, Watch
 from ..plan_graph import Facts, Planned
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
