@@ -5,11 +5,12 @@ model = mpcompile(model)        # the only line; the training loop stays plain P
 
 from . import _torch as _torch
 from ._version import __version__
-from .api import compiled_plans, loss_scale_of, mpcompile
+from .api import mpcompile
 from .diagnosis import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
 from .optim import MPOptimizer
 from .preview.explain import explain, plan_for
+from .records import compiled_plans, loss_scale_of
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
 from .scaling.clipping import clip_grad_norm_, clip_grad_value_

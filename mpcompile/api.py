@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
@@ -25,6 +24,7 @@ from .lower.frozen import see_what_trains
 from .lower.tracing_settings import VALUE_SIZES
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
+from .records import Record, records
 from .rules.policy import Level, Policy
 from .runtime import uncalled
 from .runtime.looking import Looking
@@ -33,27 +33,13 @@ from .runtime.owned_backend import compiled_by
 from .runtime.say_outside import gains, say_outside
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
-from .scaling import hooks, parameters
+from .scaling import hooks
 from .scaling.loss_scale import LossScale
-from .scaling.repairs import Repairs
 from .settings import OPTIONS, Options, Settings, check_module, documented
-from .torch_inside.health import refuse
-from .torch_inside.modules import set_compiled_call, unwrapped
-from .torch_inside.reach import Part
+from .torch_inside.modules import set_compiled_call
 from .whole_step.train_step import TrainStep, goes_backward
 
 F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
-
-
-class _Record:
-    """What is known about one compiled model or function: `request` are its options as given."""
-
-    def __init__(self, loss_scale: LossScale, request: Mapping[str, Any]) -> None:
-        self.loss_scale, self.request = loss_scale, request
-        self.plans: list[GraphPlan] = []  # one for each graph compiled so far
-
-
-_records = WeakIdKeyDictionary()
 
 
 @overload
@@ -123,7 +109,7 @@ def _compiled(
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
-    record = _Record(scale, {**request, "loss_scale": scale})
+    record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
     looking_for = None if settings.level is Level.O0 else _looking_for(settings, record)
     if isinstance(model, nn.Module):
@@ -144,16 +130,16 @@ def _compiled(
             set_compiled_call(module, call if module is first else ends_graph(call.__call__))
         if has_steps(first):
             compile_steps(first, compiled_call)
-        _records[model] = record
+        records[model] = record
         uncalled.expect(first)
         return model
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
     compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
-    _records[compiled] = record
+    records[compiled] = record
     return compiled
 
 
-def _looking_for(settings: Settings, record: _Record) -> Callable[[Any], Looking]:
+def _looking_for(settings: Settings, record: Record) -> Callable[[Any], Looking]:
     """Makes what looks at the first calls of a module, or of a function."""
 
     def looking(compiled: Any) -> Looking:
@@ -172,7 +158,7 @@ def _compiled_function(
     function: Callable[..., Any],
     options: dict[str, Any],
     compile_kwargs: dict[str, Any],
-    record: _Record,
+    record: Record,
     looking_for: Callable[[Any], Looking] | None,
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
@@ -218,7 +204,7 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
         ) from None
 
 
-def _after_call(settings: Settings, record: _Record, module: nn.Module) -> bool:
+def _after_call(settings: Settings, record: Record, module: nn.Module) -> bool:
     """Warn of what the first calls of a module reveal; True once nothing is left to check."""
     if not record.plans:
         _warn_nothing_compiled(module)
@@ -264,100 +250,3 @@ def _warn_nothing_compiled(module: nn.Module) -> None:
         MPCompileWarning,
         stacklevel=5,
     )
-
-
-def loss_scale_of(model: Any) -> LossScale:
-    """The loss scale of a compiled model or function: `.value`, `.skipped_steps`.
-
-    Raises:
-        MPCompileError: it was not compiled with `mpcompile()`.
-    """
-    return _scale_of(model, _record_of(model))
-
-
-def _scale_of(model: Any, record: _Record) -> LossScale:
-    own = record.loss_scale
-    if own.fp16_only and isinstance(model, nn.Module):
-        return parameters.given_scale(model.parameters()) or own
-    return own
-
-
-def compiled_plans(model: Any) -> list[GraphPlan]:
-    """The plan of each graph compiled so far for this model or function, in order. `left` of a
-    graph that was left in FP32 says why.
-
-    Raises:
-        MPCompileError: it was not compiled with `mpcompile()`.
-    """
-    return list(_record_of(model).plans)
-
-
-def repairs_of(model: Any) -> tuple[str, ...]:
-    """What `repair=True` has pinned to FP32 while the model trained, one sentence for each repair.
-
-    Raises:
-        MPCompileError: it was not compiled with `mpcompile()`.
-    """
-    return tuple(loss_scale_of(model).repairs.events)
-
-
-def pinned_in(model: Any) -> Repairs:
-    """What `repair=True` has pinned in a model while it trained; nothing if it isn't compiled."""
-    record = recorded(model)
-    return _scale_of(model, record).repairs if record else Repairs()
-
-
-def recorded(model: Any) -> _Record | None:
-    """What is known about a model, or else about the one compiled module inside of it; None if
-    `mpcompile()` has compiled none.
-
-    Raises:
-        MPCompileError: several modules inside were compiled, each by itself.
-    """
-    if model in _records or not isinstance(model, nn.Module):
-        own: _Record | None = _records.get(model)
-        return own
-    inside = [(path, _records[m]) for path, m in model.named_modules() if m in _records]
-    if len(inside) > 1:
-        names = ", ".join(path for path, _ in inside)
-        raise MPCompileError(
-            f"{type(model).__name__} holds several modules that mpcompile() compiled ({names}): "
-            "ask about one of them"
-        )
-    return inside[0][1] if inside else None
-
-
-def compiled_in(model: nn.Module) -> list[nn.Module]:
-    """The modules in a model that `mpcompile()` has compiled, each by itself."""
-    return [module for module in model.modules() if module in _records]
-
-
-def studied(model: Any, who: str) -> nn.Module:
-    """The module that `who` ("explain") is asked about: of what torch.compile returned, the module
-    in it.
-
-    Raises:
-        MPCompileError: it is no module; or on this torch such studies are known to be wrong.
-    """
-    refuse(Part.EXPLAIN, who, "TORCH_LOGS=mpcompile tells what a training compiles")
-    if not isinstance(model, nn.Module):
-        raise MPCompileError(
-            f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "
-            "compiled_plans(function) has the plans after its first call"
-        )
-    inner = unwrapped(model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
-def _record_of(model: Any) -> _Record:
-    model = getattr(model, "__func__", model)  # of a method, its function
-    within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
-    if model not in _records and within in _records:
-        model = within
-    if model not in _records:
-        raise MPCompileError(
-            f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
-            "that was"
-        )
-    record: _Record = _records[model]
-    return record

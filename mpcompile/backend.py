@@ -20,7 +20,7 @@ from .errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from .graph_function import function_of, function_of_left
 from .ir.updates import is_update
 from .lower.tracing_settings import or_broken
-from .plan_graph import plan_graph
+from .plan_graph import Facts, Planned, plan_graph
 from .planner.target import place_of
 from .plans.graph_plan import GraphPlan, plan_of_left
 from .plans.log_graph import log_graph
@@ -78,7 +78,7 @@ def _compile_or_fall_back(
         asked = isinstance(error, MPCompileError) and not isinstance(error, CannotRewrite)
         if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
             raise
-        reason = reason_of(error)
+        reason = _reason_of(error)
         if settings.strict:
             raise MPCompileError(
                 f"this graph can't be rewritten: {reason}. Without strict=True it would be "
@@ -110,7 +110,26 @@ def _leave(
     return function_of_left(gm, example_inputs, settings), plan
 
 
-def reason_of(error: Exception) -> str:
+def planned_or_why(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    facts: Callable[[], Facts],
+) -> Planned | str:
+    """A graph as it is planned with these facts; or why it can't be rewritten, in one line.
+
+    Raises:
+        MPCompileError: what was asked for can't be done.
+    """
+    try:
+        return plan_graph(gm, example_inputs, facts(), settings)
+    except MPCompileError:
+        raise
+    except Exception as error:
+        return _reason_of(error)
+
+
+def _reason_of(error: Exception) -> str:
     """Why a graph can't be rewritten, in one line."""
     return str(error) if isinstance(error, CannotRewrite) else in_one_line(error)
 

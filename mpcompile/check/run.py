@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..errors import MPCompileWarning, in_one_line
-from ..torch_inside.health import Failure, Health, assumed, missing
+from ..torch_inside.failures import Failure, Health
+from ..torch_inside.health import assumed, missing
 from ..torch_inside.reach import GONE, NAMES, Name, take_all
 from .programs import PROGRAMS, Program
 from .sides import Side, error_between

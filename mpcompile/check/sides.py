@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api import compiled_plans, mpcompile
+from ..api import mpcompile
 from ..optim import MPOptimizer
+from ..records import compiled_plans
 
 __all__ = ["Results", "Side", "error_between"]
 

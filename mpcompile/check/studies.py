@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.optim import SGD
 
-from ..api import repairs_of
 from ..diagnosis.diagnose import diagnose
 from ..preview.explain import explain
+from ..records import repairs_of
 from . import models
 from .sides import Results, Side
 

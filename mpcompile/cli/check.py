@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..check.run import check
 from ..torch_inside import checked
-from ..torch_inside.health import Failure, Health
+from ..torch_inside.failures import Failure, Health
 from .common import Commands, show
 
 __all__ = ["add"]

@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..api import compiled_plans, loss_scale_of, mpcompile
+from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
 from ..plans.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
+from ..records import compiled_plans, loss_scale_of
 from ..rules.policy import parse_dtype
 from .model import GPT, GPTConfig, generate
 from .text import corpus, held_out_batches, text_batches

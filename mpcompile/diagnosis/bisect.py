@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import compiled_plans, mpcompile
+from ..api import mpcompile
 from ..errors import MPCompileError, MPCompileWarning
 from ..pipeline import MAY_BE_DISABLED
 from ..plans.graph_plan import PlanNode
+from ..records import compiled_plans
 from ..rules.policy import Policy
 from ..settings import OPTIONS
 from ..torch_inside import pytree

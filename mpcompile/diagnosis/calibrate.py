@@ -17,12 +17,12 @@ from torch import fx, nn
 from typing_extensions import Unpack
 
 from .. import ir
-from ..api import pinned_in, recorded, studied
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
+from ..observe.compared import source_of_value
 from ..observe.numbers import Numbers
-from ..observe.watch import source_of_value
 from ..pipeline import Planned
+from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level, Policy
 from ..scaling import parameters
 from ..settings import Options, Settings, check_module

@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from .. import ir
-from ..api import pinned_in, recorded, studied
 from ..errors import MPCompileError, did_you_mean
+from ..observe.compared import relative_error
 from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
 from ..observe.forward_faults import INACCURATE
 from ..observe.numbers import EXPONENTS, Numbers
 from ..observe.record import Record
-from ..observe.watch import relative_error
 from ..pipeline import Planned
 from ..plans.graph_plan import PlanNode
+from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings, check_module

@@ -8,8 +8,8 @@ import torch
 
 from .. import ir
 from ..ir.scale import INIT_SCALE, ScaleRule
+from ..observe.compared import gradient_units, source_of_value
 from ..observe.numbers import Numbers
-from ..observe.watch import gradient_units, source_of_value
 from ..settings import Settings
 from .sides import Run, Side, Sides
 

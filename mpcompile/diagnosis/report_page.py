@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..observe.numbers import Shares
 from ..plans.page import app, of_plan
 from ..plans.page.app import Note, Tile
 from .histogram import chart_of
 from .histogram_svg import drawing_of
+from .report_data import ReportData
 from .report_text import number, percent, scale_note
-
-if TYPE_CHECKING:
-    from .report import Report
 
 _VIEWS = {"numbers": "Nodes", "updates": "Weight updates"}
 
 
-def render(report: Report) -> str:
+def render(report: ReportData) -> str:
     """The page of a report; the same text for the same report."""
     drawn = any(report.histogram) or report.zeros
     chart = chart_of(report.histogram, report.zeros, report.scale) if drawn else None
@@ -40,7 +38,7 @@ def render(report: Report) -> str:
     return app.html(page)
 
 
-def _tiles(report: Report) -> list[Tile]:
+def _tiles(report: ReportData) -> list[Tile]:
     low = of_plan.dtype_word(report.dtype)
     sides = {side: low if side == "low" else side.upper() for side in report.losses}
     losses = [Tile(f"Loss in {sides[side]}", f"{loss:.6g}") for side, loss in report.losses.items()]
@@ -60,7 +58,7 @@ def _lost(low: str, what: str, found: Shares) -> Tile:
     return Tile(title, percent(found.flushed), f"{others}, of {found.count} that are not zero")
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: ReportData) -> dict[str, Any]:
     """The data of the graphs' plans; their nodes with numbers and faults; the parameters."""
     data = of_plan.data_of(report.dtype, report.graphs)
     plain = report.to_dict()

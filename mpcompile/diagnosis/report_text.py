@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from ..observe.numbers import Shares
 from ..plans.grid import Grid, Part
-from ..plans.plan_text import short, style
-
-if TYPE_CHECKING:
-    from ..observe.numbers import Shares
-    from .report import NodeNumbers, Report
+from ..plans.node_text import short, style
+from .report_data import NodeNumbers, ReportData
 
 WORST = 8  # rows of a table
 FATES = ("become zero", "subnormal", "overflow")
 
 
-def parts(report: Report) -> Iterator[Part]:
+def parts(report: ReportData) -> Iterator[Part]:
     """The text of a report, part by part; none depends on the width of a terminal."""
     yield Text(f"{report.model}, {report.level} {report.dtype} on {report.device}", style="bold")
     yield _losses(report)
@@ -32,7 +29,7 @@ def parts(report: Report) -> Iterator[Part]:
         yield from table(report)
 
 
-def scale_note(report: Report) -> str:
+def scale_note(report: ReportData) -> str:
     """The largest scale that would fit, in words."""
     if report.suggested_scale is not None:
         return f"the largest power of two that fits: {report.suggested_scale:g}"
@@ -56,14 +53,14 @@ def relative(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-def _losses(report: Report) -> Grid:
+def _losses(report: ReportData) -> Grid:
     names = {"low": report.dtype, "fp32": "in FP32", "fp64": "in FP64"}
     grid = Grid(("", *(names[side] for side in report.losses)))
     grid.add("loss", *(f"{loss:.6g}" for loss in report.losses.values()))
     return grid
 
 
-def _faults(report: Report) -> Iterator[Part]:
+def _faults(report: ReportData) -> Iterator[Part]:
     if not report.faults:
         finite = math.isfinite(report.losses["low"])
         looked = not report.graphs or any(graph.left is None for graph in report.graphs)
@@ -77,7 +74,7 @@ def _faults(report: Report) -> Iterator[Part]:
     yield ""
 
 
-def _errors(report: Report) -> Iterator[Part]:
+def _errors(report: ReportData) -> Iterator[Part]:
     worst = _worst(report, lambda n: n.error or 0.0)
     if worst:
         yield "largest errors of values, relative to their norm in FP64:"
@@ -90,7 +87,7 @@ def _errors(report: Report) -> Iterator[Part]:
         yield ""
 
 
-def _shares(report: Report) -> Iterator[Part]:
+def _shares(report: ReportData) -> Iterator[Part]:
     rows = {"all values": report.value_shares, "all gradients": report.gradient_shares}
     if not any(shares.count for shares in rows.values()):
         return
@@ -125,7 +122,7 @@ def _cells(shares: Shares) -> tuple[str, ...]:
     return *(f"{percent(kind):>7}" for kind in kinds), str(shares.count)
 
 
-def _updates(report: Report) -> Iterator[Part]:
+def _updates(report: ReportData) -> Iterator[Part]:
     stalled = sorted((u for u in report.updates if u.stalls), key=lambda u: -u.stalls)[:WORST]
     if stalled:
         yield (
@@ -138,7 +135,7 @@ def _updates(report: Report) -> Iterator[Part]:
         yield grid
 
 
-def _worst(report: Report, badness: Callable[[NodeNumbers], float]) -> list[NodeNumbers]:
+def _worst(report: ReportData, badness: Callable[[NodeNumbers], float]) -> list[NodeNumbers]:
     """The worst nodes, without those that are well."""
     found = sorted((n for n in report.nodes if badness(n)), key=lambda n: -badness(n))
     return found[:WORST]

@@ -17,15 +17,16 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..backend import reason_of
+from ..backend import planned_or_why
 from ..capture.around import around_now
 from ..capture.provenance import names_in
 from ..errors import MPCompileError
 from ..lower.tracing_settings import VALUE_SIZES
+from ..observe.compared import Comparing
 from ..observe.moved import moved
 from ..observe.record import Record
-from ..observe.watch import Comparing, Exact, Keeping, Watch
-from ..plan_graph import Facts, Planned, plan_graph
+from ..observe.watch import Exact, Keeping, Watch
+from ..plan_graph import Facts, Planned
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
@@ -190,13 +191,10 @@ class Sides:
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Planned | Left:
         device = device_of(example_inputs)
-        try:
-            facts = self._facts(device, gm, example_inputs)
-            return plan_graph(gm, example_inputs, facts, self.settings)
-        except MPCompileError:
-            raise
-        except Exception as error:
-            return Left(plan_of_left(reason_of(error), device))
+        planned = planned_or_why(
+            gm, example_inputs, self.settings, lambda: self._facts(device, gm, example_inputs)
+        )
+        return Left(plan_of_left(planned, device)) if isinstance(planned, str) else planned
 
     def _facts(
         self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]

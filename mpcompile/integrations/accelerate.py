@@ -23,9 +23,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api import compiled_in, loss_scale_of, mpcompile
+from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
+from ..records import compiled_in, loss_scale_of
 from ..scaling import clipping
 from ..scaling.loss_scale import LossScale
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api import loss_scale_of, mpcompile
+from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
+from ..records import loss_scale_of
 from ..scaling.clipping import clip_grad_norm_, clip_grad_value_
 from ..torch_inside.modules import compiled_call
 

@@ -26,7 +26,7 @@ def module_path(node: fx.Node) -> str:
     return rest.partition(".")[2] if head in ("L", "G") else path
 
 
-_OURS = str(Path(__file__).parents[1] / "calls")  # the functions that call a compiled module
+_OURS = str(Path(__file__).parents[1] / "runtime")  # the functions that call a compiled module
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)')
 
 

@@ -33,8 +33,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import MPCompileError
+from ..scaling import traced_gradients
 from ..torch_inside import aot, dynamo
-from ..torch_inside.dynamo import CallbackArgs, callback_handler
+from ..torch_inside.dynamo import CallbackArgs
 from ..torch_inside.dynamo_names import RestartAnalysis, config
 from ..torch_inside.pytree import tree_leaves
 
@@ -87,9 +88,8 @@ def traced_with(
 
 
 def _listen() -> None:
-    if _begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin)
-        callback_handler.register_end_callback(_end)
+    dynamo.call_back(_begin, _end)
+    traced_gradients.listen_again()
 
 
 def were_set() -> bool:

@@ -14,9 +14,9 @@ from torch import fx
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
 from .case import NEAR, Case, dtype_of, low_name, readers, text
+from .compared import source_of_value
 from .fault import Fault, Kind
 from .record import BackwardStep
-from .watch import source_of_value
 
 # A gradient of which this share of the elements is lost, and that is off by as much, is a fault.
 LOST = 0.5

@@ -12,10 +12,10 @@ from torch import fx
 from .. import ir
 from ..ir.dtypes import HALF
 from ..plans.graph_plan import GraphPlan, PlanNode
+from .compared import source_of_value
 from .fault import Fault, Kind, Runs
 from .numbers import Numbers
 from .record import BackwardStep
-from .watch import source_of_value
 
 # Values above this share of the dtype's range are taken for values that may leave it.
 NEAR = 0.5

@@ -16,9 +16,9 @@ from .. import ir
 from ..ir.dtypes import HALF
 from ..torch_inside import pytree
 from .case import NEAR, Case, dtype_of, low_name, readers, text
+from .compared import source_of_value
 from .fault import Fault, Kind
 from .numbers import Numbers
-from .watch import source_of_value
 
 # A value that is off by more than this share of its norm is a fault, if it is also off ten times as
 # far as what it was computed from, and as in FP32. What FP32 itself gets so wrong is noise.

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.optimizers import without_wrappers
+from ..torch_inside.replace import Spot, put
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,18 +51,13 @@ def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
     without such reads. A branch on such a number still fails.
     """
     namespace = inspect.unwrap(cls.step).__globals__
-    theirs = {name: namespace[name] for name in ("min", "max") if name in namespace}
-    namespace.update(
-        min=_of_tensors(theirs.get("min", min), torch.minimum),
-        max=_of_tensors(theirs.get("max", max), torch.maximum),
-    )
-    try:
-        with _ItemIsTensor():
-            yield
-    finally:
-        for name in ("min", "max"):
-            del namespace[name]
-        namespace.update(theirs)
+    pairs = {"min": (min, torch.minimum), "max": (max, torch.maximum)}
+    with contextlib.ExitStack() as undo:
+        for name, (builtin, pairwise) in pairs.items():
+            ours = _of_tensors(namespace.get(name, builtin), pairwise)
+            undo.callback(put(Spot(namespace, name), ours))
+        undo.enter_context(_ItemIsTensor())
+        yield
 
 
 def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,12 +7,7 @@ what passes add.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..rules.table import TABLE
-
-if TYPE_CHECKING:
-    from .graph_plan import PlanNode
 
 # By the word of `Mark.rule`, or "named": the program names the dtype.
 # {pin}: the policy that changes this node; {ops}: the one for all nodes of its operator; {why}: the
@@ -45,7 +40,23 @@ _SENTENCES = {
 }
 
 
-def how_to_change(node: PlanNode) -> str:
+class Changeable:
+    """What a node of a plan is asked for: its attributes of these names."""
+
+    name: str
+    op: str
+    precision: str
+    rule: str
+    reason: str
+    reads: tuple[str, ...]
+
+    @property
+    def change(self) -> str:
+        """What it would take to change its precision, in one sentence."""
+        return _how_to_change(self)
+
+
+def _how_to_change(node: Changeable) -> str:
     """One sentence: the option that would change the node, or why none does."""
     if node.rule == "rewrite":
         return (
@@ -64,13 +75,13 @@ def how_to_change(node: PlanNode) -> str:
     )
 
 
-def _word(node: PlanNode) -> str:
+def _word(node: Changeable) -> str:
     """The key of the node's sentence."""
     names = not node.reads or (node.op in TABLE and TABLE[node.op].converts)
     return "named" if names and node.rule == "table" and node.precision == "KEEP" else node.rule
 
 
-def _rewriter(node: PlanNode) -> str:
+def _rewriter(node: Changeable) -> str:
     """The pass that made a node of the rule "rewrite"."""
     if node.op == "mpcompile::softmax_low":
         return "narrow_softmax"

@@ -16,17 +16,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 
 from ..errors import MPCompileError
 from . import plan_text
+from .graph_data import GraphData, PlanNode
 from .grid import Grid, Part, as_rich, as_text
-
-if TYPE_CHECKING:
-    from .graph_plan import GraphPlan, PlanNode
-    from .plan import Plan
+from .node_text import short, style
+from .plan_data import PlanData
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class PlanDiff:
         yield _side_by_side("totals", self.totals)
 
 
-def difference(first: Plan, second: Plan) -> PlanDiff:
+def difference(first: PlanData, second: PlanData) -> PlanDiff:
     """Compare two plans.
 
     Raises:
@@ -107,7 +106,7 @@ def difference(first: Plan, second: Plan) -> PlanDiff:
     return PlanDiff(_facts(first, second), tuple(nodes), _totals(first, second))
 
 
-def _facts(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
+def _facts(first: PlanData, second: PlanData) -> dict[str, tuple[str, str]]:
     facts = _both(first, second, _whole)
     for number, pair in enumerate(itertools.zip_longest(first.graphs, second.graphs)):
         a, b = map(_outline, pair)
@@ -116,13 +115,13 @@ def _facts(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _both(
-    first: Plan, second: Plan, read: Callable[[Plan], dict[str, str]]
+    first: PlanData, second: PlanData, read: Callable[[PlanData], dict[str, str]]
 ) -> dict[str, tuple[str, str]]:
     a, b = read(first), read(second)
     return {name: (a.get(name, "-"), b.get(name, "-")) for name in {**a, **b}}
 
 
-def _whole(plan: Plan) -> dict[str, str]:
+def _whole(plan: PlanData) -> dict[str, str]:
     return {
         "model": plan.model,
         "level": plan.level,
@@ -134,7 +133,7 @@ def _whole(plan: Plan) -> dict[str, str]:
     }
 
 
-def _outline(graph: GraphPlan | None) -> str:
+def _outline(graph: GraphData | None) -> str:
     """What becomes of a graph as a whole."""
     if graph is None:
         return "-"
@@ -144,11 +143,11 @@ def _outline(graph: GraphPlan | None) -> str:
     return f"rewritten, gradients {'scaled' if graph.scaled else 'not scaled'}{ends}"
 
 
-def _totals(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
+def _totals(first: PlanData, second: PlanData) -> dict[str, tuple[str, str]]:
     return _both(first, second, _counted)
 
 
-def _counted(plan: Plan) -> dict[str, str]:
+def _counted(plan: PlanData) -> dict[str, str]:
     of = [node.precision for node in plan.nodes if not node.is_added]
     shares = plan.tensor_cores
     return {
@@ -169,7 +168,7 @@ def _counted(plan: Plan) -> dict[str, str]:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def _nodes(number: int, first: GraphPlan | None, second: GraphPlan | None) -> Iterator[NodeDiff]:
+def _nodes(number: int, first: GraphData | None, second: GraphData | None) -> Iterator[NodeDiff]:
     a = first.nodes if first is not None else ()
     b = second.nodes if second is not None else ()
     partner = _matched(a, b)
@@ -261,8 +260,8 @@ def _table(nodes: Sequence[NodeDiff]) -> Grid:
         assert shown is not None
         names = dict.fromkeys(node.name for node in (one.first, one.second) if node)
         cells = (_cell(one.first), _cell(one.second), shown.module, shown.reason)
-        op = plan_text.short(shown.op)
-        grid.add(str(one.graph), " / ".join(names), op, *cells, style=plan_text.style(shown))
+        op = short(shown.op)
+        grid.add(str(one.graph), " / ".join(names), op, *cells, style=style(shown))
     return grid
 
 

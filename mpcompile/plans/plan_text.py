@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from ..devices.cuda import AbsentGPU
 from ..ir import SHORT
-from .grid import ADDED, STYLES, Grid, Part, scaled
-
-if TYPE_CHECKING:
-    from .graph_plan import GraphPlan, PlanNode
-    from .plan import Plan
-
-HEADS = ("node", "op", "before -> after", "precision", "rule", "module", "source", "reason")
+from .graph_data import GraphData
+from .grid import Grid, Part, scaled
+from .node_text import node_grid, short
+from .plan_data import PlanData
 
 
-def parts(plan: Plan) -> Iterator[Part]:
+def parts(plan: PlanData) -> Iterator[Part]:
     """The text of a plan, part by part."""
     yield _where(plan)
     for number, graph in enumerate(plan.graphs):
@@ -27,38 +23,13 @@ def parts(plan: Plan) -> Iterator[Part]:
     yield from totals(plan)
 
 
-def node_grid(nodes: Iterable[PlanNode]) -> Grid:
-    """One row for each node."""
-    grid = Grid(HEADS)
-    for node in nodes:
-        what = (node.precision, node.rule, node.module, node.source, node.reason)
-        grid.add(node.name, short(node.op), types(node), *what, style=style(node))
-    return grid
-
-
-def types(node: PlanNode) -> str:
-    """`"f32[8, 4] -> f16[8, 4]"`, or one type if they are the same."""
-    if node.captured == node.planned or node.is_added:
-        return node.planned
-    return f"{node.captured} -> {node.planned}"
-
-
-def style(node: PlanNode) -> str:
-    return ADDED if node.is_added else STYLES.get(node.precision, "")
-
-
-def short(op: str) -> str:
-    """`"aten::linear"` -> `"linear"`, as in the lines of a graph."""
-    return op.removeprefix("aten::")
-
-
-def _where(plan: Plan) -> str:
+def _where(plan: PlanData) -> str:
     if plan.gpu is None:
         return plan.device
     return f"{plan.gpu.name}; Tensor Cores: {AbsentGPU(plan.gpu).units()}"
 
 
-def _graph(graph: GraphPlan, number: str) -> Iterator[Part]:
+def _graph(graph: GraphData, number: str) -> Iterator[Part]:
     yield graph.head(number)
     if graph.nodes:
         yield node_grid(graph.nodes)
@@ -66,7 +37,7 @@ def _graph(graph: GraphPlan, number: str) -> Iterator[Part]:
     yield from backward(graph)
 
 
-def backward(graph: GraphPlan) -> Iterator[Part]:
+def backward(graph: GraphData) -> Iterator[Part]:
     """The backward of one graph, if the plan has it."""
     if graph.backward:
         again = sum(node.recomputed for node in graph.backward)
@@ -80,7 +51,7 @@ def backward(graph: GraphPlan) -> Iterator[Part]:
         yield grid
 
 
-def totals(plan: Plan) -> Iterator[str]:
+def totals(plan: PlanData) -> Iterator[str]:
     """What holds for all graphs together, and what is not known."""
     shares = plan.tensor_cores
     yield f"Casts: {plan.casts}"
@@ -99,7 +70,7 @@ def totals(plan: Plan) -> Iterator[str]:
         yield "\n".join(["Not known without the GPU:", *(f"  {line}" for line in unknown)])
 
 
-def outside(plan: Plan) -> str:
+def outside(plan: PlanData) -> str:
     """What runs outside of the graphs, in one line."""
     names = shortened([line.path or plan.model for line in plan.outside])
     share = 1 - plan.share_in_graphs
@@ -112,7 +83,7 @@ def shortened(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _saved(plan: Plan) -> str:
+def _saved(plan: PlanData) -> str:
     notes = [f"{name} {scaled(count, 'B')}" for name, count in bytes_by_dtype(plan).items()]
     if copied := sum(one.bytes for one in plan.saved if one.copied):
         notes.append(f"of it copies of weights and other inputs {scaled(copied, 'B')}")
@@ -120,7 +91,7 @@ def _saved(plan: Plan) -> str:
     return text + (f" ({', '.join(notes)})" if notes else "")
 
 
-def bytes_by_dtype(plan: Plan) -> dict[str, int]:
+def bytes_by_dtype(plan: PlanData) -> dict[str, int]:
     """Dtype, as `"f16"` -> bytes that are kept for the backward."""
     counts: Counter[str] = Counter()
     for one in plan.saved:

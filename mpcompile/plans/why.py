@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from ..errors import MPCompileError, did_you_mean
-from . import plan_text
+from .graph_data import BackwardNode, GraphData, PlanNode
 from .grid import Grid, Part, as_text
+from .node_text import node_grid, short
 
-if TYPE_CHECKING:
-    from .graph_plan import BackwardNode, GraphPlan, PlanNode
-
-Graphs = Mapping[int | None, "GraphPlan"]
+Graphs = Mapping[int | None, GraphData]
 
 
 class Answer(str):
@@ -59,7 +56,7 @@ def _modules(graphs: Graphs) -> Iterator[str]:
 # -- a node ----------------------------------------------------------------------------------------
 
 
-def _named(graph: GraphPlan, number: int | None, name: str) -> Iterator[Part]:
+def _named(graph: GraphData, number: int | None, name: str) -> Iterator[Part]:
     """What one graph knows of a name: a node, an input, an operator of the backward."""
     where = "" if number is None else f" in graph {number}"
     nodes = {node.name: node for node in graph.nodes}
@@ -76,7 +73,7 @@ def _named(graph: GraphPlan, number: int | None, name: str) -> Iterator[Part]:
 
 
 def _node(
-    graph: GraphPlan, nodes: Mapping[str, PlanNode], node: PlanNode, where: str
+    graph: GraphData, nodes: Mapping[str, PlanNode], node: PlanNode, where: str
 ) -> Iterator[Part]:
     yield f"{node.name}{where}: {node.precision}, decided by {node.rule}: {node.reason}"
     facts = [*_lines(graph, node.name), ("operator", node.op), ("module", node.module)]
@@ -104,14 +101,14 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Grid:
     return grid
 
 
-def _lines(graph: GraphPlan, name: str) -> list[tuple[str, str]]:
+def _lines(graph: GraphData, name: str) -> list[tuple[str, str]]:
     """The node's line before and after, where there is one."""
     sides = (("before", graph.before), ("after", graph.after))
     return [(side, line.text) for side, lines in sides for line in lines if line.name == name]
 
 
 def _computes(one: BackwardNode) -> str:
-    what = f"{one.name}: {one.result} = {plan_text.short(one.op)}"
+    what = f"{one.name}: {one.result} = {short(one.op)}"
     if not one.forward:
         return what
     return f"{what}, {'computes again' if one.recomputed else 'of the gradient of'} {one.forward}"
@@ -155,7 +152,7 @@ def _module(graphs: Graphs, path: str) -> Iterator[Part]:
         nodes = [n for n in graph.nodes if n.module == path or n.module.startswith(inside)]
         if nodes:
             yield title if number is None else f"{title} in graph {number}"
-            yield plan_text.node_grid(nodes)
+            yield node_grid(nodes)
             empty = False
     if empty:
         left = [graph.left for graph in graphs.values() if graph.left is not None]

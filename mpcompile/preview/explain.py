@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .._version import __version__
-from ..api import matched_nothing, pinned_in, recorded, studied
+from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
 from ..devices.cuda import AbsentGPU
@@ -33,6 +33,7 @@ from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from ..lower.tracing_settings import VALUE_SIZES, traced_with
 from ..planner.target import place_of, target_for, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
+from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level, Policy
 from ..runtime.apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs

@@ -10,15 +10,14 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..backend import reason_of, why_left
+from ..backend import planned_or_why, why_left
 from ..capture.around import around_now
 from ..capture.breaks import why_it_ends
-from ..errors import MPCompileError
 from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
-from ..plan_graph import Facts, Planned, plan_graph
+from ..plan_graph import Facts, Planned
 from ..planner.attention import ATTENTION
 from ..planner.target import Target, device_of, place_of, target_of
 from ..plans.backward import Partitioned
@@ -60,13 +59,10 @@ class Planner:
         if (reason := why_left(gm, example_inputs, self.settings)) is not None:
             return self._leave(gm, example_inputs, reason)
         ends_with = why_it_ends(gm)
-        try:
-            facts = self._facts(gm, example_inputs)
-            planned = plan_graph(gm, example_inputs, facts, self.settings)
-        except MPCompileError:
-            raise
-        except Exception as error:
-            return self._leave(gm, example_inputs, reason_of(error))
+        facts = self._facts(gm, example_inputs)
+        planned = planned_or_why(gm, example_inputs, self.settings, lambda: facts)
+        if isinstance(planned, str):
+            return self._leave(gm, example_inputs, planned)
         if self.absent is not None:
             _attend_as_fused(planned.graph)
         inputs = planned.inputs

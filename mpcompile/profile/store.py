@@ -106,14 +106,10 @@ def write(profile: Profile, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_text(profile))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(_text(profile), encoding="utf-8")
+            os.replace(whole, path)
     except OSError as error:
         raise MPCompileError(f"can't write the profile {path}: {error.strerror}") from None
     _loaded.pop(path.absolute(), None)

@@ -22,7 +22,7 @@ import platformdirs
 
 from .._torch import NEWEST, is_untested
 from ..errors import MPCompileWarning
-from .health import Failure, Health
+from .failures import Failure, Health
 from .reach import Part
 
 __all__ = ["SKIP", "last", "last_or_new", "path", "read", "said", "write"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .reach import MissingInTorch, Part, private, probe
+from .replace import Spot, put
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
@@ -90,7 +91,7 @@ __all__ = [
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
     "builder",
-    "callback_handler",
+    "call_back",
     "compile_lock",
     "compile_session",
     "graph_break",
@@ -124,6 +125,16 @@ def with_number(function: FunctionType, number: int) -> Any:
     return FunctoolsPartialVariable(UserFunctionVariable(function), numbers, {})
 
 
+def call_back(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Let Dynamo call these as a compile begins and as one ends, unless it does already. It does so
+    where no other compile is pending in the process, in the thread of the one that begins or ends;
+    a reset of Dynamo's forgets them.
+    """
+    if begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+
+
 @contextlib.contextmanager
 def compile_session() -> Iterator[None]:
     """What is traced or compiled outside of Dynamo, such as an optimizer's step, is so in here: one
@@ -135,13 +146,13 @@ def compile_session() -> Iterator[None]:
         MissingInTorch: there is no such switch.
     """
     with compile_lock:
-        before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+        undo = put(Spot(torch.compiler, "_is_compiling_flag"), True)
         try:
             if not torch.compiler.is_compiling():
                 raise MissingInTorch(f"torch {torch.__version__} has another sign of a compile")
             yield
         finally:
-            torch.compiler._is_compiling_flag = before
+            undo()
 
 
 def _translator() -> Any:

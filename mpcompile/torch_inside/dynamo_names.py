@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .reach import Part, private, probe
+from .replace import Spot, put
 
 if TYPE_CHECKING:
     from torch._dynamo import config
@@ -62,8 +63,8 @@ __all__ = [
     "guard_every_tensor",
     "no_recompile_limit",
     "recompile_limit",
+    "safe_grad_as",
     "trace_structured",
-    "wrap_safe_grad",
 ]
 
 
@@ -87,13 +88,16 @@ def guard_every_tensor() -> None:
     config.skip_tensor_guards_with_matching_dict_tags = False
 
 
-def wrap_safe_grad(wrap: Callable[[Any], Any]) -> None:
-    """Let `wrap` replace the function by which tracers read a tensor's `.grad`, for the process.
+@contextmanager
+def safe_grad_as(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """In this context, `wrap` of it replaces the function by which tracers read a tensor's `.grad`.
     Where it is missing, nothing is done.
     """
-    for module in (_builder, _meta_utils):
-        if (known := getattr(module, "safe_grad", None)) is not None:
-            module.safe_grad = wrap(known)
+    with ExitStack() as undo:
+        for module in (_builder, _meta_utils):
+            if (known := getattr(module, "safe_grad", None)) is not None:
+                undo.callback(put(Spot(module, "safe_grad"), wrap(known)))
+        yield
 
 
 @probe("torch._dynamo.config:recompile_limit", "limits how often Dynamo compiles", Part.EXPLAIN)

@@ -1,4 +1,7 @@
-"""A function of ours in the place of one of torch's: put there, taken away, and counted.
+"""Something of ours in the place of something of torch's: put there, taken away, and counted.
+
+Whatever mpcompile replaces goes through `put`. It stays for one trace, and what somebody else has
+put there meanwhile is left alone. Threads other than the one that traces get torch's function.
 
 A method that is replaced where torch no longer looks is worse than one that is gone: nothing fails,
 and torch goes on as before. So a `Replacement` goes to the place that this release calls from, is
@@ -14,24 +17,62 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .reach import MissingInTorch
 
-__all__ = ["Replacement", "calls_of", "method", "reads_of"]
+__all__ = ["Replacement", "Spot", "calls_of", "method", "put", "reads_of"]
 
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
-Place = Callable[[Wrap], Callable[[], None]]
+Undo = Callable[[], None]
+Place = Callable[[Wrap], Undo]
 """Puts `wrap(theirs)` where torch's function is; returns what puts that one back."""
+
+_NOTHING = object()
 
 _METHODS, _ATTRIBUTES = ("tp_methods",), ("tp_getset", "tp_members")
 _FIELDS = {"tp_methods": "handler", "tp_getset": "getter", "tp_members": "getter"}
 _GETATTR = ("tp_getattro_impl", "var_getattr")  # reads any attribute: from torch 2.14 on; before
+
+
+class Spot(NamedTuple):
+    """A name of a class, a module or a dict."""
+
+    holder: Any
+    name: str
+
+    def held(self) -> Any:
+        """What the holder itself has under this name."""
+        held = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+        return held.get(self.name, _NOTHING)
+
+    def hold(self, value: Any) -> None:
+        """Put a value there; none, if it was read from a holder that had none."""
+        holder, name = self
+        if isinstance(holder, dict):
+            holder[name] = value
+            if value is _NOTHING:
+                del holder[name]
+        elif value is _NOTHING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, value)
+
+
+def put(spot: Spot, value: Any) -> Undo:
+    """Put a value there; returns what puts back what was there, unless another has come since."""
+    before = spot.held()
+    spot.hold(value)
+
+    def undo() -> None:
+        if spot.held() is value:
+            spot.hold(before)
+
+    return undo
 
 
 class Replacement:
@@ -40,17 +81,16 @@ class Replacement:
     Args:
         find: looks for the place when the replacement is applied.
         ours: what is called instead; its first argument is torch's function.
+
+    Attributes:
+        reached: how often torch has called it since it was last put there.
     """
 
     def __init__(self, find: Callable[[], Place], ours: Function) -> None:
         self._find, self._ours = find, ours
-        self._undo: Callable[[], None] | None = None
-        self._calls: Counter[int] = Counter()  # by thread
-
-    @property
-    def reached(self) -> int:
-        """How often torch has called it in this thread."""
-        return self._calls[threading.get_ident()]
+        self._undo: Undo | None = None
+        self._thread: int | None = None  # in which it is there
+        self.reached = 0
 
     @property
     def is_applied(self) -> bool:
@@ -58,24 +98,27 @@ class Replacement:
         return self._undo is not None
 
     def apply(self) -> None:
-        """Put it there.
+        """Put it there, for this thread.
 
         Raises:
             MissingInTorch: there is no such function in this torch, or in a form not known here.
         """
         assert self._undo is None
         self._undo = self._find()(self._counted)
+        self._thread, self.reached = threading.get_ident(), 0
 
     def revert(self) -> None:
         """Put torch's function back."""
         assert self._undo is not None
         self._undo()
-        self._undo = None
+        self._undo = self._thread = None
 
     def _counted(self, theirs: Function) -> Function:
         @functools.wraps(theirs)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._calls[threading.get_ident()] += 1
+            if threading.get_ident() != self._thread:
+                return theirs(*args, **kwargs)
+            self.reached += 1
             return self._ours(theirs, *args, **kwargs)
 
         return call
@@ -115,13 +158,8 @@ def reads_of(cls: Any, name: str, ours: Function) -> Replacement:
 def _attribute(cls: Any, name: str) -> Place:
     if name not in vars(cls):
         raise _unknown(cls, name, "is not there")
-
-    def put(wrap: Wrap) -> Callable[[], None]:
-        theirs = vars(cls)[name]
-        setattr(cls, name, wrap(theirs))
-        return lambda: setattr(cls, name, theirs)
-
-    return put
+    spot = Spot(cls, name)
+    return lambda wrap: put(spot, wrap(spot.held()))
 
 
 def _entry(cls: Any, name: str, tables: tuple[str, ...]) -> Place | None:
@@ -137,12 +175,11 @@ def _entry(cls: Any, name: str, tables: tuple[str, ...]) -> Place | None:
     if not known:
         raise _unknown(cls, name, f"has a new form in {kind}")
 
-    def put(wrap: Wrap) -> Callable[[], None]:
-        entry = table[name]
-        table[name] = dataclasses.replace(entry, **{field: wrap(getattr(entry, field))})
-        return lambda: table.update({name: entry})
+    def place(wrap: Wrap) -> Undo:
+        ours = {field: wrap(getattr(table[name], field))}
+        return put(Spot(table, name), dataclasses.replace(table[name], **ours))
 
-    return put
+    return place
 
 
 def _new_entry(cls: Any, name: str) -> Place:
@@ -151,12 +188,7 @@ def _new_entry(cls: Any, name: str) -> Place:
     kinds = {type(entry) for entry in table.values()}
     if len(kinds) != 1:
         raise _unknown(cls, name, "is read in a new way")
-
-    def put(wrap: Wrap) -> Callable[[], None]:
-        table[name] = kinds.pop()(wrap(lambda variable, tx: None))
-        return lambda: table.pop(name)
-
-    return put
+    return lambda wrap: put(Spot(table, name), kinds.pop()(wrap(lambda variable, tx: None)))
 
 
 def _reading(cls: Any, name: str) -> Place | None:
@@ -165,7 +197,7 @@ def _reading(cls: Any, name: str) -> Place | None:
     if reader is None:
         return None
 
-    def put(wrap: Wrap) -> Callable[[], None]:
+    def place(wrap: Wrap) -> Undo:
         def wrap_all(theirs: Function) -> Function:
             ours = wrap(lambda variable, tx: theirs(variable, tx, name))
 
@@ -180,7 +212,7 @@ def _reading(cls: Any, name: str) -> Place | None:
 
         return _attribute(cls, reader)(wrap_all)
 
-    return put
+    return place
 
 
 def _related(cls: Any) -> Iterator[Any]:

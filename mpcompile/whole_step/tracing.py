@@ -29,7 +29,7 @@ from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..scaling import hooks
 from ..torch_inside import dynamo
-from ..torch_inside.replace import calls_of, method, reads_of
+from ..torch_inside.replace import Spot, calls_of, method, put, reads_of
 
 
 class _Parameters:
@@ -150,8 +150,6 @@ class _Patches:
             method(dynamo.OutputGraph, dynamo.CHECK_OUTPUTS, _accept_outputs),
             method(dynamo.builder, dynamo.IS_STATIC, _not_static),
         )
-        # Dynamo traces `.grad` of a Parameter, and not of a subclass of it, such as a MasterWeight.
-        self._banned = [name for name in dynamo.torch_function.banned_attrs if name != "grad"]
 
     def apply(self) -> None:
         """Put all in place, or nothing.
@@ -163,8 +161,10 @@ class _Patches:
             for replacement in self._replaced:
                 replacement.apply()
                 undo.callback(replacement.revert)
-            self._swap_banned()
-            undo.callback(self._swap_banned)
+            # Dynamo traces `.grad` of a Parameter, and not of a subclass, such as a MasterWeight.
+            module = dynamo.torch_function
+            banned = [name for name in module.banned_attrs if name != "grad"]
+            undo.callback(put(Spot(module, "banned_attrs"), banned))
             self._undo = undo.pop_all()
 
     def revert(self) -> None:
@@ -183,10 +183,6 @@ class _Patches:
         number = _numbered(variable.value)
         self.seen[number] = variable.value
         return number
-
-    def _swap_banned(self) -> None:
-        module = dynamo.torch_function
-        module.banned_attrs, self._banned = self._banned, module.banned_attrs
 
 
 _patches: list[_Patches] = []  # of the trace that runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from repository import ROOT
@@ -37,6 +37,44 @@ def test_functions_are_short() -> None:
                 if length > LONGEST_FUNCTION:
                     long[f"{named(path)}: {node.name}"] = length
     assert long == {}
+
+
+# Where anything may be caught, how often, and why nothing narrower will do.
+BROAD = {
+    "mpcompile/backend.py": (2, "a graph that can't be rewritten stays in FP32, whatever fails"),
+    "mpcompile/check/run.py": (2, "another torch may raise anything"),
+    "mpcompile/diagnosis/sides.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),
+    "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
+    "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),
+    "mpcompile/preview/factory.py": (2, "a user's file and factory may raise anything"),
+    "mpcompile/preview/stand_ins.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/runtime/in_fp32.py": (1, "training goes on where it can't be watched"),
+    "mpcompile/runtime/watched_call.py": (2, "training goes on where it can't be watched"),
+    "mpcompile/whole_step/train_step.py": (1, "a step that can't be one graph runs in pieces"),
+}
+
+
+def test_nobody_else_catches_everything() -> None:
+    found: Counter[str] = Counter()
+    for path in sources("mpcompile", "passes"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) or (
+                isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
+            ):
+                caught = [node.type] if isinstance(node, ast.ExceptHandler) else node.args
+                names = {name for one in caught for name in _names(one)}
+                found[named(path)] += bool(names & {"Exception", "BaseException"})
+    assert {name: n for name, n in found.items() if n} == {
+        name: n for name, (n, _) in BROAD.items()
+    }
+
+
+def _names(caught: ast.expr | None) -> set[str]:
+    """The names in what a handler catches; all there is if it says nothing."""
+    if caught is None:
+        return {"BaseException"}
+    return {node.id for node in ast.walk(caught) if isinstance(node, ast.Name)}
 
 
 def named(path: Path) -> str:

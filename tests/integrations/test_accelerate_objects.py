@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.api import compiled_in
+from mpcompile.records import compiled_in
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

@@ -238,6 +238,6 @@ def test_the_page_of_a_deep_model_is_small() -> None:
 
 
 def test_styles_and_scripts_are_short() -> None:
-    files = [p for p in (PACKAGE / "inspect" / "page").iterdir() if p.suffix in (".css", ".js")]
+    files = [p for p in (PACKAGE / "plans" / "page").iterdir() if p.suffix in (".css", ".js")]
     assert len(files) > 1
     assert {p.name for p in files if p.read_text().count("\n") > 400} == set()

@@ -112,9 +112,9 @@ def test_what_it_says_to_do_works() -> None:
 
 
 def _compiled() -> Any:
-    from mpcompile import api
+    from mpcompile.records import records
 
-    return api._records
+    return records
 
 
 def test_a_module_that_is_called_hears_nothing() -> None:

@@ -110,9 +110,7 @@ def count():
 
 import mpcompile
 from mpcompile.scaling import copies, guard, hooks, low_gradients
-from torch._dynamo.variables import builder
 assert count() == [0, 0], "importing registers a hook"
-assert not hasattr(getattr(builder, "safe_grad", None), "__wrapped__"), "importing changes torch"
 for _ in range(2):
     {compile}
     assert count() == [1, 1]

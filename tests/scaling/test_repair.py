@@ -28,7 +28,7 @@ from ranks import on_each_rank
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.api import repairs_of
+from mpcompile.records import repairs_of
 from mpcompile.scaling import guard, repairs
 
 PARTS = [Activation, Square, Steep]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
-from mpcompile.api import repairs_of
 from mpcompile.observe.fault import Fault, Kind
 from mpcompile.observe.watch import Watch
+from mpcompile.records import repairs_of
 from mpcompile.runtime.watched_call import Look
 
 Loss = Callable[[torch.Tensor], torch.Tensor]

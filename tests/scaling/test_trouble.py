@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.api import repairs_of
 from mpcompile.ir.inputs import SCALE
 from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.observe.watch import Watch
+from mpcompile.records import repairs_of
 from mpcompile.scaling.live_scale import LiveScale
 from mpcompile.scaling.scale_search import after_backward
 from mpcompile.scaling.trouble import EVERY, FIRST_LOOK, Trouble, Verdict

@@ -16,7 +16,8 @@ from mpcompile.check import run, steps
 from mpcompile.check.programs import PROGRAMS, Program
 from mpcompile.check.sides import Side, error_between
 from mpcompile.torch_inside import checked
-from mpcompile.torch_inside.health import Failure, Health, this_health
+from mpcompile.torch_inside.failures import Failure, Health
+from mpcompile.torch_inside.health import this_health
 from mpcompile.torch_inside.reach import NAMES, Name, Part
 
 BY_NAME = {program.about: program for program in PROGRAMS}

@@ -27,8 +27,9 @@ from mpcompile import (
     mpcompile,
     plan_for,
 )
-from mpcompile.api import repairs_of
-from mpcompile.torch_inside.health import Failure, Health, assumed, why_off
+from mpcompile.records import repairs_of
+from mpcompile.torch_inside.failures import Failure, Health
+from mpcompile.torch_inside.health import assumed, why_off
 from mpcompile.torch_inside.reach import GONE, NAMES, MissingInTorch, Part, private
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}

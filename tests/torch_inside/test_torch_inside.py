@@ -5,6 +5,7 @@ What is put in the place of a method of torch's stands where the release calls i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,22 @@ def test_replacements_lie_one_on_the_other(variables: Any) -> None:
     outer.revert()
     assert variables().read("grad") == "inner, theirs: grad"
     assert (inner.reached, outer.reached) == (2, 1)
+
+
+def test_what_another_has_put_there_since_stays(variables: Any) -> None:
+    ours = applied(method(variables, "call", lambda theirs, *args: f"ours, {theirs(*args)}"))
+    wrapped = variables.call
+    variables.call = lambda *args: f"another's, {wrapped(*args)}"
+    assert variables().call("backward") == "another's, ours, ('theirs',)"
+    ours.revert()
+    assert variables().call("backward") == "another's, ('theirs',)"
+
+
+def test_another_thread_calls_torchs_own(variables: Any) -> None:
+    ours = applied(calls_of(variables, "backward", lambda *_: "ours"))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(variables().call, "backward").result() == ("theirs",)
+    assert (variables().call("backward"), ours.reached) == ("ours", 1)
 
 
 OWN = below(tp_methods={"own": Method(print)}, tp_members={"own": GetSet(print)})

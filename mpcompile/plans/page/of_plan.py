@@ -6,21 +6,19 @@ import dataclasses
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..graph_plan import BackwardNode, GraphPlan, Line, PlanNode
+from ..graph_data import BackwardNode, GraphData, Line, PlanNode
 from ..grid import scaled
+from ..plan_data import PlanData
 from ..plan_text import bytes_by_dtype, outside
 from . import app
 from .app import Chart, Note, Part, Tile
 
-if TYPE_CHECKING:
-    from ..plan import Plan
-
 VIEWS = {"decisions": "Decisions", "graph": "Before and after", "backward": "Backward"}
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanData) -> str:
     """The page of a plan; the same text for the same plan."""
     facts = {"level": plan.level, "low dtype": plan.dtype}
     facts["device"] = plan.gpu.name if plan.gpu else plan.device
@@ -40,7 +38,7 @@ def render(plan: Plan) -> str:
 # -- the summary -----------------------------------------------------------------------------------
 
 
-def tiles_of(plan: Plan) -> list[Tile]:
+def tiles_of(plan: PlanData) -> list[Tile]:
     """The numbers of the plan."""
     report, graphs = plan.tensor_cores, len(plan.graphs)
     share = f"{report.share_before:.1%} → {report.share:.1%}" if report.ops else "none"
@@ -58,7 +56,7 @@ def tiles_of(plan: Plan) -> list[Tile]:
     ]
 
 
-def charts_of(plan: Plan) -> list[Chart]:
+def charts_of(plan: PlanData) -> list[Chart]:
     """Nodes by precision, FLOPs by eligibility, and saved bytes by dtype."""
     nodes = Counter(node.precision for node in plan.nodes if not node.is_added)
     words = {
@@ -87,7 +85,7 @@ def _eligible(share: float) -> list[Part]:
     return [part for part in parts if part.amount]
 
 
-def _notes(plan: Plan) -> list[Note]:
+def _notes(plan: PlanData) -> list[Note]:
     """What has to be said in words."""
     return [
         Note("Graphs left in FP32", plan.left, warns=True),
@@ -107,7 +105,7 @@ def dtype_word(dtype: str) -> str:
 # -- the data --------------------------------------------------------------------------------------
 
 
-def data_of(dtype: str, graphs: Sequence[GraphPlan]) -> dict[str, Any]:
+def data_of(dtype: str, graphs: Sequence[GraphData]) -> dict[str, Any]:
     """What the scripts read of graphs.
 
     A plan has "modules" beside it; a report has "updates", and its nodes have "numbers".
@@ -115,7 +113,7 @@ def data_of(dtype: str, graphs: Sequence[GraphPlan]) -> dict[str, Any]:
     return {"low": dtype_word(dtype), "graphs": [_graph(graph) for graph in graphs]}
 
 
-def _graph(graph: GraphPlan) -> dict[str, Any]:
+def _graph(graph: GraphData) -> dict[str, Any]:
     products = {op.name: dataclasses.asdict(op) for op in graph.tensor_cores.ops}
     return {
         "left": graph.left,
@@ -171,7 +169,7 @@ def _precision(short: str) -> str:
     return {"f16": "LOW", "bf16": "LOW", "f32": "FULL"}.get(short, "KEEP")
 
 
-def _modules(plan: Plan) -> Iterator[dict[str, Any]]:
+def _modules(plan: PlanData) -> Iterator[dict[str, Any]]:
     """The modules from the root down, each before its children, with the nodes in and below it."""
     kinds = {"": plan.model} | {module.path: module.kind for module in plan.modules}
     counts: dict[str, Counter[str]] = defaultdict(Counter)

@@ -1,0 +1,127 @@
+"""What is kept of each compiled model and function, and who asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .errors import MPCompileError
+from .plans.graph_plan import GraphPlan
+from .ranks import ddp
+from .scaling import parameters
+from .scaling.loss_scale import LossScale
+from .scaling.repairs import Repairs
+from .torch_inside.health import refuse
+from .torch_inside.modules import unwrapped
+from .torch_inside.reach import Part
+
+
+class Record:
+    """What is known about one compiled model or function: `request` are its options as given."""
+
+    def __init__(self, loss_scale: LossScale, request: Mapping[str, Any]) -> None:
+        self.loss_scale, self.request = loss_scale, request
+        self.plans: list[GraphPlan] = []  # one for each graph compiled so far
+
+
+records = WeakIdKeyDictionary()
+
+
+def loss_scale_of(model: Any) -> LossScale:
+    """The loss scale of a compiled model or function: `.value`, `.skipped_steps`.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return _scale_of(model, _record_of(model))
+
+
+def _scale_of(model: Any, record: Record) -> LossScale:
+    own = record.loss_scale
+    if own.fp16_only and isinstance(model, nn.Module):
+        return parameters.given_scale(model.parameters()) or own
+    return own
+
+
+def compiled_plans(model: Any) -> list[GraphPlan]:
+    """The plan of each graph compiled so far for this model or function, in order. `left` of a
+    graph that was left in FP32 says why.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return list(_record_of(model).plans)
+
+
+def repairs_of(model: Any) -> tuple[str, ...]:
+    """What `repair=True` has pinned to FP32 while the model trained, one sentence for each repair.
+
+    Raises:
+        MPCompileError: it was not compiled with `mpcompile()`.
+    """
+    return tuple(loss_scale_of(model).repairs.events)
+
+
+def pinned_in(model: Any) -> Repairs:
+    """What `repair=True` has pinned in a model while it trained; nothing if it isn't compiled."""
+    record = recorded(model)
+    return _scale_of(model, record).repairs if record else Repairs()
+
+
+def recorded(model: Any) -> Record | None:
+    """What is known about a model, or else about the one compiled module inside of it; None if
+    `mpcompile()` has compiled none.
+
+    Raises:
+        MPCompileError: several modules inside were compiled, each by itself.
+    """
+    if model in records or not isinstance(model, nn.Module):
+        own: Record | None = records.get(model)
+        return own
+    inside = [(path, records[m]) for path, m in model.named_modules() if m in records]
+    if len(inside) > 1:
+        names = ", ".join(path for path, _ in inside)
+        raise MPCompileError(
+            f"{type(model).__name__} holds several modules that mpcompile() compiled ({names}): "
+            "ask about one of them"
+        )
+    return inside[0][1] if inside else None
+
+
+def compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model that `mpcompile()` has compiled, each by itself."""
+    return [module for module in model.modules() if module in records]
+
+
+def studied(model: Any, who: str) -> nn.Module:
+    """The module that `who` ("explain") is asked about: of what torch.compile returned, the module
+    in it.
+
+    Raises:
+        MPCompileError: it is no module; or on this torch such studies are known to be wrong.
+    """
+    refuse(Part.EXPLAIN, who, "TORCH_LOGS=mpcompile tells what a training compiles")
+    if not isinstance(model, nn.Module):
+        raise MPCompileError(
+            f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "
+            "compiled_plans(function) has the plans after its first call"
+        )
+    inner = unwrapped(model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _record_of(model: Any) -> Record:
+    model = getattr(model, "__func__", model)  # of a method, its function
+    within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
+    if model not in records and within in records:
+        model = within
+    if model not in records:
+        raise MPCompileError(
+            f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
+            "that was"
+        )
+    record: Record = records[model]
+    return record
