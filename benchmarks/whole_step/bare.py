@@ -14,7 +14,7 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from mpcompile.optim import program
-from mpcompile.whole_step import calls
+from mpcompile.whole_step.call import Call
 
 __all__ = ["Graphs"]
 
@@ -34,7 +34,7 @@ class Graphs:
         with self._patched(self._remembering):
             step()
         self._next = {owner: itertools.cycle(all_) for owner, all_ in self._returned.items()}
-        self.whole = sum(len(self._returned.get(id(call), ())) for call in _alive(calls.Call))
+        self.whole = sum(len(self._returned.get(id(call), ())) for call in _alive(Call))
 
     def do_nothing(self) -> contextlib.AbstractContextManager[None]:
         """In this context they return what they returned then, call by call."""
@@ -70,7 +70,7 @@ class Graphs:
         return run if returned is None else lambda *args: _again(next(returned))
 
 
-_BELOW = {calls.Call: "_run", program._Call: "run", program._Batch: "run"}
+_BELOW = {Call: "_run", program._Call: "run", program._Batch: "run"}
 
 
 def _alive(kind: type) -> list[Any]:

@@ -33,9 +33,8 @@ from .apart import ParametersMix
 from .compile_piece import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state, state_stands_by
-from .inputs import Member, Setting
+from .inputs import Member, Setting, all_members_of
 from .key import StepKey
-from .members import all_members_of
 from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep

@@ -23,8 +23,8 @@ from .compile_piece import Emit
 from .compiled_steps import CompiledSteps, LastKey, log_by_operator
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
+from .inputs import members_of
 from .key import StepKey
-from .members import members_of
 from .reports import Notices, Results
 from .rests_on import of_key
 from .saved import SavedScales, load_checked, saved

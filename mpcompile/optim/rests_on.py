@@ -22,8 +22,7 @@ from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
-from .inputs import Member
-from .members import members_of
+from .inputs import Member, members_of
 from .trace import Trace
 
 _GRAD = operator.attrgetter("grad")

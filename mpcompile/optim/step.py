@@ -56,16 +56,14 @@ class CompiledStep:
         gathering = () if whole else key.members
         n = len(gathering)
         self._gathered = Gathered(gathering, key.gradients[:n], key.strides[:n])
-        if absent is not None:
-            options |= {"optional": True, "waiting": absent.waiting}
-        self._traced = TracedStep(optimizer, key, gathered=self._gathered.groups, **options)
+        self._traced = TracedStep(
+            optimizer, key, gathered=self._gathered.groups, absent=absent, **options
+        )
         self.rests_on = self._traced.rests_on
         pieces = split(self._traced.graph, whole=whole, together=_is_tiny(key))
         if not whole:
             pieces = keep_results(join_small(pieces))
-        flags = absent.held if absent is not None else {}
-        held = {**self._traced.held, **self._gathered.held, **flags}
-        self.program = BoundPieces(pieces, held, emit)
+        self.program = BoundPieces(pieces, {**self._traced.held, **self._gathered.held}, emit)
         given = self.program.given
         self._gradients = [
             (node, i)
