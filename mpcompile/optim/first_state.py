@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded
 from ..torch_inside.optimizers import init_group
-from .inputs import Member
+from .inputs import Member, parameters_of
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
@@ -103,8 +103,7 @@ def state_stands_by(
     known = {p for p in params if optimizer.state.get(p)}
     made: dict[torch.Tensor, dict[str, Any]] = {}
     try:
-        everyone = [p for group in optimizer.param_groups for p in group["params"]]
-        with gradients_stand_by(everyone, params):
+        with gradients_stand_by(parameters_of(optimizer), params):
             initialise_state(optimizer, members)
         for p in params:
             if p.grad is None and p not in known:

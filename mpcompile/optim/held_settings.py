@@ -20,12 +20,6 @@ class HeldSettings:
     """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that is kept: the
     learning rates, and the floats of settings that were seen to change.
 
-    Args:
-        optimizer: whose they are.
-        members: the parameters of the step.
-        traced: the traced step.
-        varying: the settings whose floats the step takes as inputs.
-
     Attributes:
         tensors: the tensors, by the slot of their input.
     """

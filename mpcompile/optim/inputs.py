@@ -37,6 +37,11 @@ class Member(NamedTuple):
 Setting = tuple[int, str]  # (index of the param group, name)
 
 
+def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return tuple(p for group in optimizer.param_groups for p in group["params"])
+
+
 def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
     """The parameters that have a gradient.
 
@@ -82,17 +87,15 @@ def _own(optimizer: Optimizer) -> set[int] | None:
     """The parameters (by `id`) that this process updates; None: all."""
     if not is_zero(optimizer):
         return None
-    return {id(p) for group in partition_of(optimizer).param_groups for p in group["params"]}
+    return set(map(id, parameters_of(partition_of(optimizer))))
 
 
 class Inputs:
     """The inputs of a step over the parameters that have a gradient.
 
     Args:
-        optimizer: whose step it is.
-        members: the parameters that have a gradient.
         varying: settings whose floats are inputs.
-        strides: those of their gradients.
+        strides: those of the gradients.
 
     Attributes:
         slots: the slot of each input.

@@ -30,16 +30,10 @@ class CompiledStep:
     """The compiled step of one optimizer for one key.
 
     Args:
-        optimizer: whose step it is.
-        key: what to compile it for.
         emit: how its pieces are run.
         absent: the parameters of the key, if some may have no gradient; the state that waits for
             their first one is in the optimizer's own meanwhile (`state_stands_by`).
         options: see `TracedStep`, also for what is raised.
-
-    Attributes:
-        rests_on: what must not change.
-        program: its pieces, as they run.
     """
 
     def __init__(

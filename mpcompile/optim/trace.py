@@ -77,8 +77,7 @@ def trace(
 
     Args:
         optimizer: its state for the members exists, as far as it can be made beforehand.
-        members: the parameters of this step.
-        strides: those of their gradients.
+        strides: those of the members' gradients.
         foreach: ask for the multi-tensor implementation, if the class has one.
         varying: settings whose floats are to be inputs, because they change from step to step
             (momentum, under a OneCycleLR).

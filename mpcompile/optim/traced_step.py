@@ -38,17 +38,13 @@ class TracedStep:
     """The step of one optimizer for one key.
 
     Args:
-        optimizer: whose step it is.
-        key: what it is traced for.
-        max_grad_norm: see `StepConfig`.
+        max_grad_norm, gathered: see `StepConfig`.
         results: where the step reports.
         dump: directory for the graph after every pass, or None.
         varying: settings whose floats are inputs of the graph.
-        gathered: see `StepConfig`.
         absent: the parameters, if some may have no gradient.
 
     Attributes:
-        key, device: what it is for, and where it runs.
         graph: rewritten by all passes.
         rounds: whether the optimizer computes in a low dtype by itself, as Muon does.
         rests_on: what must not change.

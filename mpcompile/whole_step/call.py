@@ -42,8 +42,6 @@ class Call:
     """A compiled training step, as Dynamo calls it.
 
     Args:
-        program: what was traced.
-        traced: the graph of it.
         run: the function of the graph.
         trained: the caller's inputs that are parameters, with their numbers.
         begins: called when the step begins to run.

@@ -40,7 +40,7 @@ from .gradients import (
     straighten,
 )
 from .held import Held
-from .parts import Part, cut, last_steps
+from .parts import Part, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_behind
 from .writes import Writes
@@ -179,7 +179,7 @@ class Program:
     def _check_results(self, running: _Running) -> None:
         """Refuse a result that the caller could still go backward from."""
         gone = [b for b in running.backwards if not b.kwargs.get("retain_graph")]
-        used_up = {n for b in gone for n in ir.all_before(_losses(b)) if _is_computed(n)}
+        used_up = {n for b in gone for n in ir.all_before(listed(b.args[0])) if _is_computed(n)}
         for result in self._results():
             value = running.env.get(result)
             needs = isinstance(value, torch.Tensor) and value.requires_grad
@@ -243,7 +243,7 @@ class Program:
             for one in filter(None, backward.arrived):
                 if one.scale is not None and bool(any_nonfinite([one.grad])):
                     overflowed.add(one.scale)
-        losses = [running.env[n].detach() for b in running.backwards for n in _losses(b)]
+        losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
         return overflowed, bool(any_nonfinite(losses))
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
@@ -332,11 +332,6 @@ def _sum(backwards: Sequence[Backward]) -> dict[LossScale, torch.Tensor]:
         for scale, found in backward.found.items():
             total[scale] = total[scale] + found if scale in total else found
     return total
-
-
-def _losses(node: fx.Node) -> list[fx.Node]:
-    losses: Any = node.args[0]
-    return list(losses) if isinstance(losses, (list, tuple)) else [losses]
 
 
 def _copied(value: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ..capture import rebound
 from ..errors import CannotRewrite
+from ..optim.inputs import parameters_of
 from ..ranks.zero import is_zero
 from ..scaling import hooks
 from ..torch_inside import dynamo
@@ -55,11 +56,6 @@ def optimizer_of(number: int) -> Optimizer:
     if hooks.has_others(optimizer):
         raise CannotRewrite(f"{type(optimizer).__name__} has step hooks")
     return optimizer
-
-
-def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return tuple(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _numbered(optimizer: Optimizer) -> int:

@@ -62,7 +62,6 @@ class TrainStep:
     """What `mpcompile(function)` returns for a function that goes backward.
 
     Args:
-        function: the user's.
         compile_in_pieces: (function, emit) -> the function compiled in pieces.
         options: of our backend.
         compile_kwargs: others of `torch.compile`.

@@ -23,7 +23,7 @@ from ..ir.step import Slot
 from ..optim.compile_piece import Emit
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state
-from ..optim.inputs import Member, Setting
+from ..optim.inputs import Member, Setting, parameters_of
 from ..optim.join_pieces import join_small, keep_results
 from ..optim.key import StepKey, Stored
 from ..optim.optimizer import MPOptimizer
@@ -40,7 +40,6 @@ from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
 from .held import Held
-from .tracing import parameters_of
 
 _FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 
@@ -51,12 +50,8 @@ class _Parts:
 
     Attributes:
         optimizer: whose step is traced: of an MPOptimizer, the one that it wraps.
-        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
         own: the loss scale of parameters that no scaled model reads, or None: they aren't checked.
         given: the only loss scale that its models may have, or None.
-        results: where the step reports.
-        notices: is told of each step.
-        dump: directory for the graph of the step after every pass, or None.
         is_connected: whether other processes hold parts of the parameters.
     """
 
@@ -83,20 +78,15 @@ class Update:
     """One optimizer's step, for parameters that have a gradient.
 
     Args:
-        optimizer: whose step it is.
-        params: the parameters.
-        arrived: their gradients.
+        arrived: the gradients of the parameters.
         varying: settings whose floats are inputs, because they were seen to change.
         held: takes the tensors that the step reads and writes.
         behind: how its pieces run behind the graph, if it isn't a part of the graph.
 
     Attributes:
-        optimizer: as given.
-        scales: the loss scales of the gradients.
         inner: of an MPOptimizer, the one that it wraps.
         rests_on: what must not change of that one.
         constants: the settings that are constants of the graph.
-        is_behind: whether it runs behind the graph.
         rounds: whether it computes in a low dtype by itself, as Muon does.
 
     Raises:
