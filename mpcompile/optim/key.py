@@ -61,14 +61,6 @@ class StepKey:
         strides: list[tuple[int, ...]] = []
         others = (own,) if own is not None else ()
         alike = _alike(members, others) if usual else {}
-
-        def index(scale: LossScale) -> int:
-            for k, known in enumerate(scales):
-                if known is scale:
-                    return k
-            scales.append(scale)
-            return len(scales) - 1
-
         for i, member in enumerate(members):
             param, grad = member.param, member.param.grad
             copy = _copy_of(param)
@@ -82,17 +74,15 @@ class StepKey:
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
                 stored.dtype,
-                tuple(map(index, known)),
-                index(by) if by is not None else None,
+                tuple(_index(scale, scales) for scale in known),
+                _index(by, scales) if by is not None else None,
                 layout.replicas if layout is not None else 1,
             )
             gradients.append(gradient)
             held.append(copy)
             strides.append(stored.strides)
-            how = (
-                *(member.group, member.updated, stored.dtype, gradient.replicas),
-                *(tuple(map(id, known)), None if by is None else id(by)),
-            )
+            scaled = tuple(map(id, known)), None if by is None else id(by)
+            how = (member.group, member.updated, stored.dtype, gradient.replicas, *scaled)
             facts.append((id(param), how, None if copy is None else id(copy), stored.strides))
         return cls(
             (tuple(facts), rules_of(scales), connected),
@@ -153,6 +143,15 @@ class StepKey:
         its copy, by `id`.
         """
         return {who: (how, copy) for who, how, copy, _ in self.facts[0]}
+
+
+def _index(scale: LossScale, scales: list[LossScale]) -> int:
+    """Which of the scales it is; it is added if it is none of them."""
+    for k, known in enumerate(scales):
+        if known is scale:
+            return k
+    scales.append(scale)
+    return len(scales) - 1
 
 
 def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
