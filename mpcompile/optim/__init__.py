@@ -2,11 +2,10 @@
 
 optimizer.py      MPOptimizer, what users see
 checks.py         what it refuses
-members.py        the parameters of a step
 key.py            what a step is compiled for
 fingerprint.py    whether what something was made from is still so
 rests_on.py       the fingerprints of a step
-inputs.py         the inputs of a step's graph
+inputs.py         the parameters of a step, and the inputs of its graph
 trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
 trace_context.py  the context meanwhile

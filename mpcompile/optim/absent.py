@@ -35,8 +35,6 @@ class Absent:
 
     Attributes:
         held: the input of the graph that says so of each parameter, by slot.
-        now: whether each has none in this step, as of the last `look`.
-        waiting: as given, but for those that have got a gradient since.
     """
 
     def __init__(self, key: StepKey, waiting: Mapping[torch.Tensor, dict[str, Any]]) -> None:
@@ -44,19 +42,13 @@ class Absent:
         self.waiting = dict(waiting)
         self.now: Sequence[bool] = [False] * len(key.members)
         device = local(key.members[0].param).device
-        self._dtypes = [gradient.dtype for gradient in key.gradients]
-        self._strides = key.strides
         self._flags = torch.zeros(len(key.members), dtype=torch.bool, device=device).unbind()
         self._values = [torch.tensor(flag, device=device) for flag in (False, True)]
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.held = {Slot("absent", i): flag for i, flag in enumerate(self._flags)}
 
     def covers(self, key: StepKey, optimizer: Optimizer) -> bool:
-        """Whether the step is right where the parameters of this key have gradients, and no other.
-
-        Args:
-            optimizer: whose step it is.
-        """
+        """Whether the step is right where just the parameters of this key have gradients."""
         groups = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         return (
             self.key.covers(key)
@@ -77,10 +69,10 @@ class Absent:
         return [self._gradient(i, member) for i, member in enumerate(self.members)]
 
     def _gradient(self, i: int, member: Member) -> torch.Tensor:
-        strides = self._strides[i]
+        strides = self.key.strides[i]
         shape = local(member.param).shape
         if member.param.grad is None:
-            return self._zeros_of(self._dtypes[i], shape, strides)
+            return self._zeros_of(self.key.gradients[i].dtype, shape, strides)
         grad = local(member.param.grad)
         if grad.stride() == strides:
             return grad

@@ -18,6 +18,7 @@ from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
 from ..torch_inside.reach import Part
+from .inputs import parameters_of
 from .trace_context import raw_step
 
 
@@ -116,7 +117,7 @@ def check_ranks(optimizer: Optimizer, max_grad_norm: float | None) -> Connected 
         MPCompileError: they can't take a step alike, or can't know the norm to clip by.
     """
     name = f"MPOptimizer({type(optimizer).__name__})"
-    connected = connect((p for group in optimizer.param_groups for p in group["params"]), name)
+    connected = connect(parameters_of(optimizer), name)
     if connected is not None and max_grad_norm is not None and not connected.countable:
         raise MPCompileError(
             f"{name}: max_grad_norm needs the norm over all processes, and some parameters are "

@@ -33,9 +33,8 @@ from .apart import ParametersMix
 from .compile_piece import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state, state_stands_by
-from .inputs import Member, Setting
+from .inputs import Member, Setting, all_members_of
 from .key import StepKey
-from .members import all_members_of
 from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep
@@ -48,12 +47,8 @@ _MOST = 16
 
 @dataclass
 class LastKey:
-    """The key of the last step.
-
-    Attributes:
-        key: the key.
-        rests_on: what it was made from.
-        step: what was compiled for it, once that is known: to look a key up takes a hash of it all.
+    """The key of the last step, what it was made from, and what was compiled for it, once that is
+    known: to look a key up takes a hash of it all.
     """
 
     key: StepKey
@@ -62,14 +57,7 @@ class LastKey:
 
 
 class CompiledSteps:
-    """The compiled steps of one optimizer.
-
-    Args:
-        max_grad_norm, results, emit, dump: see `CompiledStep`.
-
-    Attributes:
-        compilations: how many times a step was traced and compiled.
-    """
+    """The compiled steps of one optimizer; `compilations`: how many times one was compiled."""
 
     def __init__(
         self, max_grad_norm: float | None, results: Results, emit: Emit, dump: Path | None
@@ -113,8 +101,7 @@ class CompiledSteps:
 
         Args:
             known: the one that was compiled for it and doesn't hold any more, or None.
-            part: whose step it is.
-            whole: the optimizer with all param groups (of ZeRO, `part` has this rank's alone).
+            part, whole: the optimizer; of ZeRO, `part` has this rank's param groups alone.
             own: the loss scale of parameters of no scaled model.
 
         Returns:
@@ -139,7 +126,12 @@ class CompiledSteps:
                 step = self._exact[key] = self._compiled_exact(key, part)
         self._patterns += known is None
         self.compilations += 1
-        _log_compiled(part, step.key, why, time.perf_counter() - start)
+        logs.event(
+            "optim", logging.INFO, "compiled",
+            "a step of %(optimizer)s over %(parameters)d parameters was compiled in %(seconds).2f "
+            "s: %(why)s", optimizer=type(part).__name__, parameters=len(step.key.members), why=why,
+            seconds=time.perf_counter() - start,
+        )  # fmt: skip
         return step
 
     def _compiled_exact(self, key: StepKey, part: Optimizer) -> CompiledStep:
@@ -227,26 +219,12 @@ def _is_scaled_alike(member: Member, key: StepKey) -> bool:
 
 
 def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[CompiledStep]) -> str:
-    """Why a step is to be compiled.
-
-    Args:
-        step: the one that was compiled for this key and no longer holds, or None.
-        others: those of all keys.
-    """
+    """Why a step is to be compiled, though there was `step` for its key, or `others`."""
     if step is not None:
         return step.rests_on.broken_by(optimizer) or "its state is stored in another way"
     if others:
         return "gradients, parameters or loss scales for which none was compiled yet"
     return "none was compiled yet, or a state was loaded"
-
-
-def _log_compiled(optimizer: Optimizer, key: StepKey, why: str, seconds: float) -> None:
-    logs.event(
-        "optim", logging.INFO, "compiled",
-        "a step of %(optimizer)s over %(parameters)d parameters was compiled in %(seconds).2f s: "
-        "%(why)s",
-        optimizer=type(optimizer).__name__, parameters=len(key.members), why=why, seconds=seconds,
-    )  # fmt: skip
 
 
 def log_by_operator(optimizer: Optimizer, key: StepKey) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..ranks.shards import local
 from ..scaling import guard
 from ..torch_inside.amp import autocast_off
-from .first_state import give_gradient
+from .first_state import with_gradients
 from .key import StepKey
 from .reports import Results
 from .trace_context import raw_step
@@ -58,16 +58,8 @@ def eager_step(
     if max_grad_norm is not None:
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         true = [t * factor for t in true]
-    params = [m.param for m in key.members]
-    stored = [(p.grad, p.grad_dtype) for p in params]
-    try:
-        for param, grad in zip(params, true, strict=True):
-            give_gradient(param, grad)
-        with torch.no_grad(), autocast_off():
-            raw_step(type(optimizer))(optimizer)
-    finally:
-        for param, (before, dtype) in zip(params, stored, strict=True):
-            give_gradient(param, before, dtype)
+    with with_gradients([m.param for m in key.members], true), torch.no_grad(), autocast_off():
+        raw_step(type(optimizer))(optimizer)
 
 
 def _true_gradients(key: StepKey) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded
 from ..torch_inside.optimizers import init_group
-from .inputs import Member
+from .inputs import Member, parameters_of
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
@@ -32,7 +32,11 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
             for name in asked:
                 group[name] = name == "capturable"
             try:
-                with _full_precision_gradients(group["params"]):
+                # Some classes give their state the dtype of the gradient, which at O2 is low; the
+                # traced step gets FP32 gradients.
+                grads = [(p, p.grad) for p in group["params"] if p.grad is not None]
+                low = [p for p, grad in grads if grad.dtype is not p.dtype]
+                with gradients_stand_by(low, low):
                     init(group, *lists)
             finally:
                 group.update(asked)
@@ -47,37 +51,36 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
 
 
 @contextlib.contextmanager
-def _full_precision_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Replace O2's low-precision gradients by FP32 zeros that take no memory: some classes give
-    their state the dtype of the gradient, and the traced step gets FP32 gradients.
-    """
-    low = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
-    stored = [(p.grad, p.grad_dtype) for p in low]
-    try:
-        for param in low:
-            give_gradient(param, param.new_zeros((), requires_grad=False).expand(param.shape))
-        yield
-    finally:
-        for param, (grad, dtype) in zip(low, stored, strict=True):
-            give_gradient(param, grad, dtype)
-
-
-@contextlib.contextmanager
-def gradients_stand_by(
-    everyone: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
+def with_gradients(
+    params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[None]:
-    """Give these parameters, and no others, a gradient of zeros that takes no memory: a class makes
-    the state of parameters that have one.
-    """
-    stored = [(p, p.grad, p.grad_dtype) for p in everyone]
-    taking_part = set(map(id, params))
+    """In this context, the parameters have these gradients, of any dtype."""
+    stored = [(p, p.grad, p.grad_dtype) for p in params]
     try:
-        for p in everyone:
-            give_gradient(p, _zeros_like(p) if id(p) in taking_part else None)
+        for p, grad in zip(params, gradients, strict=True):
+            _give(p, grad, None)
         yield
     finally:
         for p, grad, dtype in stored:
-            give_gradient(p, grad, dtype)
+            _give(p, grad, dtype)
+
+
+def _give(param: torch.Tensor, grad: torch.Tensor | None, dtype: torch.dtype | None) -> None:
+    param.grad = None
+    param.grad_dtype = dtype
+    param.grad = grad
+
+
+def gradients_stand_by(
+    everyone: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Give these parameters, and no others, a gradient of zeros that takes no memory: a class makes
+    the state of parameters that have one.
+    """
+    taking_part = set(map(id, params))
+    return with_gradients(
+        everyone, [_zeros_like(p) if id(p) in taking_part else None for p in everyone]
+    )
 
 
 def _zeros_like(param: torch.Tensor) -> torch.Tensor:
@@ -100,8 +103,7 @@ def state_stands_by(
     known = {p for p in params if optimizer.state.get(p)}
     made: dict[torch.Tensor, dict[str, Any]] = {}
     try:
-        everyone = [p for group in optimizer.param_groups for p in group["params"]]
-        with gradients_stand_by(everyone, params):
+        with gradients_stand_by(parameters_of(optimizer), params):
             initialise_state(optimizer, members)
         for p in params:
             if p.grad is None and p not in known:
@@ -111,15 +113,6 @@ def state_stands_by(
         for p in params:
             if p.grad is None and p not in known:
                 optimizer.state.pop(p, None)
-
-
-def give_gradient(
-    param: torch.Tensor, grad: torch.Tensor | None, dtype: torch.dtype | None = None
-) -> None:
-    """Set a gradient of any dtype; `dtype`: the parameter's `grad_dtype` from then on."""
-    param.grad = None
-    param.grad_dtype = dtype
-    param.grad = grad
 
 
 def move_scalar_state(optimizer: Optimizer) -> None:

@@ -20,12 +20,6 @@ class HeldSettings:
     """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that is kept: the
     learning rates, and the floats of settings that were seen to change.
 
-    Args:
-        optimizer: whose they are.
-        members: the parameters of the step.
-        traced: the traced step.
-        varying: the settings whose floats the step takes as inputs.
-
     Attributes:
         tensors: the tensors, by the slot of their input.
     """
@@ -40,30 +34,26 @@ class HeldSettings:
         groups, device = optimizer.param_groups, members[0].param.device
         taking_part = {m.group for m in members if m.updated}
         self._traced, self._varying = traced, varying
-        self._lr_slots = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
+        self._lrs = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
         self._floats = setting_floats(groups, varying)
-        self._lrs: dict[int, float] = {}  # as stored in the tensors
+        self._stored: dict[Slot, float] = {}  # the numbers in the tensors
         self.tensors = {
             slot: torch.zeros((), dtype=torch.float64, device=device)
-            for slot in (*self._lr_slots.values(), *traced.symbols)
+            for slot in (*self._lrs.values(), *self._floats)
         }
-        for slot, number in self._floats.items():
-            self.tensors[slot].fill_(number)
 
     def refresh(self, groups: _Groups) -> None:
         """Copy the current settings into the tensors. Nothing waits for the device."""
-        for g, slot in self._lr_slots.items():
-            lr = groups[g]["lr"]
-            if isinstance(lr, torch.Tensor):
-                self.tensors[slot].copy_(lr)
-            elif self._lrs.get(g) != lr:
-                self.tensors[slot].fill_(lr)
-                self._lrs[g] = lr
+        now = {slot: groups[g]["lr"] for g, slot in self._lrs.items()}
         if self._varying:
-            for slot, number in setting_floats(groups, self._varying).items():
-                if self._floats[slot] != number:
-                    self.tensors[slot].fill_(number)
-                    self._floats[slot] = number
+            self._floats = setting_floats(groups, self._varying)
+        for slot, value in {**now, **self._floats}.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors[slot].copy_(value)
+                self._stored.pop(slot, None)
+            elif self._stored.get(slot) != value:
+                self.tensors[slot].fill_(value)
+                self._stored[slot] = value
 
     def facts(self, optimizer: Optimizer) -> list[Fact]:
         """What must not change of them."""

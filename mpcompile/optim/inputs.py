@@ -1,4 +1,4 @@
-"""The inputs of a step's graph: the slot of each, and the fake value it is traced with."""
+"""The parameters that take part in a step, and the inputs of its graph."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 
+from ..errors import MPCompileError
 from ..ir.fakes import like
 from ..ir.step import Slot
-from ..ranks.shards import local
+from ..ranks.shards import local, place_gradient
+from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.fakes import FakeTensorMode
 from ..torch_inside.graphs import ConstantSource
 
@@ -35,14 +37,65 @@ class Member(NamedTuple):
 Setting = tuple[int, str]  # (index of the param group, name)
 
 
+def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return tuple(p for group in optimizer.param_groups for p in group["params"])
+
+
+def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
+    """The parameters that have a gradient.
+
+    Args:
+        sharded: whether some parameters may be DTensors. Their gradients are then placed like them.
+
+    Raises:
+        MPCompileError: a gradient is sparse, or lies on other ranks than its parameter.
+    """
+    own = _own(optimizer)
+    members: list[Member] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None or param.numel() == 0:
+                continue
+            if sharded:
+                place_gradient(param)
+                grad = local(param.grad)
+            if grad.layout is not torch.strided:
+                raise MPCompileError(
+                    f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
+                    "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
+                )
+            members.append(Member(index, param, own is None or id(param) in own))
+    return members
+
+
+def all_members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
+    """The same, and those that may get a gradient."""
+    present = {id(m.param): m for m in members_of(optimizer, sharded=sharded)}
+    own = _own(optimizer)
+    return [
+        present.get(id(param)) or Member(index, param, own is None or id(param) in own)
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if id(param) in present
+        or (param.grad is None and param.requires_grad and param.numel() > 0)
+    ]
+
+
+def _own(optimizer: Optimizer) -> set[int] | None:
+    """The parameters (by `id`) that this process updates; None: all."""
+    if not is_zero(optimizer):
+        return None
+    return set(map(id, parameters_of(partition_of(optimizer))))
+
+
 class Inputs:
     """The inputs of a step over the parameters that have a gradient.
 
     Args:
-        optimizer: whose step it is.
-        members: the parameters that have a gradient.
         varying: settings whose floats are inputs.
-        strides: those of their gradients; default: as `p.grad` has them.
+        strides: those of the gradients.
 
     Attributes:
         slots: the slot of each input.
@@ -56,7 +109,7 @@ class Inputs:
         optimizer: Optimizer,
         members: Sequence[Member],
         varying: Iterable[Setting],
-        strides: Sequence[Sequence[int]] | None = None,
+        strides: Sequence[Sequence[int]],
     ) -> None:
         self.slots: list[Slot] = []
         self.values: list[Any] = []
@@ -67,12 +120,7 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                if strides is not None:
-                    laid = strides[i]
-                else:
-                    assert member.param.grad is not None
-                    laid = local(member.param.grad).stride()
-                self._add_member(i, member, laid, optimizer.state.get(member.param, {}))
+                self._add_member(i, member, strides[i], optimizer.state.get(member.param, {}))
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)

@@ -25,8 +25,7 @@ class StepKey:
 
     Attributes:
         facts: what keys are compared by; all else follows from it.
-        members: the parameters of the step.
-        scales: the loss scales of their models.
+        scales: the loss scales of the members' models.
         connected: the ranks that each hold a part of these parameters, or None.
         gradients, copies, strides: one entry for each member; the strides are those of its gradient
             as this rank holds it.
@@ -38,7 +37,7 @@ class StepKey:
     gradients: tuple[Gradient, ...] = field(compare=False)
     copies: tuple[WorkingCopy | None, ...] = field(compare=False)
     strides: tuple[tuple[int, ...], ...] = field(compare=False)
-    connected: Connected | None = field(compare=False, default=None)
+    connected: Connected | None = field(compare=False)
 
     @classmethod
     def of(
@@ -62,14 +61,6 @@ class StepKey:
         strides: list[tuple[int, ...]] = []
         others = (own,) if own is not None else ()
         alike = _alike(members, others) if usual else {}
-
-        def index(scale: LossScale) -> int:
-            for k, known in enumerate(scales):
-                if known is scale:
-                    return k
-            scales.append(scale)
-            return len(scales) - 1
-
         for i, member in enumerate(members):
             param, grad = member.param, member.param.grad
             copy = _copy_of(param)
@@ -83,17 +74,18 @@ class StepKey:
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
                 stored.dtype,
-                tuple(map(index, known)),
-                index(by) if by is not None else None,
+                tuple(_index(scale, scales) for scale in known),
+                _index(by, scales) if by is not None else None,
                 layout.replicas if layout is not None else 1,
             )
             gradients.append(gradient)
             held.append(copy)
             strides.append(stored.strides)
-            who = member.group, id(param), member.updated
-            facts.append((*who, gradient, stored.strides, id(copy)))
+            scaled = tuple(map(id, known)), None if by is None else id(by)
+            how = (member.group, member.updated, stored.dtype, gradient.replicas, *scaled)
+            facts.append((id(param), how, None if copy is None else id(copy), stored.strides))
         return cls(
-            (*facts, rules_of(scales), connected),
+            (tuple(facts), rules_of(scales), connected),
             tuple(members),
             tuple(scales),
             tuple(gradients),
@@ -101,9 +93,6 @@ class StepKey:
             tuple(strides),
             connected,
         )
-
-    def __hash__(self) -> int:
-        return hash(self.facts)
 
     @cached_property
     def _scaled(self) -> dict[int, list[tuple[torch.Tensor, WorkingCopy | None]]]:
@@ -153,14 +142,16 @@ class StepKey:
         """What is known of each member, by the parameter's `id`: how its gradient is stored, and
         its copy, by `id`.
         """
-        found: dict[int, tuple[tuple[Any, ...], int | None]] = {}
-        for member, gradient, copy in zip(self.members, self.gradients, self.copies, strict=True):
-            scales = [id(self.scales[k]) for k in gradient.scales]
-            by = None if gradient.scaled_by is None else id(self.scales[gradient.scaled_by])
-            how = gradient.dtype, gradient.replicas, scales, by
-            known = None if copy is None else id(copy)
-            found[id(member.param)] = (member.group, member.updated, *how), known
-        return found
+        return {who: (how, copy) for who, how, copy, _ in self.facts[0]}
+
+
+def _index(scale: LossScale, scales: list[LossScale]) -> int:
+    """Which of the scales it is; it is added if it is none of them."""
+    for k, known in enumerate(scales):
+        if known is scale:
+            return k
+    scales.append(scale)
+    return len(scales) - 1
 
 
 def _copy_of(param: torch.Tensor) -> WorkingCopy | None:

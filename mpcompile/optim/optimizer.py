@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from .compile_piece import Emit
 from .compiled_steps import CompiledSteps, LastKey, log_by_operator
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
+from .inputs import members_of, parameters_of
 from .key import StepKey
-from .members import members_of
 from .reports import Notices, Results
 from .rests_on import of_key
-from .saved import SavedScales, load_checked, saved
+from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS, StateAppeared
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
@@ -109,7 +109,7 @@ class MPOptimizer(Optimizer):
         self._results = Results()
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
         self._notices = Notices()
-        parameters.own(self._parameters(), self, self._given_scale)
+        parameters.own(parameters_of(self._inner), self, self._given_scale)
         guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -149,10 +149,7 @@ class MPOptimizer(Optimizer):
         except MPCompileError:
             del self._inner.param_groups[-1]
             raise
-        parameters.own(self._parameters(), self, self._given_scale)
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return (p for group in self._inner.param_groups for p in group["params"])
+        parameters.own(parameters_of(self._inner), self, self._given_scale)
 
     def __repr__(self) -> str:
         return f"MPOptimizer({self._inner!r})"
@@ -179,9 +176,18 @@ class MPOptimizer(Optimizer):
 
     def _step_part(self) -> None:
         """The step of the parameters that this process updates."""
-        if (known := self._known_key()).key.members:
-            self._step(known)
-            self._notices.look()
+        known = self._known_key()
+        if not known.key.members:
+            return
+        step = None if is_op_by_op() else self._compiled(known)
+        if step is None:
+            initialise_state(self._part, known.key.members)
+            eager_step(self._part, known.key, self._max_grad_norm, self._results)
+        else:
+            known.step = step
+            step.run(self._part)
+            self._notices.follow(known.key.scales)
+        self._notices.look()
 
     @property
     def _part(self) -> Optimizer:
@@ -195,11 +201,6 @@ class MPOptimizer(Optimizer):
         sharded = self._connected is not None
         members = members_of(self._inner, sharded=sharded)
         key = StepKey.of(members, self._own_scale, self._connected)
-        self._check_scales(key)
-        self._last = LastKey(key, of_key(self._inner, key.scales, sharded=sharded))
-        return self._last
-
-    def _check_scales(self, key: StepKey) -> None:
         given = self._given_scale
         if given is not None and any(scale is not given for scale in key.scales):
             raise MPCompileError(
@@ -207,16 +208,8 @@ class MPOptimizer(Optimizer):
                 "one. Make the MPOptimizer before the model's first forward, and don't hand the "
                 "model a scale of its own; or hand both the same LossScale"
             )
-
-    def _step(self, known: LastKey) -> None:
-        step = None if is_op_by_op() else self._compiled(known)
-        if step is None:
-            initialise_state(self._part, known.key.members)
-            eager_step(self._part, known.key, self._max_grad_norm, self._results)
-            return
-        known.step = step
-        step.run(self._part)
-        self._notices.follow(known.key.scales)
+        self._last = LastKey(key, of_key(self._inner, key.scales, sharded=sharded))
+        return self._last
 
     def _compiled(self, known: LastKey) -> CompiledStep | None:
         """The compiled step of this key; None if it must run operator by operator this time."""
@@ -263,16 +256,13 @@ class MPOptimizer(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped; reading it waits for the device."""
-        return sum(scale.skipped_steps for scale in self._scales())
-
-    def _scales(self) -> list[LossScale]:
-        """The loss scales that the gradients depend on, without duplicates."""
-        return list(self._models_scales()) or [self._own_scale]
+        scales = list(self._models_scales()) or [self._own_scale]
+        return sum(scale.skipped_steps for scale in scales)
 
     def _models_scales(self) -> dict[LossScale, list[int]]:
         """The loss scales of its models -> the indices of their parameters in this optimizer."""
         found: dict[LossScale, list[int]] = {}
-        for index, parameter in enumerate(self._parameters()):
+        for index, parameter in enumerate(parameters_of(self._inner)):
             for scale in parameters.scales_of(parameter):
                 found.setdefault(scale, []).append(index)
         return found
@@ -286,7 +276,7 @@ class MPOptimizer(Optimizer):
         """Average bytes held for each element of a parameter, by kind: the FP32 `masters`, their
         low-precision `copies`, the `gradients` that exist now, and the optimizer's `state`.
         """
-        params = list(self._parameters())
+        params = parameters_of(self._inner)
         states = [v for p in params for v in self.state.get(p, {}).values()]
         kinds = {
             "masters": params,
@@ -306,19 +296,12 @@ class MPOptimizer(Optimizer):
         """Of a ZeroRedundancyOptimizer: bring the state of all ranks to the rank `to`, which may
         then call `state_dict()`. All ranks must call this. Others have nothing to bring.
         """
-        if not is_zero(self._inner):
-            return
-        self._inner.consolidate_state_dict(to)  # type: ignore[attr-defined]
+        if is_zero(self._inner):
+            self._inner.consolidate_state_dict(to)  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's own state, as in plain PyTorch, plus `"loss_scale"`."""
-        state = self._inner.state_dict()
-        for group in state["param_groups"]:
-            if not (group.get("capturable") or group.get("fused")):
-                for index in group["params"]:
-                    entry = state["state"].get(index, {})
-                    if isinstance(entry.get("step"), torch.Tensor):
-                        state["state"][index] = {**entry, "step": entry["step"].cpu()}
+        state = counters_on_host(self._inner.state_dict())
         live = [saved(scale, indices) for scale, indices in self._models_scales().items()]
         if not live and not self._saved_scales.waiting:
             live = [{**self._own_scale.state_dict(), "own": True}]

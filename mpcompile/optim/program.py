@@ -55,12 +55,9 @@ class BoundPieces:
     """A compiled step, bound to its tensors.
 
     Args:
-        step: its pieces.
         held: the tensors that are the same in every step, by slot; `run` gets all others.
-        emit: how the pieces run.
 
     Attributes:
-        step: its pieces.
         given: the inputs that `run` takes, by slot.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, _Notice] = {}
+        self._looks: dict[int, _Look] = {}
         self._scales: tuple[LossScale, ...] = ()
 
     def follow(self, scales: Iterable[LossScale]) -> None:
@@ -53,27 +53,27 @@ class Notices:
         self._scales = tuple(scales)
         for scale in self._scales:
             if scale.kind == "dynamic" and id(scale) not in self._looks:
-                self._looks[id(scale)] = _Notice(scale, "floor", scale.warn_at_floor)
+                self._looks[id(scale)] = _Look(scale)
 
     def look(self) -> None:
         for scale in self._scales:
             scale.stepped()
         self._scales = ()
         for look in self._looks.values():
-            look.look()
+            look.at_floor()
             look.scale.live.log_moves()
 
 
-class _Notice:
-    """One number of a scale's state, and the function to call once it is not zero."""
+class _Look:
+    """A look at whether a scale is at its floor, which is said once."""
 
-    def __init__(self, scale: LossScale, name: str, say: Callable[[], None]) -> None:
-        self.scale, self.name, self.say = scale, name, say
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
         self.arriving: Later | None = None
         self.said = False
 
-    def look(self) -> None:
-        tensor: torch.Tensor | None = self.scale.live.resident(self.name)
+    def at_floor(self) -> None:
+        tensor: torch.Tensor | None = self.scale.live.resident("floor")
         if tensor is None or self.said:
             return
         if self.arriving is None or self.arriving.value is not tensor:
@@ -83,4 +83,4 @@ class _Notice:
                 self.arriving = None
             if number:
                 self.said = True
-                self.say()
+                self.scale.warn_at_floor()

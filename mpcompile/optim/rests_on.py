@@ -22,8 +22,7 @@ from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
-from .inputs import Member
-from .members import members_of
+from .inputs import Member, members_of, parameters_of
 from .trace import Trace
 
 _GRAD = operator.attrgetter("grad")
@@ -38,18 +37,13 @@ def of_key(optimizer: Optimizer, scales: Sequence[LossScale], *, sharded: bool) 
     return Fingerprint(
         Fact(
             "other owners, copies or loss scales of parameters",
-            lambda _: _known_of_parameters(scales),
+            lambda _: [parameters.changes(), *map(_RULE, scales)],
             optimizer,
         ),
         Fact("other gradients", lambda o: _gradients(o, sharded=sharded), optimizer)
         if sharded or is_zero(optimizer)
         else Gradients(optimizer),
     )
-
-
-def _known_of_parameters(scales: Sequence[LossScale]) -> list[object]:
-    """A number that tells what is known of all parameters, and the rules of their loss scales."""
-    return [parameters.changes(), *map(_RULE, scales)]
 
 
 def _gradients(optimizer: Optimizer, *, sharded: bool) -> list[object]:
@@ -66,9 +60,8 @@ class Gradients(Fact):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._changed = "other gradients"
-        groups = optimizer.param_groups
-        self._params = [p for group in groups for p in group["params"]]
-        self._lengths = [len(group["params"]) for group in groups]
+        self._params = parameters_of(optimizer)
+        self._lengths = [len(group["params"]) for group in optimizer.param_groups]
         self._sizes = [*map(_SIZE, self._params)]
         grads = [*map(_GRAD, self._params)]
         self._missing = [grad is None for grad in grads]
@@ -96,15 +89,8 @@ class OfStep(Fingerprint):
     """What the graph of a step was made from.
 
     Args:
-        optimizer: whose step it is.
-        members: the parameters of the step.
-        traced: the traced step.
-        settings: those that the graph takes as inputs.
+        settings: those that the graph takes as inputs; others are its `constants`.
         waiting: parameters whose state isn't the optimizer's yet: see `State.take_in`.
-
-    Attributes:
-        constants: the settings that are constants of the graph.
-        state: the state of the parameters.
     """
 
     def __init__(
@@ -190,13 +176,7 @@ class Memory(Fact):
 
 
 class State(Fact):
-    """The state of the parameters that a step updates: its objects, or equal numbers in it.
-
-    Args:
-        optimizer: whose step it is.
-        members: the parameters of the step.
-        waiting: those whose state isn't the optimizer's yet: see `take_in`.
-    """
+    """The state of the parameters that a step updates: its objects, or equal numbers in it."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -78,18 +78,15 @@ def _likeness(entry: Mapping[str, Any], parameters: set[int]) -> float:
 # -- the state -------------------------------------------------------------------------------------
 
 
-class _SavedState(NamedTuple):
-    """What was saved for one parameter.
-
-    Attributes:
-        name: what to call the parameter.
-        member: the parameter.
-        entries: its state.
-    """
-
-    name: str
-    member: Member
-    entries: Mapping[str, Any]
+def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with step counters where torch saves them."""
+    for group in state["param_groups"]:
+        if not (group.get("capturable") or group.get("fused")):
+            for index in group["params"]:
+                entry = state["state"].get(index, {})
+                if isinstance(entry.get("step"), torch.Tensor):
+                    state["state"][index] = {**entry, "step": entry["step"].cpu()}
+    return state
 
 
 def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -110,23 +107,27 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    for saved in _entries_of(optimizer, state_dict):
-        own, shapes = tuple(saved.member.param.shape), _shapes(saved.entries)
+    for name, member, entries in _entries_of(optimizer, state_dict):
+        own, shapes = tuple(member.param.shape), _shapes(entries)
         if not shapes or (own in shapes.values() and {*shapes.values()} <= {own, ()}):
             continue  # as mostly: moments like the parameter, and counters
-        for key, wanted in _shapes(_made(optimizer, saved.member)).items():
+        for key, wanted in _shapes(_made(optimizer, member)).items():
             if (found := shapes.get(key)) != wanted:
                 what = "without" if found is None else f"with shape {found} for"
                 raise MPCompileError(
-                    f"MPOptimizer.load_state_dict: {saved.name}, of shape {own}, was saved {what} "
+                    f"MPOptimizer.load_state_dict: {name}, of shape {own}, was saved {what} "
                     f"its state {key!r}, which has shape {wanted} here. It is the state of another "
                     "model, or of one whose parameters were handed over in another order. Nothing "
                     "was loaded"
                 )
 
 
-def _entries_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[_SavedState]:
-    """What was saved for each parameter. (Where groups differ, torch says so.)"""
+def _entries_of(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[str, Member, Mapping[str, Any]]]:
+    """What to call each parameter, it, and the state that was saved for it. (Where groups differ,
+    torch says so.)
+    """
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
     count = itertools.count()
     for number, (group, saved) in enumerate(groups):
@@ -135,7 +136,7 @@ def _entries_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator
             index = next(count)
             entries = state_dict["state"].get(who, {})
             name = f"parameter {index}" + (f" ({names[i]})" if i < len(names) else "")
-            yield _SavedState(name, Member(number, param), entries)
+            yield name, Member(number, param), entries
 
 
 def _shapes(entries: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

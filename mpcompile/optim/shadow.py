@@ -42,7 +42,6 @@ class Shadow:
 
     Args:
         optimizer: whose step it is; it is not changed.
-        members: the parameters of the step.
         foreach: ask for the multi-tensor implementation, if the class has one.
 
     Attributes:

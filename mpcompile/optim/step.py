@@ -30,16 +30,10 @@ class CompiledStep:
     """The compiled step of one optimizer for one key.
 
     Args:
-        optimizer: whose step it is.
-        key: what to compile it for.
         emit: how its pieces are run.
         absent: the parameters of the key, if some may have no gradient; the state that waits for
             their first one is in the optimizer's own meanwhile (`state_stands_by`).
         options: see `TracedStep`, also for what is raised.
-
-    Attributes:
-        rests_on: what must not change.
-        program: its pieces, as they run.
     """
 
     def __init__(
@@ -56,16 +50,14 @@ class CompiledStep:
         gathering = () if whole else key.members
         n = len(gathering)
         self._gathered = Gathered(gathering, key.gradients[:n], key.strides[:n])
-        if absent is not None:
-            options |= {"optional": True, "waiting": absent.waiting}
-        self._traced = TracedStep(optimizer, key, gathered=self._gathered.groups, **options)
+        self._traced = TracedStep(
+            optimizer, key, gathered=self._gathered.groups, absent=absent, **options
+        )
         self.rests_on = self._traced.rests_on
         pieces = split(self._traced.graph, whole=whole, together=_is_tiny(key))
         if not whole:
             pieces = keep_results(join_small(pieces))
-        flags = absent.held if absent is not None else {}
-        held = {**self._traced.held, **self._gathered.held, **flags}
-        self.program = BoundPieces(pieces, held, emit)
+        self.program = BoundPieces(pieces, {**self._traced.held, **self._gathered.held}, emit)
         given = self.program.given
         self._gradients = [
             (node, i)

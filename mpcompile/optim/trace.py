@@ -69,19 +69,18 @@ def trace(
     optimizer: Optimizer,
     members: Sequence[Member],
     *,
+    strides: Sequence[Sequence[int]],
     foreach: bool,
     varying: Iterable[Setting] = (),
-    strides: Sequence[Sequence[int]] | None = None,
 ) -> Trace:
     """Trace one step of `optimizer` over those of its parameters that have a gradient.
 
     Args:
         optimizer: its state for the members exists, as far as it can be made beforehand.
-        members: the parameters of this step, with the gradients as the step sees them.
+        strides: those of the members' gradients.
         foreach: ask for the multi-tensor implementation, if the class has one.
         varying: settings whose floats are to be inputs, because they change from step to step
             (momentum, under a OneCycleLR).
-        strides: those of the members' gradients; default: as `p.grad` has them.
 
     Raises:
         StateAppeared: the step makes state that isn't there yet.

@@ -23,6 +23,7 @@ from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from ..scaling.copies import WorkingCopy
 from . import pipeline
+from .absent import Absent
 from .apart import refuse_mixed
 from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
@@ -37,18 +38,13 @@ class TracedStep:
     """The step of one optimizer for one key.
 
     Args:
-        optimizer: whose step it is.
-        key: what it is traced for.
-        max_grad_norm: see `StepConfig`.
+        max_grad_norm, gathered: see `StepConfig`.
         results: where the step reports.
         dump: directory for the graph after every pass, or None.
         varying: settings whose floats are inputs of the graph.
-        gathered: see `StepConfig`.
-        optional: whether some of the parameters may have no gradient.
-        waiting: those whose state isn't the optimizer's yet: see `rests_on.State`.
+        absent: the parameters, if some may have no gradient.
 
     Attributes:
-        key, device: what it is for, and where it runs.
         graph: rewritten by all passes.
         rounds: whether the optimizer computes in a low dtype by itself, as Muon does.
         rests_on: what must not change.
@@ -71,8 +67,7 @@ class TracedStep:
         dump: Path | None,
         varying: frozenset[Setting] = frozenset(),
         gathered: tuple[tuple[int, ...], ...] = (),
-        optional: bool = False,
-        waiting: Collection[torch.Tensor] = (),
+        absent: Absent | None = None,
     ) -> None:
         self.key, self.device = key, key.members[0].param.device
         multi_tensor = capabilities(self.device).multi_tensor
@@ -85,7 +80,7 @@ class TracedStep:
             foreach=multi_tensor and not varying,  # `_foreach_*` takes no 0-d tensors as numbers
             ranks=Ranks(ranks.groups, ranks.device) if (ranks := key.connected) else None,
             gathered=gathered,
-            optional=optional,
+            optional=absent is not None,
         )
         start = time.perf_counter()
         traced = _traced(optimizer, key, config, varying)
@@ -94,11 +89,13 @@ class TracedStep:
         self.rounds = any(value.dtype in HALF for value in values if value is not None)
         pipeline.run(self.graph, config, traced_in=time.perf_counter() - start, dump=dump)
         self._settings = HeldSettings(optimizer, key.members, traced, varying)
+        waiting = absent.waiting if absent is not None else ()
         self.rests_on = OfStep(optimizer, key.members, traced, self._settings, waiting)
         self.held = {
             **self._settings.tensors,
             **results.slots(self.device),
             **self._kept(optimizer),
+            **(absent.held if absent is not None else {}),
         }
         self.no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.firsts = [torch.tensor(flag, device=self.device) for flag in (False, True)]
@@ -127,7 +124,7 @@ class TracedStep:
         optimizer: Optimizer,
         looking: Optimizer,
         places: Sequence[Sequence[Any]],
-        env: dict[Any, torch.Tensor],
+        env: Any,
     ) -> None:
         """Prepare for a step. Nothing waits for the device.
 
@@ -136,7 +133,7 @@ class TracedStep:
             looking: the same, as loss scales know it: see `guard.look`.
             places: for each loss scale, under which keys `env` is to have its inputs "first" and
                 "flag", or None.
-            env: takes them.
+            env: a dict or list that takes them.
         """
         self._settings.refresh(optimizer.param_groups)
         for scale, (first, flag) in zip(self.key.scales, places, strict=True):

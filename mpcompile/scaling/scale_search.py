@@ -1,6 +1,6 @@
 """The search for a loss scale: of its start, and of what fits after an overflow. When backward
 passes search, at which scale they begin, and what becomes of what they find. Those who search are
-`fit_scale.py`, graph by graph, and `whole_step/start.py`.
+`fit_scale.py`, graph by graph, and `whole_step/call.py`.
 
     fitting     the start is not known: the first backward finds it
     settling    it is: a backward that overflows runs again at half the scale, until it fits. This

@@ -12,6 +12,5 @@ held.py        the tensors that live between the steps
 program.py     the parts, one after the other
 one_graph.py   the program becomes one graph, and a function
 phases.py      the graph is cut where memory is free again, on a CPU
-start.py       the start of a loss scale
-calls.py       each call: is it still right, what does it take, what has it done
+call.py        each call: is it still right, what does it take, what has it done
 """

@@ -20,23 +20,26 @@ from ..scaling import gradient_readers, hooks
 from ..settings import Settings
 from . import one_graph
 from .call import Call
-from .forward import Forward
 from .parts import is_training_step
 from .program import Program
 from .tracing import changes_settings, check_reached
-from .update import Update
+
+
+class _Thread(threading.local):
+    began = False  # whether something compiled has begun to run since it was set to False
 
 
 class WholeBackend:
     """The backend of one training step.
 
     Attributes:
+        thread: what is known of the thread that runs.
         varying: optimizer -> its settings that were seen to change.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._thread = threading.local()
+        self.thread = _Thread()
         self.varying: weakref.WeakKeyDictionary[Any, frozenset[Setting]] = (
             weakref.WeakKeyDictionary()
         )
@@ -51,8 +54,13 @@ class WholeBackend:
         """
         _check_graph(gm)
         if not is_training_step(gm.graph):
-            forward = backend.mpcompile_backend(gm, example_inputs, options=self._options)
-            return self._beginning(forward)
+            run_alone = backend.mpcompile_backend(gm, example_inputs, options=self._options)
+
+            def begin_and_run(*args: Any) -> Any:
+                self._begin()
+                return run_alone(*args)
+
+            return begin_and_run
         hooks.register()
         uncalled.reached(example_inputs)
         request = dict(self._options)
@@ -69,32 +77,15 @@ class WholeBackend:
         stays = [isinstance(x, torch.nn.Parameter) for x in example_inputs] + [
             i not in fresh for i in range(len(program.held.tensors))
         ]
-        updates = [made for made in program.made if isinstance(made, Update)]
-        run = one_graph.compiled(traced, stays, settings, program.joint, updates)
+        run = one_graph.compiled(program, traced, stays, settings)
         call = Call(program, traced, run, trained, self._begin)
-        for made in program.made:
-            if isinstance(made, Forward) and made.plan is not None and listener is not None:
-                listener(made.plan)
+        for forward in program.forwards:
+            if forward.plan is not None and listener is not None:
+                listener(forward.plan)
         return call
 
-    @property
-    def began(self) -> bool:
-        """Whether something compiled has begun to run in this thread since it was set to False."""
-        return getattr(self._thread, "began", False)
-
-    @began.setter
-    def began(self, began: bool) -> None:
-        self._thread.began = began
-
     def _begin(self) -> None:
-        self.began = True
-
-    def _beginning(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self.began = True
-            return function(*args)
-
-        return run
+        self.thread.began = True
 
 
 def _check_graph(gm: fx.GraphModule) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from ..devices.generators import unchanged
 from ..optim.inputs import Setting
 from ..scaling import gradient_readers, parameters
-from .forward import Forward
+from ..scaling.loss_scale import LossScale
+from ..scaling.scale_search import first_tried, give_up, keep
+from ..torch_inside.amp import autocast_off
 from .one_graph import Traced
 from .program import Program
-from .start import find_start
 from .update import Update
 
 
@@ -40,8 +42,6 @@ class Call:
     """A compiled training step, as Dynamo calls it.
 
     Args:
-        program: what was traced.
-        traced: the graph of it.
         run: the function of the graph.
         trained: the caller's inputs that are parameters, with their numbers.
         begins: called when the step begins to run.
@@ -58,13 +58,10 @@ class Call:
         self._run, self._traced, self._begins = run, traced, begins
         self._trained = [(i, p, parameters.state_of(p)) for i, p in trained]
         self._changes = parameters.changes()
-        self._program, self._made = program, program.made
-        self._held = program.held.tensors
-        self._updates = [m for m in program.made if isinstance(m, Update)]
-        self._written = program.written
-        forwards = [m for m in program.made if isinstance(m, Forward)]
-        self._reads = [read for forward in forwards for read in forward.reads]
-        scales = dict.fromkeys(f.scale for f in forwards if f.scale is not None)
+        self._program, self._held = program, program.held.tensors
+        self._updates = program.updates
+        self._reads = [read for forward in program.forwards for read in forward.reads]
+        scales = dict.fromkeys(f.scale for f in program.forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
         for scale in scales:
             scale.search.possible |= scale.searches
@@ -80,23 +77,22 @@ class Call:
         for read in self._reads:
             read.copy.refresh(read.master)
         if fitting := [scale for scale, _ in self._scales if scale.search.searching]:
-            find_start(self._program, fitting, given)
-        for made in self._made:
+            _find_start(self._program, fitting, given)
+        for made in self._program.made:
             if isinstance(made, Update):
                 made.prepare(self._held)
             elif made.scale is not None:
                 made.scale.saw_forward()
         with torch.no_grad():
             returned = self._run([*given, *self._held])
-        at = self._traced.behind
+        behind = iter(returned[self._traced.behind :])
         for update in self._updates:
             if update.is_behind:
-                update.take(returned[at : at + update.wants])
-                at += update.wants
+                update.take(behind, self._held)
             update.done()
-        if self._written:  # behind `done`: a copy of such a parameter is not up to date
-            torch.autograd.graph.increment_version([given[i] for i in self._written])
-        for scale, found in zip(self._traced.unseen, returned[at:], strict=True):
+        if written := self._program.written:  # behind `done`: its copy is not up to date
+            torch.autograd.graph.increment_version([given[i] for i in written])
+        for scale, found in zip(self._traced.unseen, behind, strict=True):
             scale.overflows.saw_count(found)
         return [returned[r] if isinstance(r, int) else r[0] for r in self._traced.results]
 
@@ -118,3 +114,30 @@ class Call:
                 raise NotThisTime("steps were skipped in a row, so this one is watched")
             if len(scale.repairs.events) != repairs:
                 raise Outdated
+
+
+def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[Any]) -> None:
+    """Find the starts of these loss scales, before the first step runs as a whole.
+
+    As in pieces (`scaling/fit_scale.py`), the start is the largest power of two that leaves room
+    for gradients eight times as large. Forward and backward run op by op on copies of what they
+    write to, with ever smaller scales, until no gradient overflows; no optimizer steps.
+    """
+    first = {scale: first_tried(scale) for scale in scales}
+    tried = dict(first)
+    devices = {x.device for x in given if isinstance(x, torch.Tensor)}
+    while True:
+        with unchanged(devices), autocast_off():
+            overflowed, hopeless = program.try_scales(given, tried)
+        too_large = [scale for scale in scales if scale in overflowed]
+        if not too_large or hopeless:
+            break
+        if any(tried[scale] * 0.5 < scale.min_scale for scale in too_large):
+            break
+        tried.update({scale: tried[scale] * 0.5 for scale in too_large})
+    for scale, at in tried.items():
+        if hopeless or scale in too_large:
+            give_up(scale, torch.tensor(scale.value), hopeless=hopeless)
+        else:
+            keep(scale, at, None, tried=first[scale])
+            scale.search.end(settle=False)

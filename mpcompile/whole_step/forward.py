@@ -40,8 +40,6 @@ class Read:
     """A working copy that a forward reads.
 
     Attributes:
-        master: its parameter.
-        copy: the copy.
         at: the number of `copy.stored` among the held tensors.
         low: whether the gradient may stay in the low dtype, times the loss scale.
     """
@@ -98,11 +96,9 @@ class Ran:
     """A forward that has run under a tracer.
 
     Attributes:
-        forward: it.
         leaves: the working copies that it has read, one for each of `forward.reads`.
         used: the loss scale that it multiplied by: 0-d FP32, or None.
         counter: the leaf whose "gradient" counts overflows, or None.
-        results: what it returned.
         moves: how many steps came before it.
     """
 
@@ -120,11 +116,9 @@ def rewritten(
     """Rewrite a forward.
 
     Args:
-        part: the forward.
         gm: Dynamo's graph.
         examples: a value for each of the part's inputs: the caller's own tensors, and FakeTensors
             of what other parts make.
-        settings: how.
         held: takes the tensors that it reads besides.
 
     Raises:

@@ -117,11 +117,9 @@ def go_backward(
     ran: Sequence[Ran],
     **options: Any,
 ) -> Backward:
-    """The gradients of `losses`, under a tracer.
+    """The gradients of `losses` with respect to `inputs`, under a tracer.
 
     Args:
-        losses: from them.
-        inputs: of them.
         masters: for each input the parameter that it stands for, or None.
         direct: the inputs (by index) whose gradients only steps read.
         ran: the forwards that have run.

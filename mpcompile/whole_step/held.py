@@ -20,10 +20,9 @@ class Held:
 
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that stays; each is held once."""
-        known = self._numbers.get(id(tensor))
-        return (
-            self._numbers.setdefault(id(tensor), self._append(tensor)) if known is None else known
-        )
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = self._append(tensor)
+        return self._numbers[id(tensor)]
 
     def add_fresh(self, tensor: torch.Tensor) -> int:
         """The number of a tensor like this one that each step replaces."""

@@ -21,7 +21,7 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..lower.inference import Function, compile_inference, options_for_joins
-from ..lower.joint import JointPasses, with_joint_passes
+from ..lower.joint import with_joint_passes
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
@@ -29,10 +29,8 @@ from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import TracingContext
-from .forward import Forward
 from .phases import by_phase, phases_of
 from .program import Program
-from .update import Update
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _check(program: Program, graph: fx.Graph) -> None:
     tensors, which may be another.
     """
     layers = sum(n.target in IN_A_GRAPH.values() for n in graph.nodes)
-    if layers < 2 * sum(m.recurrent for m in program.made if isinstance(m, Forward)):
+    if layers < 2 * sum(forward.recurrent for forward in program.forwards):
         raise CannotRewrite("a recurrent layer that would be unrolled over time")
     shared = _in_several(graph.find_nodes(op="placeholder"))
     written = {m for n in graph.nodes for w in ir.written(n) for m in ir.memory(w.meta["val"])}
@@ -118,20 +116,12 @@ def _in_several(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def compiled(
-    traced: Traced,
-    stays: Sequence[bool],
-    settings: Settings,
-    joint: JointPasses,
-    updates: Sequence[Update],
+    program: Program, traced: Traced, stays: Sequence[bool], settings: Settings
 ) -> Function:
-    """Compile the graph.
+    """Compile the graph of a program.
 
     Args:
-        traced: it.
         stays: for each input, whether it is the same memory in every step.
-        settings: how.
-        joint: passes for the graph of forward and backward.
-        updates: the steps in it.
 
     Returns:
         A function of a list of all inputs; it may empty the list. Run it without grad mode.
@@ -140,13 +130,13 @@ def compiled(
     if settings.emit != "inductor":
         return lambda values: graph(*values)
     options = dict(settings.options or {})
-    if any(update.rounds for update in updates):  # Muon: a fused kernel would keep FP32
+    if any(update.rounds for update in program.updates):  # Muon: a fused kernel would keep FP32
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
     device = place_of([n.meta["val"] for n in inputs])
     patches = inductor_for(
         settings.mode,
-        with_joint_passes({**options_for_joins(graph.graph, device), **options}, joint),
+        with_joint_passes({**options_for_joins(graph.graph, device), **options}, program.joint),
     ).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
         return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches))
@@ -164,16 +154,13 @@ def _is_cut(inputs: Sequence[fx.Node], device: torch.device) -> bool:
 
 
 def _by_inductor(graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any) -> Function:
-    values = [_detached(n.meta["val"]) for n in graph.graph.find_nodes(op="placeholder")]
+    values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     context = TracingContext.get()
     return compile_inference(
         graph, values, context.fake_mode,
         static=static, shares_memory=_shares_memory(graph), patches=patches,
     )  # fmt: skip
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _shares_memory(graph: fx.GraphModule) -> bool:

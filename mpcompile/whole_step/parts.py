@@ -60,7 +60,7 @@ def cut(graph: fx.Graph) -> list[Part]:
     """
     backwards = graph.find_nodes(op="call_function", target=BACKWARD)
     behind = _all_after(graph, backwards)
-    losses = {n for node in backwards for n in _nodes(node.args[0])}
+    losses = {n for node in backwards for n in listed(node.args[0])}
     if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
         raise CannotRewrite("a loss is computed from gradients")
     before = ir.all_before(losses)
@@ -140,9 +140,10 @@ def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:
     return grad
 
 
-def _nodes(argument: object) -> list[fx.Node]:
-    listed = argument if isinstance(argument, (list, tuple)) else [argument]
-    return [n for n in listed if isinstance(n, fx.Node)]
+def listed(argument: object) -> list[fx.Node]:
+    """The nodes in an argument that is one, or a list of some."""
+    several = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [n for n in several if isinstance(n, fx.Node)]
 
 
 def _all_after(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -161,8 +162,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        return _nodes(node.args[0])
-    return _nodes(node.kwargs.get("out"))
+        return listed(node.args[0])
+    return listed(node.kwargs.get("out"))
 
 
 # of the module `operator`

@@ -19,11 +19,9 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..ir.fakes import duplicate, fake_twin
 from ..lower.joint import NO_PASSES, JointPasses
-from ..optim.compile_piece import Emit
 from ..optim.inputs import Setting
 from ..planner.target import place_of
 from ..scaling.loss_scale import LossScale
@@ -42,12 +40,11 @@ from .gradients import (
     straighten,
 )
 from .held import Held
-from .parts import Part, cut, last_steps
+from .parts import Part, cut, last_steps, listed
 from .tracing import optimizer_of
-from .update import Update
+from .update import Update, emit_behind
 from .writes import Writes
 
-_FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 Varying = Callable[[Any], frozenset[Setting]]
 
 
@@ -118,6 +115,14 @@ class Program:
         self._check_results(running)
 
     @property
+    def forwards(self) -> list[Forward]:
+        return [made for made in self.made if isinstance(made, Forward)]
+
+    @property
+    def updates(self) -> list[Update]:
+        return [made for made in self.made if isinstance(made, Update)]
+
+    @property
     def can_be_watched(self) -> bool:
         """Whether a step may run in pieces instead: with several backwards, one piece may hold what
         two of them need, and torch frees it behind the first.
@@ -138,7 +143,8 @@ class Program:
             optimizer = optimizer_of(number)
             real = [self._real[p] for p in params]
             arrived = self._arrived(params, grads, running)
-            behind = self._emit_of_pieces(len(real)) if part in self._last else None
+            device = place_of(list(self._real.values()))
+            behind = emit_behind(device, len(real), self._settings) if part in self._last else None
             update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, behind)
             self.made.append(update)
             return update
@@ -162,19 +168,6 @@ class Program:
                 memory.update(map(storage_of, filter(torch.is_tensor, written)))
         return {n for n, x in self._real.items() if torch.is_tensor(x) and storage_of(x) in memory}
 
-    def _emit_of_pieces(self, count: int) -> Emit | None:
-        """How the pieces of a last step run behind the graph; None: it is a part of the graph.
-
-        On a CPU, a function with the updates of many parameters takes Inductor longer than all
-        else. As pieces they are compiled once for each kind.
-        """
-        device = place_of(list(self._real.values()))
-        settings = self._settings
-        if count <= _FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
-            return None
-        options = tuple(sorted((settings.options or {}).items()))
-        return Emit("inductor", settings.mode, options)
-
     def fakes(self) -> list[torch.Tensor]:
         """FakeTensors of the held tensors."""
         return [self._mode.from_tensor(t, static_shapes=True) for t in self.held.tensors]
@@ -186,7 +179,7 @@ class Program:
     def _check_results(self, running: _Running) -> None:
         """Refuse a result that the caller could still go backward from."""
         gone = [b for b in running.backwards if not b.kwargs.get("retain_graph")]
-        used_up = {n for b in gone for n in ir.all_before(_losses(b)) if _is_computed(n)}
+        used_up = {n for b in gone for n in ir.all_before(listed(b.args[0])) if _is_computed(n)}
         for result in self._results():
             value = running.env.get(result)
             needs = isinstance(value, torch.Tensor) and value.requires_grad
@@ -236,11 +229,10 @@ class Program:
             itself is not finite.
         """
         held = list(self.held.tensors)
-        for forward in self.made:
-            if isinstance(forward, Forward) and (scale := forward.scale) in scales:
-                assert scale is not None
+        for forward in self.forwards:
+            if forward.scale is not None and forward.scale in scales:
                 at = forward.scale_at
-                held[at] = torch.full_like(held[at], scales[scale])
+                held[at] = torch.full_like(held[at], scales[forward.scale])
         running = self._start([_copied(x) for x in given], held)
         for part, made in self._parts:
             if part.kind != "step":
@@ -251,7 +243,7 @@ class Program:
             for one in filter(None, backward.arrived):
                 if one.scale is not None and bool(any_nonfinite([one.grad])):
                     overflowed.add(one.scale)
-        losses = [running.env[n].detach() for b in running.backwards for n in _losses(b)]
+        losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
         return overflowed, bool(any_nonfinite(losses))
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
@@ -340,11 +332,6 @@ def _sum(backwards: Sequence[Backward]) -> dict[LossScale, torch.Tensor]:
         for scale, found in backward.found.items():
             total[scale] = total[scale] + found if scale in total else found
     return total
-
-
-def _losses(node: fx.Node) -> list[fx.Node]:
-    losses: Any = node.args[0]
-    return list(losses) if isinstance(losses, (list, tuple)) else [losses]
 
 
 def _copied(value: Any) -> Any:

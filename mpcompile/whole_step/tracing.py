@@ -5,7 +5,7 @@ break the graph on purpose. So while such a function is traced, Dynamo reads oth
 leaves one operator in the graph (`operators/take_step.py`), with the parameters that have a
 gradient and these gradients; the backend puts the optimizer's step in its place. `zero_grad` sets
 every gradient to None without looking at it, so nothing is guarded on. The optimizers stay as they
-are; what Dynamo does not guard on of them, `calls.py` checks.
+are; what Dynamo does not guard on of them, `call.py` checks.
 
 What stands in the place of Dynamo's own proves in each trace that it was reached (`check_reached`).
 Where an optimizer's `step` or `zero_grad`, or the check of the results, were not, Dynamo breaks its
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ..capture import rebound
 from ..errors import CannotRewrite
+from ..optim.inputs import parameters_of
 from ..ranks.zero import is_zero
 from ..scaling import hooks
 from ..torch_inside import dynamo
@@ -55,11 +56,6 @@ def optimizer_of(number: int) -> Optimizer:
     if hooks.has_others(optimizer):
         raise CannotRewrite(f"{type(optimizer).__name__} has step hooks")
     return optimizer
-
-
-def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return tuple(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _numbered(optimizer: Optimizer) -> int:
@@ -151,11 +147,12 @@ class _Patches:
             method(dynamo.builder, dynamo.IS_STATIC, _not_static),
         )
 
-    def apply(self) -> None:
-        """Put all in place, or nothing.
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """In this context, all are in place.
 
         Raises:
-            MissingInTorch: Dynamo has no such place.
+            MissingInTorch: Dynamo has no such place. Then none is.
         """
         with contextlib.ExitStack() as undo:
             for replacement in self._replaced:
@@ -165,10 +162,9 @@ class _Patches:
             module = dynamo.torch_function
             banned = [name for name in module.banned_attrs if name != "grad"]
             undo.callback(put(Spot(module, "banned_attrs"), banned))
-            self._undo = undo.pop_all()
-
-    def revert(self) -> None:
-        self._undo.close()
+            _patches.append(self)
+            undo.callback(_patches.pop)
+            yield
 
     def _read(self, ours: Any, theirs: Any, variable: Any, tx: Any) -> Any:
         return dynamo.with_number(ours, self._number(variable))
@@ -193,14 +189,8 @@ def traceable_optimizers() -> Iterator[None]:
     """In this context, Dynamo traces the steps of all optimizers as `take_step`; no other thread
     compiles.
     """
-    with dynamo.compile_lock:
-        patches = _Patches()
-        patches.apply()
-        _patches.append(patches)
-        try:
-            yield
-        finally:
-            _patches.pop().revert()
+    with dynamo.compile_lock, _Patches().applied():
+        yield
 
 
 def check_reached(has_backward: bool) -> None:

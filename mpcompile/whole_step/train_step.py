@@ -2,7 +2,7 @@
 
     traced by Dynamo       forward, backward, steps: one graph of Dynamo's (`tracing.py`)
     compiled               one graph of ATen operators (`program.py`, `one_graph.py`)
-    called                 `calls.py`
+    called                 `call.py`
 
 A step that can't be traced as a whole runs in pieces for good; one warning says why. Single steps
 run in pieces as well, op by op: the first one of an optimizer that makes its state there, and those
@@ -62,7 +62,6 @@ class TrainStep:
     """What `mpcompile(function)` returns for a function that goes backward.
 
     Args:
-        function: the user's.
         compile_in_pieces: (function, emit) -> the function compiled in pieces.
         options: of our backend.
         compile_kwargs: others of `torch.compile`.
@@ -121,7 +120,7 @@ class TrainStep:
             return self._leave(CannotRewrite(self._off), args, kwargs)
         tries = 0
         while True:
-            self._backend.began = False
+            self._backend.thread.began = False
             try:
                 result = self._whole(*args, **kwargs)
                 self._runs += 1
@@ -142,7 +141,7 @@ class TrainStep:
             except NotThisTime:
                 break
             except Exception as error:
-                if self._backend.began:  # it is the program that failed, as it does in pieces
+                if self._backend.thread.began:  # the program failed, as it does in pieces
                     raise
                 if not were_set() and tries < _TRIES:  # another thread compiled at that time
                     tries += 1

@@ -7,7 +7,7 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..ir.step import Slot
 from ..optim.compile_piece import Emit
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state
-from ..optim.inputs import Member, Setting
+from ..optim.inputs import Member, Setting, parameters_of
 from ..optim.join_pieces import join_small, keep_results
 from ..optim.key import StepKey, Stored
 from ..optim.optimizer import MPOptimizer
@@ -35,11 +35,13 @@ from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizers
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
+from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
 from .held import Held
-from .tracing import parameters_of
+
+_FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,15 @@ class _Parts:
 
     Attributes:
         optimizer: whose step is traced: of an MPOptimizer, the one that it wraps.
-        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
         own: the loss scale of parameters that no scaled model reads, or None: they aren't checked.
-        results: where the step reports.
-        notices: is told of each step.
-        dump: directory for the graph of the step after every pass, or None.
+        given: the only loss scale that its models may have, or None.
         is_connected: whether other processes hold parts of the parameters.
     """
 
     optimizer: Optimizer
     max_grad_norm: float | None = None
     own: LossScale | None = None
+    given: LossScale | None = None
     results: Results = field(default_factory=Results)
     notices: Notices = field(default_factory=Notices)
     dump: Path | None = None
@@ -68,35 +68,25 @@ class _Parts:
     def of(cls, optimizer: Optimizer) -> _Parts:
         if not isinstance(optimizer, MPOptimizer):
             return cls(optimizer)
-        return cls(
-            optimizer.inner,
-            optimizer._max_grad_norm,
-            optimizer._own_scale,
-            optimizer._results,
-            optimizer._notices,
-            optimizer._dump,
-            optimizer._connected is not None,
-        )
+        o = optimizer
+        scales = o._own_scale, o._given_scale
+        shared = o._connected is not None
+        return cls(o.inner, o._max_grad_norm, *scales, o._results, o._notices, o._dump, shared)
 
 
 class Update:
     """One optimizer's step, for parameters that have a gradient.
 
     Args:
-        optimizer: whose step it is.
-        params: the parameters.
-        arrived: their gradients.
+        arrived: the gradients of the parameters.
         varying: settings whose floats are inputs, because they were seen to change.
         held: takes the tensors that the step reads and writes.
         behind: how its pieces run behind the graph, if it isn't a part of the graph.
 
     Attributes:
-        optimizer: as given.
-        scales: the loss scales of the gradients.
         inner: of an MPOptimizer, the one that it wraps.
         rests_on: what must not change of that one.
         constants: the settings that are constants of the graph.
-        is_behind: whether it runs behind the graph.
         rounds: whether it computes in a low dtype by itself, as Muon does.
 
     Raises:
@@ -121,8 +111,7 @@ class Update:
             raise CannotRewrite("a gradient is sparse")
         self._key = key = _key(parts, params, arrived)
         self.scales = key.scales
-        given = getattr(optimizer, "_given_scale", None)
-        if given is not None and any(scale is not given for scale in self.scales):
+        if parts.given is not None and any(scale is not parts.given for scale in self.scales):
             raise CannotRewrite("its MPOptimizer was given another loss scale")
         everyone = parameters_of(optimizer)
         with gradients_stand_by(everyone, params):
@@ -145,13 +134,11 @@ class Update:
         )
         self._graph = self._step.graph
         self._hold(held)
-        self._given: Mapping[Slot, fx.Node] = {}  # inputs of the pieces that each step fills anew
         if behind is not None:
             self._part(behind)
-        # For each loss scale, which held tensors or inputs of the pieces each step fills anew.
-        places: Mapping[Slot, int | fx.Node] = {**self._given, **self._at}
+        # For each loss scale, which held tensors each step replaces.
         self._fresh = [
-            [places.get(Slot("scale", k, name)) for name in ("first", "flag")]
+            [self._at.get(Slot("scale", k, name)) for name in ("first", "flag")]
             for k in range(len(self.scales))
         ]
 
@@ -162,19 +149,14 @@ class Update:
         for slot in self._inputs:
             if slot.kind == "scale" and slot.key == "flag":
                 self._at[slot] = held.add_fresh(self._step.no_overflows)
-            elif self.is_behind:
-                continue
             elif slot.kind == "scale" and slot.key == "first":
                 self._at[slot] = held.add_fresh(self._step.firsts[True])
-            elif slot.kind == "copy":
-                self._at[slot] = held.add(self._copy(slot).stored)
+            elif self.is_behind:
+                continue
+            elif slot.kind == "copy" and (copy := self._key.copies[slot.index]) is not None:
+                self._at[slot] = held.add(copy.stored)
             elif slot in self._step.held and slot.kind != "param":
                 self._at[slot] = held.add(self._step.held[slot])
-
-    def _copy(self, slot: Slot) -> WorkingCopy:
-        copy = self._key.copies[slot.index]
-        assert copy is not None
-        return copy
 
     def _part(self, behind: Emit) -> None:
         """Cut the step into pieces. The norms are computed in the graph, where the gradients are
@@ -186,8 +168,11 @@ class Update:
         others = tuple(p for p in step.pieces if p not in self._measures)
         pieces = keep_results(join_small(Split(others, step.commits)))
         self._program = BoundPieces(pieces, self._step.held, behind)
-        self._given = self._program.given
-        self._env: dict[fx.Node, Any] = {}
+        given = self._program.given
+        self._firsts = {n: self._at[s] for s, n in given.items() if s.key == "first"}
+        self._given = {s: n for s, n in given.items() if s.key != "first"}
+        measured = [n for piece in self._measures for n in piece.outputs]
+        self._taken = [*measured, *self._given.values()]
 
     # -- under a tracer ----------------------------------------------------------------------------
 
@@ -269,36 +254,18 @@ class Update:
         for piece in self._measures:
             grads = [arrived[ir.slot_of(n).index].grad for n in piece.inputs]
             norms += piece.graph(*grads)
-        return norms + self._values(map(ir.slot_of, self._given_behind()), arrived, found, held)
-
-    def _given_behind(self) -> list[fx.Node]:
-        """The inputs of a step behind the graph that are made anew, other than by its scales."""
-        return [n for s, n in self._given.items() if s.key != "first"]
-
-    def _taken(self) -> list[fx.Node]:
-        """What a step behind the graph takes from it: the norms, and its own inputs."""
-        return [*(n for piece in self._measures for n in piece.outputs), *self._given_behind()]
+        return norms + self._values(self._given, arrived, found, held)
 
     # -- in each step ------------------------------------------------------------------------------
 
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
-        values: dict[int | fx.Node, torch.Tensor] = {}
-        self._step.begin(self._parts.optimizer, self.optimizer, self._fresh, values)
-        for place, value in values.items():
-            if isinstance(place, int):
-                held[place] = value
-            else:
-                self._env[place] = value
+        self._step.begin(self._parts.optimizer, self.optimizer, self._fresh, held)
 
-    @property
-    def wants(self) -> int:
-        """How many results of the graph a step behind it takes."""
-        return len(self._taken()) if self.is_behind else 0
-
-    def take(self, values: Sequence[torch.Tensor]) -> None:
-        """Do a step behind the graph, which returned these values for it."""
-        env = {**self._env, **dict(zip(self._taken(), values, strict=True))}
+    def take(self, values: Iterator[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
+        """Do a step behind the graph: `values` are what the graph returned, from there on."""
+        env = {node: held[at] for node, at in self._firsts.items()}
+        env |= {node: next(values) for node in self._taken}
         with torch.no_grad(), autocast_off():
             self._program.run(env)
 
@@ -312,6 +279,18 @@ class Update:
         if not optimizers.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
                 scale.overflows.lookers.add(self.optimizer)
+
+
+def emit_behind(device: torch.device, count: int, settings: Settings) -> Emit | None:
+    """How the pieces of a last step over so many parameters run behind the graph; None: it is a
+    part of the graph.
+
+    On a CPU, a function with the updates of many parameters takes Inductor longer than all else. As
+    pieces they are compiled once for each kind.
+    """
+    if count <= _FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
+        return None
+    return Emit("inductor", settings.mode, tuple(sorted((settings.options or {}).items())))
 
 
 def _kept(numbers: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:

@@ -116,6 +116,16 @@ def test_a_warmup_starts_from_zero(emit: str) -> None:
     twins.agree()
 
 
+def test_a_learning_rate_that_was_a_tensor_for_one_step() -> None:
+    p = nn.Parameter(torch.zeros(()))
+    optimizer = MPOptimizer(SGD([p], lr=1.0), emit="eager")
+    for rate in (1.0, torch.tensor(2.0), 1.0):
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = torch.ones(())
+        optimizer.step()
+    assert p.item() == -4.0
+
+
 def test_param_groups_with_settings_of_their_own() -> None:
     def make(p: Any) -> Optimizer:
         return AdamW([{"params": p[:1], "lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.9)},

@@ -361,7 +361,8 @@ def test_the_multi_tensor_form_is_elementwise(mesh: Any) -> None:
     def prove(optimizer: torch.optim.Optimizer) -> None:
         members = [Member(0, p) for p in optimizer.param_groups[0]["params"]]
         initialise_state(optimizer, members)
-        graph = trace(optimizer, members, foreach=True).graph.graph
+        strides = [m.param.stride() for m in members]
+        graph = trace(optimizer, members, strides=strides, foreach=True).graph.graph
         assert any("_foreach_" in str(node.target) for node in graph.nodes)
         refuse_mixing(graph, members)
 

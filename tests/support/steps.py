@@ -35,7 +35,8 @@ def traced(
         p.grad = grad
     members = [Member(0, p) for p in params]
     initialise_state(optimizer, members)
-    return trace(optimizer, members, foreach=foreach).graph
+    strides = [t.stride() for t in gradients or params]
+    return trace(optimizer, members, strides=strides, foreach=foreach).graph
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
