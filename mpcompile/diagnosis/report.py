@@ -106,7 +106,6 @@ class Report:
 
     @property
     def first(self) -> Fault | None:
-        """The most serious fault, or None."""
         return self.faults[0] if self.faults else None
 
     @property

@@ -42,7 +42,6 @@ def scale_note(report: Report) -> str:
 
 
 def number(scale: float | None) -> str:
-    """A loss scale."""
     return "none" if scale is None else f"{scale:g}"
 
 
@@ -139,6 +138,5 @@ def _updates(report: Report) -> Iterator[Part]:
 
 
 def _worst(report: Report, badness: Callable[[NodeNumbers], float]) -> list[NodeNumbers]:
-    """The worst nodes, without those that are well."""
     found = sorted((n for n in report.nodes if badness(n)), key=lambda n: -badness(n))
     return found[:WORST]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..optim.inputs import Setting
-from ..scaling import gradient_readers, parameters
+from ..scaling import parameters
+from ..torch_inside.autograd import hooks_on
 from .forward import Forward
 from .one_graph import Traced
 from .program import Program
@@ -105,7 +106,7 @@ class Call:
         for i, param, state in self._trained:
             if given[i] is not param or not (known or parameters.state_of(param) is state):
                 raise Outdated
-            if gradient_readers.has_hooks(param):
+            if any(hooks_on(param)):
                 raise NotThisTime("a parameter has a hook that reads its gradient")
             grad = param.grad
             if grad is not None and grad.dtype is not param.dtype:

@@ -14,7 +14,6 @@ import torch
 
 from ..devices.generators import unchanged
 from ..scaling.loss_scale import LossScale
-from ..scaling.scale_search import first_tried, give_up, keep
 from ..torch_inside.amp import autocast_off
 from .program import Program
 
@@ -27,7 +26,7 @@ def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[An
         scales: those whose start is still to be found, or which have skipped a step.
         given: Dynamo's inputs.
     """
-    first = {scale: first_tried(scale) for scale in scales}
+    first = {scale: scale.search.first_tried() for scale in scales}
     tried = dict(first)
     devices = {x.device for x in given if isinstance(x, torch.Tensor)}
     while True:
@@ -41,7 +40,7 @@ def find_start(program: Program, scales: Sequence[LossScale], given: Sequence[An
         tried.update({scale: tried[scale] * 0.5 for scale in too_large})
     for scale, at in tried.items():
         if hopeless or scale in too_large:
-            give_up(scale, torch.tensor(scale.value), hopeless=hopeless)
+            scale.search.give_up(torch.tensor(scale.value), hopeless=hopeless)
         else:
-            keep(scale, at, None, tried=first[scale])
+            scale.search.keep(at, None, tried=first[scale])
             scale.search.end(settle=False)

@@ -35,6 +35,7 @@ from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizers
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
+from ..scaling.overflows import Count
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .gradients import Arrived
@@ -311,7 +312,7 @@ class Update:
         self._parts.notices.look()
         if not optimizers.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
-                scale.overflows.lookers.add(self.optimizer)
+                scale.overflows.looks.setdefault(self.optimizer, Count())
 
 
 def _kept(numbers: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
