@@ -118,7 +118,7 @@ class WorkingCopy:
         """Cast the copy anew if the master may have changed since it was written."""
         facts = master.__dict__
         untouched = facts.get("_mp_written") is False and "_mp_handles" not in facts
-        if untouched and self._seen == _state(master):
+        if untouched and self._seen == (master.data_ptr(), version(master)):
             return  # as mostly: each forward asks this of each parameter
         exposed = not isinstance(master, MasterWeight) or master.may_be_written()
         if exposed and self.awaited and self._holds(master):
