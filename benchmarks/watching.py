@@ -28,7 +28,7 @@ from benchmarks.harness.timing import Arm, idle_wait, low_dtype, take_turns
 from benchmarks.models import MLP, Sample
 from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpcompile, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
-from mpcompile.ir.scale import ScaleState
+from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.scaling.live_scale import LiveScale
 from mpcompile.scaling.trouble import Trouble
 
@@ -170,14 +170,16 @@ def _nothing(**_: object) -> None: ...
 
 def _noting() -> dict[str, float]:
     """Nanoseconds of each thing that a step does, without a model."""
-    live = LiveScale(ScaleState(1.0))
+    live = LiveScale(ScaleState(1.0), ScaleRule())
     live.reside(torch.device("cpu"))
     trouble = Trouble(live)
     trouble.judge = mock.Mock()
     calls: dict[str, Callable[[], Any]] = {
         "a forward asks whether it is watched": lambda: trouble.pending,
         "the step of a plain optimizer": lambda: trouble.settled(overflow=False),
-        "the step of an MPOptimizer, an eighth of a read included": trouble.stepped,
+        "the step of an MPOptimizer, an eighth of a read included": lambda: trouble.stepped(
+            live.stepped()
+        ),
     }
     repeats = 20_000
     return {

@@ -30,7 +30,6 @@ from .runtime import uncalled
 from .runtime.looking import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by
-from .runtime.say_outside import gains, say_outside
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
@@ -111,7 +110,11 @@ def _compiled(
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
-    looking_for = None if settings.level is Level.O0 else _looking_for(settings, record)
+    looking_for: Callable[[Any], Looking] | None = None
+    if settings.level is not Level.O0:
+        looking_for = functools.partial(
+            Looking, plans=record.plans, dtype=settings.dtype, strict=settings.strict
+        )
     if isinstance(model, nn.Module):
         check_module(model, settings)
         first, *others = ddp.called_modules(model)
@@ -137,21 +140,6 @@ def _compiled(
     compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
     records[compiled] = record
     return compiled
-
-
-def _looking_for(settings: Settings, record: Record) -> Callable[[Any], Looking]:
-    """Makes what looks at the first calls of a module, or of a function."""
-
-    def looking(compiled: Any) -> Looking:
-        module = compiled if isinstance(compiled, nn.Module) else None
-        named = compiled if module is not None else getattr(compiled, "__name__", "a function")
-        return Looking(
-            module,
-            functools.partial(gains, module=module, dtype=settings.dtype),
-            functools.partial(say_outside, record.plans, named, strict=settings.strict),
-        )
-
-    return looking
 
 
 def _compiled_function(

@@ -23,8 +23,7 @@ from .padding.products import product
 from .pipeline import Planned
 from .planner.target import Target
 from .plans.advice import say_nothing_runs_low, say_products_stay
-from .runtime.graph_call import is_leaf, with_extra_inputs
-from .runtime.under_ddp import noticing_ddp
+from .runtime.graph_call import is_leaf, noticing_ddp, reading, scaled
 from .runtime.watched_call import Watched
 from .runtime.witness import constants_of
 from .scaling import fit_scale, shardings
@@ -71,20 +70,21 @@ def function_of(
     transformed = any(map(ir.in_functorch, graph.graph.nodes))
     joint = joint_passes(settings.level, target.device, transformed=transformed)
     compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
-    watched = None
+    reader = known.reader_for(planned)
+    if reader is not None and settings.true_gradients:
+        reader.low_gradients = scale is None
     if scale is not None:
         if searches:
             scale.search.possible = True
             compiled = fit_scale.fitting(compiled, scale, inputs)
         scale.open |= any(is_trained(x) and not is_leaf(x) for x in examples)
         watched = Watched(planned, traced_code(), repair=settings.repair)
-    reader = known.reader_for(planned)
-    if reader is not None and settings.true_gradients:
-        reader.low_gradients = scale is None
-    call = with_extra_inputs(
-        compiled, inputs, reader, scale, examples, target.device, watched, searches, constant
-    )
-    return noticing_ddp(call, examples, reduced_in, scale, hooked=settings.reduces_low)
+        compiled = scaled(
+            compiled, inputs, reader, scale, examples, target.device, watched, searches, constant
+        )
+    elif reader is not None:
+        compiled = reading(compiled, inputs, reader)
+    return noticing_ddp(compiled, examples, reduced_in, scale, hooked=settings.reduces_low)
 
 
 def function_of_left(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Function:

@@ -22,13 +22,12 @@ from ..ir.dtypes import HALF
 from ..observe.compared import source_of_value
 from ..observe.numbers import Numbers
 from ..pipeline import Planned
-from ..records import pinned_in, recorded, studied
-from ..rules.policy import Level, Policy
-from ..scaling import parameters
-from ..settings import Options, Settings, check_module
+from ..records import studied
+from ..rules.policy import Policy
+from ..settings import Options
 from .checks import check_loss_fn, check_trained
-from .diagnose import loss_of
-from .sides import Run, Side, Sides, copied
+from .diagnose import loss_of, sides_of
+from .sides import Run, Side
 
 __all__ = ["calibrate"]
 
@@ -71,23 +70,14 @@ def calibrate(
     check_loss_fn(loss_fn, "model, batch", example)
     if not margin >= 1:
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
-    record = recorded(model)
-    settings = Settings.parse(
-        {**(record.request if record else {}), **options, "pad": "never", "dump": None}
-    )
-    if settings.level is Level.O0:
-        raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to pin")
-    held = any(parameters.owner_of(p) is not None for p in model.parameters())
-    twin, _ = copied(model, None)
-    check_module(twin, settings)
-    sides = Sides(twin, (), {}, loss_of, settings, held, pinned_in(model))
+    sides, _ = sides_of(model, options, "pin")
     seen = _Seen(float(margin))
     for batch in batches:
         step = functools.partial(_step, loss_fn, batch)
         seen.add(sides.run(Side.FULL, step=step))
     if not seen.batches:
         raise MPCompileError("batches is empty: give some of what the model is trained on")
-    return settings.policy.with_pins(seen.pins())
+    return sides.settings.policy.with_pins(seen.pins())
 
 
 def _step(loss_fn: Step | None, batch: Any, forward: Callable[..., Any]) -> torch.Tensor:
@@ -114,7 +104,6 @@ class _Seen:
         self._hits: Counter[str] = Counter()
 
     def add(self, run: Run) -> None:
-        """Take in one batch."""
         self.batches += 1
         found = set()
         for graph, record in run.calls:
@@ -125,7 +114,6 @@ class _Seen:
         self._hits.update(found)
 
     def pins(self) -> dict[str, str]:
-        """The nodes to keep in FP32, and why."""
         return {
             name: f"{self._what[name]} up to {amax:.2g} in {self._hits[name]} of {self.batches} "
             "batches"

@@ -92,23 +92,46 @@ def diagnose_call(
     _check(model, args, kwargs, steps)
     check_trained(model, "diagnose")
     check_loss_fn(loss_fn, "result", "lambda result: F.cross_entropy(result, y)")
+    sides, optimizer = sides_of(
+        model, options, "diagnose", usable(optimizer, model), args, kwargs, loss_fn
+    )
+    optimizer = optimizer or default_optimizer(sides.twin)
     record = recorded(model)
-    asked = {**(record.request if record else {}), **options}
-    # Pads change no result, and would shift random numbers.
-    settings = Settings.parse({**asked, "pad": "never", "dump": None})
-    if settings.level is Level.O0:
-        raise MPCompileError("level='O0' leaves everything in FP32: there is nothing to diagnose")
-    held = any(parameters.owner_of(p) is not None for p in model.parameters())
-    twin, optimizer = copied(model, usable(optimizer, model))
-    check_module(twin, settings)
-    optimizer = optimizer or default_optimizer(twin)
-    sides = Sides(twin, args, kwargs, loss_fn or loss_of, settings, held, pinned_in(model))
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
         report = _step(sides, optimizer, scale, type(model).__name__)
         if report.faults:
             break
     return report
+
+
+def sides_of(
+    model: nn.Module,
+    options: Mapping[str, Any],
+    what_for: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Loss | None = None,
+) -> tuple[Sides, torch.optim.Optimizer | None]:
+    """The sides of a copy of a model, with the options that it was compiled with and these; and a
+    copy of the optimizer.
+
+    Raises:
+        MPCompileError: a bad option, or a model that mpcompile refuses or that can't be copied.
+    """
+    record = recorded(model)
+    asked = {**(record.request if record else {}), **options}
+    # Pads change no result, and would shift random numbers.
+    settings = Settings.parse({**asked, "pad": "never", "dump": None})
+    if settings.level is Level.O0:
+        why = "leaves everything in FP32: there is nothing to"
+        raise MPCompileError(f"level='O0' {why} {what_for}")
+    held = any(parameters.owner_of(p) is not None for p in model.parameters())
+    twin, optimizer = copied(model, optimizer)
+    check_module(twin, settings)
+    loss = loss_fn or loss_of
+    return Sides(twin, args, kwargs or {}, loss, settings, held, pinned_in(model)), optimizer
 
 
 def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, model: str) -> Report:
@@ -161,7 +184,8 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
     found = []
     for number, (graph, record) in enumerate(low.calls):
         runs = Runs(
-            record, _same(full, number, graph), _same(exact, number, graph) if exact else None,
+            record, full.record_of(number, graph),
+            exact.record_of(number, graph) if exact else None,
             scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
         )  # fmt: skip
         place = sides.graphs.index(graph)
@@ -200,7 +224,6 @@ def _is_off(low: Run, full: Run, exact: Run) -> bool:
 
 
 def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterator[str]:
-    """What the report can't say elsewhere."""
     for left in dict.fromkeys(graph.plan.left for graph in sides.graphs):
         if left is not None:
             yield f"a graph was left in FP32, and not looked at: {left}"
@@ -260,15 +283,9 @@ def loss_of(result: Any) -> torch.Tensor:
     return torch.stack(means).sum()
 
 
-def _same(run: Run, number: int, graph: Planned) -> Record | None:
-    """The record of the same call on another side."""
-    same = number < len(run.calls) and run.calls[number][0] is graph
-    return run.calls[number][1] if same else None
-
-
 def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
     for number, (graph, record) in enumerate(low.calls):
-        other = _same(full, number, graph)
+        other = full.record_of(number, graph)
         for node in graph.plan.nodes:
             name = node.name
             if name not in record.values:

@@ -144,7 +144,6 @@ def _panel(title: str, counts: Sequence[int], total: int, shift: float) -> Panel
 
 
 def range_of(place: float) -> str:
-    """The name of the range of a magnitude, given as its log2."""
     return next(one.name for one in RANGES if one.start <= place < one.stop)
 
 

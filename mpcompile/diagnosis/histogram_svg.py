@@ -49,7 +49,6 @@ class Drawing(NamedTuple):
 
 
 def drawing_of(chart: Chart, panel: Panel) -> Drawing:
-    """Place the parts of one panel."""
     first, last = chart.low - 3, chart.high
 
     def x(place: float) -> float:

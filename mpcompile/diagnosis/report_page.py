@@ -59,7 +59,6 @@ def _lost(low: str, what: str, found: Shares) -> Tile:
 
 
 def _data(report: ReportData) -> dict[str, Any]:
-    """The data of the graphs' plans; their nodes with numbers and faults; the parameters."""
     data = of_plan.data_of(report.dtype, report.graphs)
     plain = report.to_dict()
     numbers = {(n["graph"], n["node"]): n for n in plain["nodes"]}

@@ -39,7 +39,6 @@ def scale_note(report: ReportData) -> str:
 
 
 def number(scale: float | None) -> str:
-    """A loss scale."""
     return "none" if scale is None else f"{scale:g}"
 
 
@@ -136,6 +135,5 @@ def _updates(report: ReportData) -> Iterator[Part]:
 
 
 def _worst(report: ReportData, badness: Callable[[NodeNumbers], float]) -> list[NodeNumbers]:
-    """The worst nodes, without those that are well."""
     found = sorted((n for n in report.nodes if badness(n)), key=lambda n: -badness(n))
     return found[:WORST]

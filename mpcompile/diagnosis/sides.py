@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +32,7 @@ from ..rules.policy import Level
 from ..runtime.apart import compiled_apart, nothing_happened
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
+from ..scaling.overflows import weakly
 from ..scaling.repairs import Repairs
 from ..settings import Settings
 from ..torch_inside import pytree
@@ -43,8 +43,6 @@ Step = Callable[[Callable[..., Any]], torch.Tensor]
 
 
 class Side(enum.Enum):
-    """Which program runs."""
-
     EXACT = "fp64"
     FULL = "fp32"
     LOW = "low"
@@ -73,6 +71,11 @@ class Run:
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     state: _State | None = None
 
+    def record_of(self, number: int, graph: Planned) -> Record | None:
+        """What was recorded in the call of this number, if it was one of this graph."""
+        same = number < len(self.calls) and self.calls[number][0] is graph
+        return self.calls[number][1] if same else None
+
 
 class _State:
     """The buffers and other attributes of a model and its submodules, but for the parameters."""
@@ -82,7 +85,6 @@ class _State:
         self.tensors = [(b, b.clone()) for b in model.buffers()]
 
     def restore(self) -> None:
-        """Make the model hold them again."""
         for module, attributes, buffers in self.own:
             for now, before in ((vars(module), attributes), (buffers_of(module), buffers)):
                 for name in [name for name in now if name not in before]:
@@ -131,7 +133,8 @@ class Sides:
         traced = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
             traced["allow_rnn"] = True
-        compiled = compiled_apart(twin, _weakly(self), "diagnose")
+        # Dynamo keeps each backend for as long as the process runs.
+        compiled = compiled_apart(twin, weakly(self._backend), "diagnose")
         self.forward = running(compiled, twin, looking=None, **traced)
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
@@ -217,7 +220,7 @@ class Sides:
     def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
         if self._side is Side.EXACT:
             return Exact(graph.captured, record).run(*args)
-        exact = self._exact_record(graph, number)
+        exact = self._exact.record_of(number, graph)
         if self._side is Side.FULL:
             if exact is None:
                 plain = Keeping if self.keep else Watch
@@ -228,14 +231,7 @@ class Sides:
             return Watch(graph.rewritten, record).run(*inputs)
         return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
 
-    def _exact_record(self, graph: Planned, number: int) -> Record | None:
-        """What the exact side recorded in this call, if it made the same one."""
-        calls = self._exact.calls
-        same = number < len(calls) and calls[number][0] is graph
-        return calls[number][1] if same else None
-
     def _assembled(self, graph: Planned, args: Sequence[Any]) -> list[Any]:
-        """The inputs of the rewritten graph: working copies, and the loss scale."""
         inputs, device = graph.inputs, device_of(args)
         scale = torch.tensor(self.scale, device=device)
         found = torch.zeros((), device=device, requires_grad=True)
@@ -249,18 +245,6 @@ class Sides:
                 master = torch.ops.mpcompile.unscale_grad(master, scale, found)
             working.append(master.to(ir.dtype(placeholders[k])))
         return inputs.assembled(args, working, scaling)
-
-
-def _weakly(sides: Sides) -> Callable[..., Any]:
-    """The backend. Dynamo keeps each one for as long as the process runs."""
-    sides_now = weakref.ref(sides)
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        found = sides_now()
-        assert found is not None
-        return found._backend(gm, example_inputs)
-
-    return backend
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .. import ir
 from ..ir.dtypes import HALF
 from .numbers import Shares, floats_of
 from .record import Record
-from .watch import Watch, passed
+from .watch import Watch
 
 __all__ = ["Comparing", "gradient_units", "relative_error", "source_of_value"]
 
@@ -27,6 +27,8 @@ class Comparing(Watch):
         scale: the loss scale of the rewritten graph; None for the captured one.
     """
 
+    of_leaves = True
+
     def __init__(
         self, gm: fx.GraphModule, record: Record, exact: Record, scale: float | None = None
     ) -> None:
@@ -35,12 +37,7 @@ class Comparing(Watch):
         self.scale = scale
         self.units = gradient_units(gm.graph) if scale is not None else {}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As above; the gradients of parameters are recorded, too."""
-        return super().run(*map(passed, args), **kwargs)
-
     def saw(self, n: fx.Node, result: Any) -> None:
-        """Record a value, and how far it is off."""
         super().saw(n, result)
         found, wanted = floats_of(result), self.exact.exact.get(source_of_value(n).name)
         if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
@@ -50,7 +47,6 @@ class Comparing(Watch):
             self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        """Record a gradient, and how far it is off."""
         super().saw_gradient(n, number, gradient)
         wanted = self.exact.exact_gradients.get((source_of_value(n).name, number))
         if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:

@@ -8,7 +8,10 @@ import enum
 from dataclasses import dataclass
 
 from ..plans.graph_plan import PlanNode
+from .numbers import Numbers
 from .record import Record
+
+_UNKNOWN = Numbers(amax=float("inf"))
 
 
 class Kind(enum.Enum):
@@ -74,24 +77,19 @@ class Runs:
 
     def amax(self, name: str) -> float:
         """The largest magnitude of a value in FP64, else in FP32; infinity if neither is known."""
-        for record in (self.exact, self.full):
-            if record is not None and name in record.values:
-                return record.values[name].amax
-        return float("inf")
+        return self._known("values", name).amax
 
     def amin(self, name: str) -> float:
         """The same of the smallest magnitude above zero."""
-        for record in (self.exact, self.full):
-            if record is not None and name in record.values:
-                return record.values[name].amin
-        return float("inf")
+        return self._known("values", name).amin
 
     def gradient_amax(self, name: str) -> float:
         """The same of the gradient of a value, without the loss scale."""
-        for record in (self.exact, self.full):
-            if record is not None and name in record.gradients:
-                return record.gradients[name].amax
-        return float("inf")
+        return self._known("gradients", name).amax
+
+    def _known(self, what: str, name: str) -> Numbers:
+        found = [getattr(r, what) for r in (self.exact, self.full) if r is not None]
+        return next((of[name] for of in found if name in of), _UNKNOWN)
 
     def bad_in_full(self, name: str) -> int | None:
         """How many elements of a value are not finite in FP32; None if that isn't known."""

@@ -31,7 +31,13 @@ __all__ = ["Exact", "Keeping", "Watch", "passed"]
 
 
 class Watch(fx.Interpreter):
-    """Records magnitudes and what is not finite."""
+    """Records magnitudes and what is not finite.
+
+    Attributes:
+        of_leaves: whether also of the gradients of parameters.
+    """
+
+    of_leaves = False
 
     def __init__(self, gm: fx.GraphModule, record: Record) -> None:
         super().__init__(gm)
@@ -41,14 +47,13 @@ class Watch(fx.Interpreter):
         """The results of the graph on these inputs; the caller's grad mode is as before."""
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()), autocast_off():
-                return super().run(*args, **kwargs)
+                return super().run(*(map(passed, args) if self.of_leaves else args), **kwargs)
         finally:
             # Autograd's nodes hold this object, by its hooks: what it holds of them is never freed.
             self.env.clear()
             self.args_iter = iter(())
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node, and record what it made."""
         operands = [self.env[operand] for operand in n.all_input_nodes]
         known = grad_fns(operands)
         result = self.computed(n)
@@ -84,12 +89,10 @@ class Watch(fx.Interpreter):
     # -- what is recorded -------------------------------------------------------------------------
 
     def saw(self, n: fx.Node, result: Any) -> None:
-        """Record a value."""
         if floats_of(result):
             self.record.values[n.name] = Numbers.of(result)
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        """Record the gradient of the result of this number."""
         self.record.gradients[n.name] += Numbers.of(gradient)
 
     def _hook(self, n: fx.Node, result: Any, known: set[GradFn]) -> None:
@@ -146,16 +149,13 @@ class Watch(fx.Interpreter):
 class Keeping(Watch):
     """A run whose values and gradients are kept, for others to be compared with."""
 
+    of_leaves = True
+
     def __init__(self, gm: fx.GraphModule, record: Record) -> None:
         super().__init__(gm, record)
         self._written = {ir.storage(to) for n in gm.graph.nodes for to in ir.written(n)}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As above; the gradients of parameters are recorded, too."""
-        return super().run(*map(passed, args), **kwargs)
-
     def saw(self, n: fx.Node, result: Any) -> None:
-        """Record and keep a value."""
         super().saw(n, result)
         kept = floats_of(result)
         if ir.storage(n) in self._written:  # through this name or another
@@ -163,7 +163,6 @@ class Keeping(Watch):
         self.record.exact[n.name] = kept
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        """Record and keep a gradient."""
         super().saw_gradient(n, number, gradient)
         kept, key = self.record.exact_gradients, (n.name, number)
         kept[key] = kept[key] + gradient if key in kept else gradient
@@ -190,11 +189,9 @@ class Exact(Keeping):
         return [_narrowed(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
     def dtype_of(self, n: fx.Node) -> torch.dtype:
-        """FP64 where the program has floating point."""
         return torch.float64
 
     def computed(self, n: fx.Node) -> Any:
-        """The result of a node in FP64."""
         result = super().computed(n)
         return _in_fp64(result) if n.op == "get_attr" else result
 

@@ -110,7 +110,6 @@ class MPOptimizer(Optimizer):
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
         self._notices = Notices()
         parameters.own(parameters_of(self._inner), self, self._given_scale)
-        guard.listen(self)
 
     # -- the optimizer underneath ------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..ir.step import Slot
-from ..scaling.async_read import Later
 from ..scaling.loss_scale import LossScale
 
 _DTYPES = {"skipped": torch.bool, "norm": torch.float32}
@@ -40,47 +39,16 @@ class Results:
 
 
 class Notices:
-    """Tells loss scales of each step, warns once if one is stuck at its floor, and logs how they
-    move. On a GPU the message comes a step late, without waiting.
-    """
+    """Tells loss scales of each generated step, once it has run."""
 
     def __init__(self) -> None:
-        self._looks: dict[int, _Look] = {}
         self._scales: tuple[LossScale, ...] = ()
 
     def follow(self, scales: Iterable[LossScale]) -> None:
         """A generated step has run over the gradients of these scales."""
         self._scales = tuple(scales)
-        for scale in self._scales:
-            if scale.kind == "dynamic" and id(scale) not in self._looks:
-                self._looks[id(scale)] = _Look(scale)
 
     def look(self) -> None:
         for scale in self._scales:
             scale.stepped()
         self._scales = ()
-        for look in self._looks.values():
-            look.at_floor()
-            look.scale.live.log_moves()
-
-
-class _Look:
-    """A look at whether a scale is at its floor, which is said once."""
-
-    def __init__(self, scale: LossScale) -> None:
-        self.scale = scale
-        self.arriving: Later | None = None
-        self.said = False
-
-    def at_floor(self) -> None:
-        tensor: torch.Tensor | None = self.scale.live.resident("floor")
-        if tensor is None or self.said:
-            return
-        if self.arriving is None or self.arriving.value is not tensor:
-            self.arriving = Later(tensor)
-        if (number := self.arriving.read()) is not None:
-            if self.arriving.is_copy:
-                self.arriving = None
-            if number:
-                self.said = True
-                self.scale.warn_at_floor()

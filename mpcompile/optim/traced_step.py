@@ -115,7 +115,7 @@ class TracedStep:
                 if isinstance(value, torch.Tensor):
                     kept[Slot("state", i, str(key))] = local(value)
         for k, scale in enumerate(self.key.scales):
-            for field, tensor in scale.reside(self.device).items():
+            for field, tensor in scale.live.reside(self.device).items():
                 kept[Slot("scale", k, field)] = tensor
         return kept
 

@@ -105,7 +105,6 @@ def will_reduce(module: DistributedDataParallel) -> bool:
 
 
 def reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters whose gradients it averages."""
     return [p for p in parameters_of(module) if p.requires_grad]
 
 

@@ -20,7 +20,6 @@ from .agree import Ranks
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     return isinstance(tensor, _dtensors())
 
 

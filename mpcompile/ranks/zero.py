@@ -18,7 +18,6 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is a ZeroRedundancyOptimizer."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 

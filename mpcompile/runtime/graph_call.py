@@ -14,53 +14,21 @@ from typing import Any
 import torch
 
 from ..ir.inputs import GraphInputs
-from ..scaling import guard
+from ..scaling import guard, reductions
 from ..scaling.copies import Reader
 from ..scaling.loss_scale import LossScale
+from ..torch_inside.distributed import active_ddp
 from .verdict import judge
 from .watched_call import Watched
 from .witness import check_constants
 
-__all__ = ["is_leaf", "with_extra_inputs"]
+__all__ = ["is_leaf", "noticing_ddp", "reading", "scaled"]
 
 Function = Callable[..., Any]
 
 
-def with_extra_inputs(
-    compiled: Function,
-    inputs: GraphInputs,
-    reader: Reader | None,
-    scale: LossScale | None,
-    examples: Sequence[Any],
-    device: torch.device,
-    watched: Watched | None,
-    searches: bool,
-    constant: Collection[int],
-) -> Function:
-    """Wrap the compiled graph in the function that Dynamo calls.
-
-    Args:
-        compiled: takes all inputs of the rewritten graph.
-        inputs: which input of the rewritten graph is what.
-        reader: provides the working copies; None where the graph reads none.
-        scale: the loss scale; None where the graph is not scaled.
-        examples: the caller's inputs that the graph was compiled with.
-        device: the device on which the graph reads the scale.
-        watched: runs it node by node after steps were skipped; None where it is not scaled.
-        searches: whether its first backward can search for the start of the scale.
-        constant: the results that no gradient enters, where the graph is scaled.
-    """
-    if scale is not None:
-        assert watched is not None
-        return _scaled(
-            compiled, inputs, reader, scale, examples, device, watched, searches, constant
-        )
-    if reader is not None:
-        return _reading(compiled, inputs, reader)
-    return compiled
-
-
-def _reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function:
+def reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function:
+    """Hand a graph without a loss scale its working copies."""
     masters = tuple(inputs.copies.values())
 
     def call(*args: Any) -> Any:
@@ -70,7 +38,7 @@ def _reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Functio
     return call
 
 
-def _scaled(
+def scaled(
     compiled: Function,
     inputs: GraphInputs,
     reader: Reader | None,
@@ -81,7 +49,19 @@ def _scaled(
     searches: bool,
     constant: Collection[int],
 ) -> Function:
-    """Pass the live scale to the graph, and tell optimizers of its parameters which scale it is."""
+    """Hand a graph its loss scale, and its working copies; tell optimizers of its parameters which
+    scale it is.
+
+    Args:
+        compiled: takes all inputs of the rewritten graph.
+        inputs: which input of the rewritten graph is what.
+        reader: provides the working copies; None where the graph reads none.
+        examples: the caller's inputs that the graph was compiled with.
+        device: the device on which the graph reads the scale.
+        watched: runs it node by node after steps were skipped.
+        searches: whether its first backward can search for the start of the scale.
+        constant: the results that no gradient enters.
+    """
     leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     masters = tuple(inputs.copies.values())
 
@@ -118,6 +98,33 @@ def _scaled(
         return results
 
     return call
+
+
+def noticing_ddp(
+    call: Function,
+    examples: Sequence[Any],
+    low: torch.dtype | None,
+    scale: LossScale | None,
+    *,
+    hooked: bool,
+) -> Function:
+    """Wrap what Dynamo calls: it may run in the forward of a DistributedDataParallel, which only
+    that forward tells (`mpcompile/ranks/ddp.py`), so each graph asks in each call.
+
+    Args:
+        low: the dtype in which its gradients may be exchanged; None: FP32.
+        hooked: see `reductions.enter`.
+    """
+    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+    wish = reductions.gradients_in(low, scale)
+
+    def run(*args: Any) -> Any:
+        module = active_ddp()
+        if module is not None and torch.is_grad_enabled():
+            reductions.enter(module, [args[i] for i in leaves], wish, scale, hooked=hooked)
+        return call(*args)
+
+    return run
 
 
 def is_leaf(value: Any) -> bool:

@@ -14,12 +14,20 @@ each. What is left after that is said.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..devices.registry import is_supported
+from ..errors import MPCompileError, MPCompileWarning
+from ..planner.target import target_of
+from ..plans.graph_plan import GraphPlan
+from ..plans.plan import ENOUGH
+from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside import Outside
 from .own_code import with_own_code
@@ -69,20 +77,27 @@ class Looking:
         parts: the modules that were given entries.
 
     Args:
-        module: the compiled module, or None: it is a function.
-        gains: whether what ran outside is worth being compiled.
-        said: called where nothing more can be compiled; True: nothing need be looked at any more.
+        compiled: a module or a function.
+        plans: of the graphs compiled so far.
+        dtype: what the user asked for; None: "auto".
+        strict: whether it is an error if products run outside of all graphs.
     """
 
     def __init__(
         self,
-        module: nn.Module | None,
-        gains: Callable[[Outside], bool],
-        said: Callable[[Outside], bool],
+        compiled: Any,
+        plans: Sequence[GraphPlan],
+        dtype: torch.dtype | None,
+        *,
+        strict: bool,
     ) -> None:
         self.due, self.again = True, False
         self.parts: list[nn.Module] = []
-        self._module, self._gains, self._said = module, gains, said
+        self._module = compiled if isinstance(compiled, nn.Module) else None
+        self._named = getattr(compiled, "__name__", "a function")
+        if self._module is not None:
+            self._named = type(compiled).__name__
+        self._plans, self._dtype, self._strict = plans, dtype, strict
         self._modes = {True, False}  # grad modes not yet called in
 
     def at(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -93,16 +108,43 @@ class Looking:
         outside = Outside(self._module)
         with outside.looking():
             result = run(*args, **kwargs)
-        gains = self._gains(outside)
+        gains = self._gains_in(outside)
         parts = _entered(outside, but=self._module) if gains else []
         self.parts += parts
         self.again = bool(parts)
         if not self.again:
             self._modes.remove(training)
-            if gains and self._said(outside):
+            if gains and self._said(outside):  # else there is another warning of that
                 self._modes.clear()
         self.due = bool(self._modes)
         return result
+
+    def _gains_in(self, outside: Outside) -> bool:
+        """Whether what a call ran outside of the graphs would gain anything in one."""
+        if outside.device is None or outside.share >= ENOUGH:
+            return False
+        inside = self._module.modules() if self._module is not None else ()
+        if any(isinstance(m, DistributedDataParallel) for m in inside):
+            return False  # Dynamo splits the graph of a DDP inside: what ran in it isn't counted
+        return is_supported(outside.device) and target_of(outside.device, self._dtype).promised
+
+    def _said(self, outside: Outside) -> bool:
+        """Warn of products in FP32 that no graph holds, or raise if that is to be an error. Returns
+        whether it was said.
+        """
+        trains = self._module is not None and any(True for _ in self._module.parameters())
+        if trains and not self._plans:
+            return False
+        names = shortened([path or self._named for path, _ in outside.modules.most_common()])
+        text = (
+            f"mpcompile: {outside.share:.0%} of the product FLOPs of {self._named} ran in compiled "
+            f"graphs; {names} ran as torch runs them, in FP32, because Dynamo left the code that "
+            f"calls them to Python: {outside.why}. Move what breaks the graph out of there"
+        )
+        if self._strict:
+            raise MPCompileError(text)
+        warnings.warn(text, MPCompileWarning, stacklevel=5)
+        return True
 
 
 def _entered(outside: Outside, but: nn.Module | None) -> list[nn.Module]:

@@ -116,7 +116,6 @@ class Outside(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         flops = flop_registry.get(getattr(func, "overloadpacket", None))

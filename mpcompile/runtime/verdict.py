@@ -28,7 +28,7 @@ _ORDER = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # what comes later follows fr
 def judge(scale: LossScale) -> Verdict:
     """Name the first node that overflowed in the watched step, and repair it if the user wants."""
     looks: Iterable[Look] = scale.trouble.looks
-    seen = [look.again.seen() for look in looks]
+    seen = [look.seen() for look in looks]
     scale.trouble.fed = came_in(seen)
     if (what := outside(seen)) is not None:
         scale.said.not_finite(what)
@@ -41,7 +41,7 @@ def judge(scale: LossScale) -> Verdict:
     fault, graph = min(faults, key=lambda found: _ORDER.index(found[0].kind))
     # Behind a value that is meant to be infinite, a scale that is too high may be all there is.
     at_lower_scale = fault.kind in (Kind.BACKWARD, Kind.OWN)
-    if at_lower_scale and scale.trouble.may_still_fall(scale.rule):
+    if at_lower_scale and scale.trouble.may_still_fall():
         return Verdict.WAIT
     fault = dataclasses.replace(fault, pins=_low(fault.pins, graph))
     if not graph.repair:
@@ -57,7 +57,7 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
         _warn(scale, fault, f"repair=True does nothing about it: {why}{made}")
         return Verdict.TOLD
     event = f"{_named(fault)}; pinned to FP32: {', '.join(pins)}"
-    scale.repairs.add(event, [(place, _reason(fault, name)) for name, place in pins.items()])
+    scale.repairs.add(event, {place: _reason(fault, name) for name, place in pins.items()})
     logs.event(
         "repair", logging.WARNING, "repaired", "after %(skipped)d skipped steps: %(fault)s",
         skipped=scale.trouble.skipped, fault=event, pins=list(pins),
@@ -69,10 +69,9 @@ def _repair(scale: LossScale, fault: Fault, graph: Watched) -> Verdict:
 
 
 def _why_not(scale: LossScale, pins: dict[str, Place], graph: Watched) -> str | None:
-    """Why a repair isn't made, or None."""
     if not pins:
         return "no operator can be kept in FP32 against it"
-    if not scale.repairs.lacks(pins.values()):
+    if scale.repairs.pins.keys() >= set(pins.values()):
         return f"{', '.join(pins)} are in FP32 already"
     if scale.repairs.used_up:
         return f"{MOST} repairs are the most that it makes"
@@ -93,7 +92,7 @@ def _restore(repaired: LossScale) -> None:
         mine = scale is repaired or _depends(scale, repaired)
         if mine and scale.trouble.skipped and before is not None and not scale.fitting:
             state = dataclasses.replace(
-                scale.state, scale=float(before), good_steps=0, overflows_left=scale.hysteresis
+                scale.state, scale=before, good_steps=0, overflows_left=scale.hysteresis
             )
             scale.live.set(state)
 
@@ -103,10 +102,10 @@ def _depends(scale: LossScale, other: LossScale) -> bool:
     looks at both, or something that wasn't finite came into its graphs, as into a critic's from the
     generator before it, and into the generator's backward from the critic's.
     """
-    if set(scale.overflows.lookers) & set(other.overflows.lookers):
+    if set(scale.overflows.looks) & set(other.overflows.looks):
         return True
     looks: Iterable[Look] = scale.trouble.looks  # it may be judged later than the other one
-    return scale.trouble.fed or came_in([look.again.seen() for look in looks])
+    return scale.trouble.fed or came_in([look.seen() for look in looks])
 
 
 def _warn(scale: LossScale, fault: Fault, advice: str) -> None:
@@ -140,7 +139,6 @@ def _advice(fault: Fault) -> str:
 
 
 def _low(pins: Iterable[str], graph: Watched) -> tuple[str, ...]:
-    """Those that are not in FP32 already."""
     full = {line.name for line in graph.plan.nodes if line.precision == "FULL"}
     return tuple(name for name in pins if name not in full)
 

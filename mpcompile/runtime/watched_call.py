@@ -1,13 +1,14 @@
 """A call of a scaled graph, run node by node in place of the compiled one.
 
 The results go to the caller as usual, so that the caller's own loss and backward complete the
-record. If something in it was not finite, the captured graph runs once in FP32 after the step
-(`in_fp32.py`): that shows which values and gradients don't fit the low dtype. Checkpoints are not
-folded back here, so this one step stores what they would not.
+record. If something in it was not finite, the captured graph runs once in FP32 after the step: that
+shows which values and gradients don't fit the low dtype. Checkpoints are not folded back here, so
+this one step stores what they would not.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 
 from .. import ir, logs
-from ..devices.generators import RandomState
+from ..devices.generators import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.places import Place, places
 from ..observe.fault import Fault, Kind, Runs
 from ..observe.faults import find
 from ..observe.record import Record
-from ..observe.watch import Watch
+from ..observe.watch import Watch, passed
 from ..pipeline import Planned
+from ..scaling.not_finite import Seen
 from ..scaling.trouble import Trouble
 from ..torch_inside.autograd import running_backward
-from .in_fp32 import InFP32
 
 __all__ = ["Look", "Watched"]
 
@@ -35,17 +36,59 @@ _SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)  # makes values or gradients
 
 
 class Look:
-    """What one watched call recorded, once its backward has run.
+    """What one watched call recorded, once its backward has run; and the call once more, in FP32,
+    forward and backward.
+
+    That runs when the step that was skipped is over: the parameters have not changed, and the
+    call's own activations are gone. It takes the inputs and random numbers of the call, and the
+    gradients that entered its results.
 
     Args:
         graph: the graph that was called.
-        again: the call in FP32.
+        given: the caller's inputs.
+        kept: these, with copies of those that the call writes to.
+        random: the random state before the call.
         scale: the loss scale that the call multiplied by: 0-d.
     """
 
-    def __init__(self, graph: Watched, again: InFP32, scale: torch.Tensor) -> None:
-        self.graph, self.again, self.scale = graph, again, scale
-        self.low = Record()
+    def __init__(
+        self,
+        graph: Watched,
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        random: RandomState,
+        scale: torch.Tensor,
+    ) -> None:
+        self.graph, self.scale, self.low = graph, scale, Record()
+        self._random = random
+        # Leaves of its own: no gradient and no hook of the caller's is touched.
+        self.inputs = [
+            y.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x, y in zip(given, kept, strict=True)
+        ]
+        self._received: dict[int, torch.Tensor] = {}  # by the number of the result
+        self._results: list[torch.Tensor] = []
+
+    def seen(self) -> Seen:
+        """What was not finite of the call."""
+        names = [n.name for n in self.graph.captured.graph.find_nodes(op="placeholder")]
+        return Seen.of(names, self.inputs, self._results, self._received.values())
+
+    def watch(self, results: Sequence[Any]) -> None:
+        """Note the gradients that will enter these results of the call."""
+        tensors = [(i, x) for i, x in enumerate(results) if isinstance(x, torch.Tensor)]
+        self._results = [x.detach() for _, x in tensors]
+        first = {id(x): (i, x) for i, x in reversed(tensors)}  # one may be returned twice
+        for i, result in first.values():
+            if result.requires_grad and result.grad_fn is not None:
+                result.register_hook(functools.partial(self._entered, i))
+
+    # Where a whole training step is compiled, Dynamo would trace what runs in its backward.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _entered(self, number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # autograd's zero, in torch 2.11
+            known, new = self._received.get(number), gradient.detach()
+            self._received[number] = new if known is None else known + new
 
     def fault(self) -> Fault | None:
         """The first node that made something that isn't finite."""
@@ -53,7 +96,7 @@ class Look:
         if not any(numbers.bad for numbers in made):
             return None
         try:
-            runs = Runs(self.low, self.again.run(), scale=float(self.scale))
+            runs = Runs(self.low, self._in_fp32(), scale=float(self.scale))
             found = find(self.graph.rewritten.graph, self.graph.plan, runs)
         except Exception as error:  # of ours, in the middle of somebody's training
             text = "what a watched step recorded can't be read: %(error)s"
@@ -62,6 +105,27 @@ class Look:
         if runs.full is None:  # then nobody knows what FP32 does
             found = [fault for fault in found if fault.kind is not Kind.OWN]
         return next((fault for fault in found if fault.kind in _SERIOUS), None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _in_fp32(self) -> Record | None:
+        """What the run in FP32 recorded; the values alone where its backward failed, and None where
+        not even the forward was possible.
+        """
+        record = Record()
+        tensors = [x for x in self.inputs if isinstance(x, torch.Tensor)]
+        try:
+            if any(x.numel() and not x.untyped_storage().size() for x in tensors):
+                return None  # FSDP frees a parameter between uses
+            with unchanged({x.device for x in tensors}), torch.enable_grad():
+                self._random.restore()
+                results = Watch(self.graph.captured, record).run(*map(passed, self.inputs))
+                into = [(results[i], grad) for i, grad in self._received.items()]
+                into = [(x, grad.to(x.dtype)) for x, grad in into if x.requires_grad]
+                if into:
+                    torch.autograd.backward([x for x, _ in into], [grad for _, grad in into])
+        except Exception:  # memory ran out, perhaps; what is known already has its use
+            return Record(values=record.values) if record.values else None
+        return record
 
 
 class Watched:
@@ -107,9 +171,11 @@ class Watched:
         random = RandomState({x.device for x in given if isinstance(x, torch.Tensor)})
         before = self._copies(inputs)
         try:
-            look = self._look(inputs, given, before, random)
+            kept = [before[i] if i in self._written else x for i, x in enumerate(given)]
+            _, scale, _ = self._inputs.scaling_apart(inputs)
+            look = Look(self, given, kept, random, scale)
             results = Watch(self.rewritten, look.low).run(*inputs)
-            look.again.watch(results)
+            look.watch(results)
         except Exception as error:  # whatever it is, it isn't the user's: training goes on
             if running_backward() != -1:
                 raise  # torch.utils.checkpoint ends a second forward by an exception
@@ -134,18 +200,8 @@ class Watched:
         known = places(self.captured.graph)
         return {name: known[name] for name in pins if name in known}
 
-    def _look(
-        self, inputs: Sequence[Any], given: Sequence[Any], before: Sequence[Any],
-        random: RandomState,
-    ) -> Look:  # fmt: skip
-        tracked = [isinstance(x, torch.Tensor) and x.requires_grad for x in given]
-        kept = [before[i] if i in self._written else x for i, x in enumerate(given)]
-        _, scale, _ = self._inputs.scaling_apart(inputs)
-        return Look(self, InFP32(self.captured, kept, tracked, random), scale)
-
     @torch.no_grad()
     def _copies(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs, with copies of those that the graph may write to."""
         found = list(inputs)
         for i in self._written:
             found[i] = duplicate(inputs[i])

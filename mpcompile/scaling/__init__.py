@@ -20,8 +20,7 @@
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks
     shardings.py         what FSDP2 gathers and reduces
-    gradient_readers.py  who else reads a gradient, so that it must be FP32
-    async_read.py        a number on the device that the host reads later
+    async_read.py        numbers on the device that the host reads later
     guard.py             whether an optimizer may take its step
     hooks.py             torch's step hooks, which ask the guard; `register` installs them
 

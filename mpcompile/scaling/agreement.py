@@ -7,8 +7,8 @@ that of another rank not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,17 +24,22 @@ def only_scale_of(parameter: torch.Tensor) -> LossScale | None:
     return scales[0] if len(scales) == 1 else None
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks have agreed on.
+class Wishes(dict[int, Any]):
+    """How graphs let what belongs to some objects travel, by the ids of these; None: in FP32."""
 
-    Attributes:
-        wishes: of each list of wishes, which of them all ranks have.
-        found: for each parameter, whether some rank knows the start of its scale, or none searches.
-    """
+    def add(self, of: Any, how: Any) -> None:
+        """A graph lets it travel so. Where another one, which has a part in it, does not: FP32."""
+        if self.setdefault(id(of), how) != how:
+            self[id(of)] = None
 
-    wishes: list[list[bool]]
-    found: list[bool]
+    def of(self, objects: Iterable[Any]) -> list[bool]:
+        """Of each object, whether there is a wish other than FP32."""
+        return [self.get(id(x)) is not None for x in objects]
+
+    def common(self, objects: Iterable[Any], granted: Iterable[bool]) -> list[Any]:
+        """The wishes that all ranks have granted."""
+        pairs = zip(objects, granted, strict=True)
+        return [self.get(id(x)) if yes else None for x, yes in pairs]
 
 
 def agree(
@@ -43,7 +48,7 @@ def agree(
     ranks: Ranks,
     *,
     in_backward: bool,
-) -> Agreement | None:
+) -> tuple[list[list[bool]], list[bool]] | None:
     """Take the least start that a rank has of each loss scale, and learn what all of them wish.
 
     Args:
@@ -53,7 +58,8 @@ def agree(
             searched for, and each is the same on all ranks.
 
     Returns:
-        None if nothing was agreed on.
+        Of each list of wishes, which of them all ranks have; and for each parameter, whether some
+        rank knows the start of its scale, or none searches. None if nothing was agreed on.
 
     Raises:
         MPCompileError: a parameter's gradients are scaled on some ranks only.
@@ -77,10 +83,8 @@ def agree(
             _refuse(p)
     for scale in {s for s in scales if s is not None}:
         scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
-    return Agreement(
-        [[bool(x) for x in column] for column in common],
-        [x < math.inf or bool(y) for x, y in zip(starts, all_know, strict=True)],
-    )
+    found = [x < math.inf or bool(y) for x, y in zip(starts, all_know, strict=True)]
+    return [[bool(x) for x in column] for column in common], found
 
 
 def _refuse(parameter: torch.Tensor) -> None:

@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
-from ..torch_inside.autograd import version
+from ..torch_inside.autograd import hooks_on, version
 from ..torch_inside.tensors import suggest_memory_format
-from . import gradient_readers, parameters
+from . import parameters
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, Multiplied
 from .traced_gradients import hide_low_gradients
@@ -60,14 +60,11 @@ class MasterWeight(nn.Parameter):
         return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
 
     def may_be_written(self) -> bool:
-        """Whether `.data` was accessed since `settled`, or a tensor it returned still exists."""
+        """Whether `.data` was accessed since the copy was written, or gave a tensor that exists."""
         facts = self.__dict__
         return facts.get("_mp_written", False) or (
             "_mp_handles" in facts and bool(self._living_handles())
         )
-
-    def settled(self) -> None:
-        self._mp_written = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(_DATA.__get__(self), self.requires_grad)
@@ -153,7 +150,7 @@ class WorkingCopy:
     def written(self, master: torch.Tensor) -> None:
         """Note that the copy holds the master's current values."""
         if isinstance(master, MasterWeight):
-            master.settled()
+            master._mp_written = False
         self._seen = _state(master)
 
 
@@ -169,7 +166,7 @@ def copies_of(parameter: torch.Tensor) -> Mapping[torch.dtype, WorkingCopy]:
 def stored_shape(parameter: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
     """The shape in which the copy of a parameter is stored, or None: there is no copy yet."""
     copy = copies_of(parameter).get(dtype)
-    return tuple(copy.stored.shape) if copy is not None else None
+    return None if copy is None else tuple(copy.stored.shape)
 
 
 def copy_of(
@@ -221,24 +218,22 @@ class Reader:
             copy.refresh(master)
         if not torch.is_grad_enabled():
             return [copy.stored for copy in copies]
-        lows = self._stored_low(masters, known)
+        lows = self.stored_low(masters, known)
         for copy, master, low in zip(copies, masters, lows, strict=True):
             copy.awaited += 1
             if master.requires_grad:
                 copy.gradient.expect(master, self.scale, low=low)
         return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
 
-    def stored_low(self, masters: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether the gradient of each may have the low dtype: only its optimizer reads it."""
-        return self._stored_low(masters, self._known(masters))
-
-    def stores_low(self, master: torch.Tensor) -> bool:
-        """The same of one parameter."""
-        return self.stored_low([master])[0]
-
-    def _stored_low(self, masters: Sequence[torch.Tensor], known: _Known) -> list[bool]:
+    def stored_low(
+        self, masters: Sequence[torch.Tensor], known: _Known | None = None
+    ) -> list[bool]:
+        """Whether the gradient of each may have the low dtype: only its optimizer reads it, and no
+        hook. (DDP, in C++, reads it, too: see `reductions.py`.)
+        """
+        known = known or self._known(masters)
         return [
-            self.low_gradients and own and not gradient_readers.has_hooks(master)
+            self.low_gradients and own and not any(hooks_on(master))
             for master, own in zip(masters, known.read_by_optimizer, strict=True)
         ]
 
@@ -262,22 +257,15 @@ class _Known:
         self._masters = [weakref.ref(p) for p in masters]
         self._copies = [weakref.ref(copy) for copy in copies]
         states = [parameters.state_of(p) for p in masters]
-        self._owners = list({id(s.owner): s.owner for s in states if s.owner}.values())
         self.read_by_optimizer = [
             not s.in_full and s.optimizer is not None and len(s.copies) == 1 for s in states
         ]
-        self._living = self._count_living()
-
-    def _count_living(self) -> int:
-        return sum(owner() is not None for owner in self._owners)
 
     def is_of(self, masters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is of these, and still true."""
         return (
             self._changes == parameters.changes()
             and len(masters) == len(self._masters)
             and all(ref() is p for ref, p in zip(self._masters, masters, strict=True))
-            and self._living == self._count_living()
         )
 
     def copies(self) -> list[WorkingCopy]:

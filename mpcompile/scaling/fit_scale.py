@@ -1,12 +1,9 @@
 """Find a fitting loss scale: a backward that overflows is run again at lower scales, until no
 gradient does.
 
-GradScaler starts at 2**16 and skips steps until the scale has come down to where the model's
-gradients fit FP16. Here the first backward runs at 2**19; if it overflows, forward and backward are
-run again at half of that, and so on, each time with the same random numbers and inputs. The scale
-kept is an eighth of the one that fits, 2**16 at most: gradients of the next steps may be a few
-times as large. The gradient itself is exact at any power of two, so the first step is as good as a
-later one.
+Forward and backward are run again at half the scale, and so on, each time with the same random
+numbers and inputs. The gradient is exact at any power of two, so a step that was searched for is as
+good as another. Of the first scale that fits, an eighth is kept (design note 10).
 
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
@@ -41,7 +38,7 @@ from ..torch_inside.autograd import base_of
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
-from .scale_search import first_tried, give_up, in_closure, keep
+from .scale_search import in_closure
 from .second_backward import is_kept, notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
@@ -116,7 +113,7 @@ class _Trial:
             for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
-        self.at = self.top = first_tried(self.scale)
+        self.at = self.top = self.scale.search.first_tried()
         self.results: Any = None
         self.number = next(_numbers)
         self.in_closure = in_closure()
@@ -145,11 +142,9 @@ class _Trial:
                 for x in self.results]  # fmt: skip
 
     def _given(self, saved: Saved) -> list[Any]:
-        """The inputs, as they were before the call."""
         return [self.before.get(i, x) for i, x in enumerate(saved())]
 
     def again(self, saved: Saved, at: float) -> None:
-        """Repeat the call at another scale."""
         given = [duplicate(x) if i in self.before else x for i, x in enumerate(self._given(saved))]
         self.at = at
         with unchanged(self.devices):
@@ -202,12 +197,12 @@ class _Trial:
                 if self.fits(gradients):
                     break
             else:
-                give_up(scale, self.used, hopeless=False)
+                search.give_up(self.used, hopeless=False)
                 self._multiply(gradients, float(self.used))
                 return gradients
         if not self.graph.compared:
             self._compare(saved, grads, gradients)
-        value = keep(scale, self.at, self.used, tried=self.top)
+        value = search.keep(self.at, self.used, tried=self.top)
         self.used.fill_(value)
         self._multiply(gradients, value)
         return gradients
@@ -232,7 +227,7 @@ class _Trial:
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """The gradients as without a search, so that what is finite of them is."""
         used = float(self.used)
-        give_up(self.scale, self.used, hopeless=True)
+        self.scale.search.give_up(self.used, hopeless=True)
         if self.at == used:
             return gradients
         self.again(saved, used)
@@ -286,7 +281,6 @@ def _base(result: torch.Tensor) -> torch.Tensor:
 
 
 def _like(result: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The same view of another base."""
     if _base(result) is result:
         return base
     return base.as_strided(result.size(), result.stride(), result.storage_offset())

@@ -77,11 +77,7 @@ def refuse_unscaling(optimizer: Optimizer, asking: FrameType) -> None:
     error is about models in half precision.
 
     Args:
-        optimizer: of an MPOptimizer, the one that it wraps.
-        asking: the code that asks for its param groups.
-
-    Raises:
-        MPCompileError: says what to write instead.
+        asking: the code that asks for the param groups of what an MPOptimizer wraps.
     """
     if asking.f_code is not UNSCALES:
         return
@@ -101,11 +97,7 @@ def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def refuse_autocast_forward(module: nn.Module) -> None:
-    """Refuse a module whose forward somebody has replaced by one under autocast.
-
-    Raises:
-        MPCompileError: says what to change.
-    """
+    """Refuse a module whose forward somebody has replaced by one under autocast."""
     forward: Any = replaced_forward(module)
     while forward is not None:
         for autocast in _autocasts(getattr(forward, "__func__", forward)):

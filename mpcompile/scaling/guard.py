@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,21 +37,6 @@ from .overflows import Count, any_nonfinite
 
 # the scales that some graph uses; each is held by its graphs, and by the parameters that they read
 _live: weakref.WeakSet[LossScale] = weakref.WeakSet()
-# those of them whose graphs pass gradients on to other networks: all that a step looks through
-_open: weakref.WeakSet[LossScale] = weakref.WeakSet()
-# called whenever a graph's scale becomes known
-_listeners: weakref.WeakSet[ScaleListener] = weakref.WeakSet()
-
-
-class ScaleListener(Protocol):
-    """An object that is told when the scales of its parameters become known."""
-
-    def scales_appeared(self) -> None: ...
-
-
-def listen(listener: ScaleListener) -> None:
-    """Call `listener.scales_appeared()` after each call of `watch`, while the listener lives."""
-    _listeners.add(listener)
 
 
 def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]:
@@ -60,8 +44,6 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
     depend on. Returns the shards.
     """
     _live.add(scale)
-    if scale.open:  # known before any of its graphs is watched
-        _open.add(scale)
     shards = fsdp.shards_of(trained)
     trained = [*trained, *(shard.parameter for shard in shards)]
     scale.overflows.watch(trained)
@@ -69,18 +51,16 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
         known = parameters.scales_of(parameter)
         if scale not in known:
             parameters.note(parameter, scales=(*known, scale))
-    for listener in list(_listeners):
-        listener.scales_appeared()
+    for owner in {parameters.owner_of(parameter) for parameter in trained} - {None}:
+        owner.scales_appeared()
     return shards
 
 
 def is_needed() -> bool:
-    """Whether anything in this process is scaled."""
     return bool(_live)
 
 
 def scales() -> list[LossScale]:
-    """The scales that some graph uses."""
     return list(_live)
 
 
@@ -90,22 +70,14 @@ def skips_by_itself(optimizer: Optimizer) -> None:
 
 
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
-    """How many backward passes of the scale's graphs overflowed since this optimizer last looked:
-    0-d int64 on the device, or None where none ran. This call counts as a look.
+    """See `Overflows.look`. Where other ranks train the parameters, what all of them have found.
 
-    Backward passes whose gradients were thrown away before the last forward are not counted, unless
-    the optimizer's parameters come before the graphs (`upstream`): their gradients may still exist.
+    Args:
+        upstream: the optimizer's parameters come before the graphs.
     """
-    overflows = scale.overflows
-    if not overflows.began:  # an MPOptimizer's own scale
-        return _beside_ddp(optimizer, scale, None)
-    looks = optimizers.state_of(optimizer).looks
-    overflows.lookers.add(optimizer)
-    count, earlier = overflows.count(), looks.get(scale, Count())
-    if not upstream:
-        earlier = earlier.or_later(overflows.void)
-    looks[scale] = count
-    return _beside_ddp(optimizer, scale, count.since(earlier))
+    overflows = scale.overflows  # an MPOptimizer's own scale has never any
+    new = overflows.look(optimizer, upstream=upstream) if overflows.began else None
+    return _beside_ddp(optimizer, scale, new)
 
 
 def _beside_ddp(
@@ -172,11 +144,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
 
 
 def refuse_scaled(optimizer: Optimizer) -> None:
-    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones.
-
-    Raises:
-        MPCompileError: it holds a parameter whose gradient is stored scaled.
-    """
+    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for copy in copies.copies_of(parameter).values():
@@ -189,7 +157,6 @@ def refuse_scaled(optimizer: Optimizer) -> None:
 
 
 def show_hidden(optimizer: Optimizer) -> None:
-    """Put the gradients back that were hidden from the step."""
     hidden = optimizers.state_of(optimizer).hidden
     for parameter, gradient in hidden:
         if parameter.grad is None:
@@ -222,9 +189,9 @@ def _upstream_of(
     """The scales of graphs that read none of the optimizer's parameters, have run backward since
     its last look, and may come after its other parameters (a critic after its generator).
     """
-    looks = optimizers.state_of(optimizer).looks
-    before = set(_open).difference(own) if others else ()
-    return [s for s in before if s.overflows.count().passes > looks.get(s, Count()).passes]
+    before = [s for s in _live if s.open and s not in own] if others else []
+    looks = [(s, s.overflows.looks.get(optimizer, Count())) for s in before]
+    return [s for s, look in looks if s.overflows.count().passes > look.passes]
 
 
 def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool) -> bool:

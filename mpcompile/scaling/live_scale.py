@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -20,16 +20,35 @@ from .async_read import Later
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
 
-class LiveScale:
-    """The current values of one loss scale while training.
+class Stepped(NamedTuple):
+    """What has become known of the generated steps since the last time.
 
     Attributes:
+        steps, forwards: how many were taken, and of how many forwards.
+        skipped: how many of them were skipped.
+        before: the scale before them.
+        at_floor: whether an overflow has come at the lowest scale, for the first time.
+    """
+
+    steps: int
+    forwards: int
+    skipped: int
+    before: float
+    at_floor: bool
+
+
+class LiveScale:
+    """The current values of one loss scale while training, and what the log has said of them.
+
+    Attributes:
+        rule: how they move.
         moves: grows whenever the scale may have changed: while it is equal, so is the scale.
         forwards: how many training forwards there were; the scale moves once for each.
         replaced: how many times a state was loaded, or set back.
     """
 
-    def __init__(self, state: ScaleState) -> None:
+    def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
+        self.rule = rule
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
@@ -37,10 +56,12 @@ class LiveScale:
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
-        self._log = ScaleLog(state)
-        self._skipped = state.skipped_steps  # as far as the host knows of generated steps
-        self._arriving: Later | None = None
-        self._asked = 0
+        # What the host knows, and has logged.
+        self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
+        self._steps = self._forwards = 0  # generated steps, and forwards with some
+        self._stepped_at = -1
+        self._told = 0, 0, state.skipped_steps  # these, as `stepped` has told of them
+        self._arriving: tuple[tuple[int, int], Later] | None = None
 
     @property
     def state(self) -> ScaleState:
@@ -49,11 +70,6 @@ class LiveScale:
             return self._numbers
         numbers = {name: tensor.item() for name, tensor in self._resident.items()}
         return ScaleState(**numbers)  # type: ignore[arg-type]
-
-    @property
-    def skipped_before(self) -> int:
-        """How many steps were skipped before generated steps counted; known to the host."""
-        return self._numbers.skipped_steps
 
     @property
     def scale(self) -> float:
@@ -65,7 +81,8 @@ class LiveScale:
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
         self.replaced += 1
-        self._log.start_at(state.scale, state.skipped_steps)
+        self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
+        self._told = self._steps, self._forwards, state.skipped_steps
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
     def start_at(self, scale: float, *, found: bool) -> None:
@@ -73,10 +90,11 @@ class LiveScale:
         The search also writes to the tensor that the forward being searched has used.
         """
         good = self.state.good_steps if found else 0  # after an overflow they are counted anew
+        self._arriving = None
         if found:
-            self._log.start_at(scale)
+            self._scale = scale
         else:
-            self._log.move_to(scale)
+            self._log(scale, self._skipped)
         self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=good)
         if self._resident:
             self._resident["scale"].fill_(scale)
@@ -88,7 +106,23 @@ class LiveScale:
         for name, tensor in self._resident.items():
             if (number := getattr(after, name)) != getattr(before, name):
                 tensor.fill_(number)
-        self._log.learn(after.scale, after.skipped_steps)
+        self._arriving = None  # older than this
+        self._log(after.scale, after.skipped_steps)
+
+    def _log(self, scale: float, skipped: int) -> None:
+        before, steps = self._scale, skipped - self._skipped
+        self._scale, self._skipped = scale, skipped
+        if steps:
+            logs.event(
+                "scale", logging.INFO, "skipped",
+                "gradients overflowed at the loss scale %(scale)g; steps skipped: %(steps)d",
+                scale=before, steps=steps,
+            )  # fmt: skip
+        if scale != before:
+            logs.event(
+                "scale", logging.INFO, "moved", "the loss scale moves from %(before)g to %(after)g",
+                before=before, after=scale,
+            )  # fmt: skip
 
     # -- on a device ------------------------------------------------------------------------------
 
@@ -111,6 +145,7 @@ class LiveScale:
     def forget_tensors(self) -> None:
         """Make the next forward use a new tensor: the last one is, or will be, written to."""
         self._tensors.clear()
+        self.moves += 1
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Keep the values on `device` from now on, and return them: 0-d tensors by the fields of
@@ -123,31 +158,38 @@ class LiveScale:
             }
         return self._resident
 
-    def resident(self, name: str) -> torch.Tensor | None:
-        """One of the tensors of `reside`, or None before they exist."""
-        return self._resident.get(name)
-
-    def has_skipped(self) -> bool | None:
-        """Whether generated steps were skipped since the last answer, or None while that is not
-        known: a GPU is asked in every eighth step, and has not answered yet.
+    def stepped(self) -> Stepped | None:
+        """A generated step has run. What is new, or None while that is not known. It waits for
+        nothing: a GPU is asked in every eighth step, or in each one if somebody listens to the log,
+        and answers a step late.
         """
+        if not self._steps:  # what others skipped before is none of these
+            self._told = 0, 0, self._numbers.skipped_steps
+        self._steps += 1
+        self._forwards += self._stepped_at != self.forwards
+        self._stepped_at = self.forwards
         if self._arriving is None:
-            if (count := self._resident.get("skipped_steps")) is None:
+            if not self._resident:
                 return None
-            self._asked += 1
-            if self._asked % _EVERY and capabilities(count.device).asynchronous:
+            asked = [self._resident[name] for name in ("scale", "skipped_steps", "floor")]
+            if (
+                self._steps % _EVERY
+                and capabilities(asked[0].device).asynchronous
+                and not logs.is_heard("scale", logging.INFO)
+            ):
                 return None
-            self._arriving = Later(count)
-        skipped = self._arriving.read()
-        if skipped is None:
+            self._arriving = (self._steps, self._forwards), Later(*asked)
+        now, later = self._arriving
+        if (numbers := later.read()) is None:
             return None
-        self._arriving = None
-        before, self._skipped = self._skipped, int(skipped)
-        return self._skipped > before
-
-    def log_moves(self) -> None:
-        """Log how generated steps have moved the values, as far as that has arrived."""
-        self._log.look(self._resident)
+        scale, skipped, floor = numbers
+        known = *now, int(skipped)
+        steps, forwards, new = (n - told for n, told in zip(known, self._told, strict=True))
+        first = bool(floor) and not self._at_floor
+        found = Stepped(steps, forwards, new, self._scale, first)
+        self._arriving, self._told, self._at_floor = None, known, bool(floor)
+        self._log(float(scale), int(skipped))
+        return found
 
     # -- how it moves -----------------------------------------------------------------------------
 
@@ -159,82 +201,35 @@ class LiveScale:
         first, self._moved_at = self._moved_at != self.forwards, self.forwards
         return first
 
-    def settle(self, rule: ScaleRule, overflow: bool) -> bool:
+    def settle(self, overflow: bool) -> bool:
         """Conclude an optimizer step. Returns whether an overflow came at the lowest scale."""
         first, before = self._is_first_step(), self.state
         counted = before
         if overflow and self._early:
             first = self._early = False
             counted = dataclasses.replace(before, hit=True)
-        after = settled(rule, counted, overflow, first)
+        after = settled(self.rule, counted, overflow, first)
         self._take(after, before)
         return after.floor
 
-    def begin_step(self, rule: ScaleRule) -> bool:
+    def begin_step(self) -> bool:
         """Prepare for a generated step that will move the scale. Returns whether it is the first
         step since the last training forward.
         """
         first = self._is_first_step()
-        self.moves += rule.dynamic
+        self.moves += self.rule.dynamic
         if self._early and self._resident:
             self._resident["hit"].fill_(True)
             first = self._early = False
         return first
 
-    def move_without_step(self, rule: ScaleRule, overflow: bool, *, step_will_come: bool) -> None:
+    def move_without_step(self, overflow: bool, *, step_will_come: bool) -> None:
         """Move for a backward that no optimizer's step checked; no step counts as skipped."""
         self._early |= overflow and step_will_come
         before = self.state
-        after = updated(rule, before, overflow)
+        after = updated(self.rule, before, overflow)
         self._take(dataclasses.replace(after, skipped_steps=before.skipped_steps), before)
 
     def count_skipped(self) -> None:
-        """Count a skipped step, without moving the scale."""
         before = self.state
         self._take(dataclasses.replace(before, skipped_steps=before.skipped_steps + 1), before)
-
-
-class ScaleLog:
-    """What the log has said of one loss scale: its value, and how many steps were skipped."""
-
-    def __init__(self, state: ScaleState) -> None:
-        self._arriving: tuple[Later, Later] | None = None
-        self._scale, self._skipped = state.scale, state.skipped_steps
-
-    def start_at(self, scale: float, skipped: int | None = None) -> None:
-        """Take these values for known, and log nothing: they were found, or loaded."""
-        self._arriving = None  # older than what is known now
-        self._scale = scale
-        self._skipped = self._skipped if skipped is None else skipped
-
-    def move_to(self, scale: float) -> None:
-        """Log that a search has moved the scale."""
-        self.learn(scale, self._skipped)
-
-    def learn(self, scale: float, skipped: int) -> None:
-        """Log what is new in these values."""
-        before, steps = self._scale, skipped - self._skipped
-        self.start_at(scale, skipped)
-        if steps:
-            logs.event(
-                "scale", logging.INFO, "skipped",
-                "gradients overflowed at the loss scale %(scale)g; steps skipped: %(steps)d",
-                scale=before, steps=steps,
-            )  # fmt: skip
-        if scale != before:
-            logs.event(
-                "scale", logging.INFO, "moved", "the loss scale moves from %(before)g to %(after)g",
-                before=before, after=scale,
-            )  # fmt: skip
-
-    def look(self, resident: Mapping[str, torch.Tensor]) -> None:
-        """Log what is new in the tensors that a generated step writes to, if anybody listens. It
-        waits for nothing: on a GPU the line comes a step late.
-        """
-        if not resident or not logs.is_heard("scale", logging.INFO):
-            return
-        if self._arriving is None:
-            self._arriving = Later(resident["scale"]), Later(resident["skipped_steps"])
-        scale, skipped = (later.read() for later in self._arriving)
-        if scale is not None and skipped is not None:
-            self.learn(float(scale), int(skipped))

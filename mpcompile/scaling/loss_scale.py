@@ -2,8 +2,7 @@
 
 FP16 gradients below 2**-24 vanish. Multiplying the gradient where it enters the graph, and dividing
 where it leaves, moves it into range ("Mixed Precision Training", Micikevicius et al., ICLR 2018,
-section 3.2). The dynamic scale follows NVIDIA's mixed-precision guide: start large, double after
-2000 good steps, halve and skip the step on overflow.
+section 3.2).
 
     backward                      overflows += whether a gradient that left the graph was not finite
     an optimizer's step           skipped if `overflows` grew since this optimizer last looked
@@ -59,7 +58,6 @@ class LossScale(Ruled):
         agreed: whether all ranks of a group have the same scale: its start was given, or they have
             agreed on one since it was searched for, or loaded.
         restored, loaded: whether its state was loaded; whether no forward has used that state yet.
-        live, overflows, search, trouble, repairs, said: its parts.
 
     Raises:
         MPCompileError: a factor, interval or bound that makes no sense.
@@ -70,16 +68,14 @@ class LossScale(Ruled):
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None
         rule.check(init_scale, start)
-        self.rule = rule
         self.open = False
         self.searches = fitting
         self.fp16_only = False
-        self._start(ScaleState(float(start), overflows_left=rule.hysteresis), fitting=fitting)
+        self._start(ScaleState(float(start), overflows_left=rule.hysteresis), rule, fitting=fitting)
 
-    def _start(self, state: ScaleState, *, fitting: bool) -> None:
-        """Set up what each process starts anew."""
-        self.live = LiveScale(state)
-        self.search = Search(fitting=fitting)
+    def _start(self, state: ScaleState, rule: ScaleRule, *, fitting: bool) -> None:
+        self.live = LiveScale(state, rule)
+        self.search = Search(self.live, fitting=fitting)
         self.overflows = Overflows()
         self.trouble = Trouble(self.live)
         self.repairs = Repairs()
@@ -143,6 +139,14 @@ class LossScale(Ruled):
     # -- the current values -----------------------------------------------------------------------
 
     @property
+    def rule(self) -> ScaleRule:
+        return self.live.rule
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        self.live.rule = rule
+
+    @property
     def state(self) -> ScaleState:
         """The current values. Where a generated step keeps them on a GPU, this waits for it."""
         return self.live.state
@@ -187,9 +191,9 @@ class LossScale(Ruled):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = dict(state)
-        self.rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
+        rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
         self.searches = kept["fitting"]  # of an earlier version
-        self._start(kept.pop("_state"), fitting=kept.pop("fitting"))
+        self._start(kept.pop("_state"), rule, fitting=kept.pop("fitting"))
         self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
         self.__dict__.update(kept)
 
@@ -230,7 +234,6 @@ class LossScale(Ruled):
         if value != self.value:
             self.live.forget_tensors()
             self.live.start_at(value, found=True)
-            self.live.moves += 1
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -266,7 +269,7 @@ class LossScale(Ruled):
         for overflow, held in self.overflows.before_forward():
             # A good backward counts as a step only if no optimizer counts steps.
             if (overflow and (self.open or not held)) or not (self._optimized or held):
-                self.live.move_without_step(self.rule, overflow, step_will_come=held)
+                self.live.move_without_step(overflow, step_will_come=held)
                 if overflow:
                     self.search.again()
 
@@ -307,13 +310,12 @@ class LossScale(Ruled):
         if overflow:
             self.trouble.skipping()
         self._saw_step(overflow)
-        at_floor = self.live.settle(self.rule, overflow)
+        at_floor = self.live.settle(overflow)
         self.trouble.settled(overflow=overflow)
         if at_floor:
-            self.warn_at_floor()
+            self._warn_at_floor()
 
     def _saw_step(self, skipped: bool) -> None:
-        """An optimizer's step was skipped, or taken."""
         if skipped:
             self.search.again()
             if not self.overflows.began:  # an MPOptimizer's own scale, such as one in BF16
@@ -325,25 +327,24 @@ class LossScale(Ruled):
 
     def stepped(self) -> None:
         """A generated step has run; whether it was skipped is learnt when that has arrived."""
-        if (skipped := self.live.has_skipped()) is not None:
-            self._saw_step(skipped)
-        self.trouble.stepped()
+        known = self.live.stepped()
+        if known is not None:
+            self._saw_step(known.skipped > 0)
+        self.trouble.stepped(known)
+        if known is not None and known.at_floor:
+            self._warn_at_floor()
 
     def begin_step(self) -> bool:
         """Prepare for a generated step; returns whether it is the first since the last forward."""
         self._step_looks()
-        return self.live.begin_step(self.rule)
-
-    def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keep the state on `device` from now on, and return it: see `LiveScale.reside`."""
-        return self.live.reside(device)
+        return self.live.begin_step()
 
     def skip_for(self) -> None:
         """Count a step skipped by an optimizer of none of these parameters; nothing moves."""
         self.said.step(skipped=True)
         self.live.count_skipped()
 
-    def warn_at_floor(self) -> None:
+    def _warn_at_floor(self) -> None:
         """Warn once that gradients overflow at the lowest scale, unless a look says which."""
         if not self.trouble.look_at_floor():
             self.said.at_floor(self.min_scale)

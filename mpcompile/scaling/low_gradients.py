@@ -230,11 +230,7 @@ class LowGradient:
         return self.stored is not None and grad is not None and grad.dtype is self.dtype
 
     def check_untouched(self, grad: torch.Tensor) -> None:
-        """Refuse a scaled gradient that was changed since it arrived.
-
-        Raises:
-            MPCompileError: says what to do instead.
-        """
+        """Refuse a scaled gradient that was changed since it arrived."""
         if self._was_changed(grad) and bool(grad.any()):  # zeros need no rescaling
             self._refuse_changed()
 

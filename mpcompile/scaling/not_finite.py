@@ -24,8 +24,7 @@ class Seen:
     Attributes:
         inputs: the names of its inputs that hold NaN or infinity.
         parameters: whether all of these are parameters.
-        results: whether a result of it is not finite.
-        received: whether a gradient that it received is not finite.
+        results, received: whether a result of it, or a gradient that it received, is not finite.
     """
 
     inputs: tuple[str, ...]

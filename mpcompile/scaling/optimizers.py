@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from .loss_scale import LossScale
-from .overflows import Count
 
 
 class OptimizerState:
@@ -18,7 +17,6 @@ class OptimizerState:
     Attributes:
         skips_by_itself: its steps check the gradients themselves, as an MPOptimizer's do.
         calls_closure_again: it was seen to call its closure more than once in a step.
-        looks: loss scale -> how far its backward passes had come at this optimizer's last look.
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
@@ -30,7 +28,6 @@ class OptimizerState:
 
     def __init__(self) -> None:
         self.skips_by_itself = self.calls_closure_again = False
-        self.looks: weakref.WeakKeyDictionary[LossScale, Count] = weakref.WeakKeyDictionary()
         self.poisoned = False
         self.looked_for_scaler = False
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (

@@ -12,7 +12,7 @@ Where DistributedDataParallel averages the gradients, one rank's leaf is not ask
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,6 @@ class Count:
     before: torch.Tensor | None = None
 
     def one_more(self, flag: torch.Tensor) -> Count:
-        """The count after a further pass."""
         if len(self.flags) < _FLAGS:
             return Count(self.passes + 1, (*self.flags, flag), self.before)
         return Count(self.passes + 1, (flag,), self._overflows())
@@ -66,7 +65,6 @@ class Count:
         return self._overflows() - earlier._overflows()
 
     def or_later(self, other: Count) -> Count:
-        """The later of the two counts."""
         return other if other.passes > self.passes else self
 
     def _overflows(self) -> torch.Tensor:
@@ -96,7 +94,6 @@ class Reduction(Protocol):
 
 
 def _sum(flags: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How many of the flags are more than zero: 0-d int64."""
     home = flags[0].device
     return (torch.stack([flag.to(home) for flag in flags]) > 0).sum()
 
@@ -106,7 +103,8 @@ class Overflows:
 
     Attributes:
         void: overflows before this count left no gradients behind in the parameters.
-        lookers: the optimizers that look at this count.
+        looks: how far the count had come when each optimizer that looks at it did so last. This
+            object stands for updates by hand.
         reductions: those that average gradients of the graphs; they are counted behind these.
         ranks: those that hold shards of the parameters: each counts its own overflows, and what is
             concluded from them here is made common to all.
@@ -117,9 +115,8 @@ class Overflows:
         self._parameters = WeakIdKeyDictionary()  # parameters whose gradients the graphs make
         self._count = Count()
         self._looked = Count()  # at the last look of any optimizer
-        self._by_hand = Count()  # at the last handwritten update
         self.void = Count()
-        self.lookers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.looks: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()
         self.ranks = Ranks()
         self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
         self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
@@ -152,15 +149,12 @@ class Overflows:
 
     def _leave_alone(self, leaf: torch.Tensor) -> None:
         leaf.grad = None
-        me = weakref.ref(self)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def arrived(leaf: torch.Tensor) -> None:
-            overflows = me()
-            if overflows is not None and overflows._await_reductions():
-                leaf.grad = None
-
+        arrived = torch.compiler.disable(weakly(self._arrived))
         self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
+
+    def _arrived(self, leaf: torch.Tensor) -> None:
+        if self._await_reductions():
+            leaf.grad = None
 
     def _await_reductions(self) -> bool:
         """A graph runs backward. Returns whether its overflows are counted behind a reduction."""
@@ -173,11 +167,7 @@ class Overflows:
             self._hooks.clear()
         return bool(reductions)
 
-    def saw_reduced(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Count a backward whose gradients have been averaged over ranks: these."""
-        self._add(any_nonfinite(gradients))
-
-    def _add(self, flag: torch.Tensor, *others: torch.Tensor) -> None:
+    def saw_pass(self, flag: torch.Tensor, *others: torch.Tensor) -> None:
         """Count one backward pass, with a 0-d number for each device that ran it."""
         for other in others:
             flag = flag + other.to(flag.device)
@@ -198,28 +188,38 @@ class Overflows:
         if flags:
             for leaf in self._leaves.values():
                 leaf.grad = None
-            self._add(*flags)
+            self.saw_pass(*flags)
         return self._count
 
     def saw(self, gradients: Sequence[torch.Tensor]) -> None:
         """Count an overflow in gradients that are multiplied by the scale as they leave a graph."""
         if self._hooks and self._await_reductions():
             return
-        for leaf in self._leaves.values():
-            flag = any_nonfinite(gradients).to(leaf.device, leaf.dtype)
-            leaf.grad = flag if leaf.grad is None else leaf.grad + flag
+        for device in self._leaves:
+            self.saw_count(any_nonfinite(gradients).to(device, torch.float32))
 
     def saw_count(self, found: torch.Tensor) -> None:
-        """Count the overflows of a backward that ran in a graph with its forward.
-
-        Args:
-            found: how many gradients overflowed: 0-d FP32.
+        """Count so many gradients (0-d FP32) that overflowed in the running backward, or in one
+        that ran in a graph with its forward.
         """
         leaf = self.leaf(found.device)
         leaf.grad = found if leaf.grad is None else leaf.grad + found
 
+    def look(self, who: Any, *, upstream: bool = False) -> torch.Tensor | None:
+        """How many backward passes overflowed since an optimizer last looked: 0-d int64 on the
+        device, or None where none ran. This call counts as a look.
+
+        Those whose gradients were thrown away before the last forward are not counted, unless the
+        optimizer's parameters come before the graphs (`upstream`): gradients may still exist there.
+        """
+        count, earlier = self.count(), self.looks.get(who, Count())
+        if not upstream:
+            earlier = earlier.or_later(self.void)
+        self.looks[who] = count
+        return count.since(earlier)
+
     def looked(self) -> None:
-        """Note that an optimizer's step looks now."""
+        """Note that some optimizer's step looks now."""
         self._looked = self.count()
 
     def before_update_by_hand(self, gradients: Sequence[torch.Tensor] | None) -> bool:
@@ -228,11 +228,8 @@ class Overflows:
         """
         if gradients is None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
-        count = self.count()
-        new = count.since(self._by_hand.or_later(self.void))
-        self._by_hand = count
         overflow = any_nonfinite(gradients)
-        if new is not None:
+        if (new := self.look(self)) is not None:
             overflow = overflow.to(new.device) | (new > 0)
         return bool(self.ranks.all_max(overflow))
 
@@ -260,14 +257,12 @@ class Overflows:
             if self.reductions or self.ranks:  # on all ranks in the same forward
                 for later, _ in self._arriving:
                     later.wait()
-            while self._arriving and (overflows := self._arriving[0][0].read()) is not None:
+            while self._arriving and (arrived := self._arriving[0][0].read()) is not None:
                 _, held = self._arriving.pop(0)
-                if overflows:
+                if overflow := bool(arrived[0]):
                     self._check_parameters()
-                yield bool(overflows), held
-        elif (
-            len(self.lookers) > 1 and count.passes != self.void.passes and not self._accumulating()
-        ):
+                yield overflow, held
+        elif len(self.looks) > 1 and count.passes != self.void.passes and not self._accumulating():
             self.void = count  # some optimizer may have looked during the backward
 
     def _accumulating(self) -> bool:
@@ -283,6 +278,17 @@ class Overflows:
                     "overflowed went into an update that no optimizer made. Put such an update "
                     "under `if not loss_scale_of(model).overflowed():`"
                 )
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, for who must not keep its object alive: after that has gone, it returns None."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = ref()
+        return None if living is None else living(*args)
+
+    return call
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

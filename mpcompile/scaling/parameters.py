@@ -34,7 +34,6 @@ class ParamState:
 
     @property
     def optimizer(self) -> Any:
-        """The living owner, or None."""
         return self.owner() if self.owner is not None else None
 
 
@@ -59,13 +58,11 @@ def changed() -> None:
 
 
 def state_of(parameter: torch.Tensor) -> ParamState:
-    """What is known of a parameter, or of any tensor."""
     known = _states.get(id(parameter))
     return known[1] if known is not None and known[0]() is parameter else _NOTHING
 
 
 def note(parameter: torch.Tensor, **facts: Any) -> None:
-    """Replace fields of a parameter's state."""
     before = state_of(parameter)
     after = dataclasses.replace(before, **facts)
     if after != before:
@@ -79,8 +76,9 @@ def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None 
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
     """
+    living = weakref.ref(owner, lambda _: changed())
     for parameter in parameters:
-        note(parameter, owner=weakref.ref(owner), given=scale)
+        note(parameter, owner=living, given=scale)
 
 
 def owner_of(parameter: torch.Tensor) -> Any:

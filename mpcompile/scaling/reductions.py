@@ -31,8 +31,9 @@ from ..ranks.agree import Ranks
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import is_reducing
 from . import copies, optimizers, parameters
-from .agreement import agree
+from .agreement import Wishes, agree
 from .loss_scale import LossScale
+from .overflows import any_nonfinite, weakly
 
 _NOBODY = Ranks()
 _numbers = itertools.count()
@@ -82,7 +83,6 @@ def enter(
     Args:
         trained: the leaves whose gradients the graph makes.
         low: how these may travel; None: in FP32.
-        scale: the graph's loss scale, or None.
         hooked: whether this program wants gradients to travel low, also if this graph's do not:
             the ranks must all have the hook in which they agree, whatever their graphs came to.
     """
@@ -98,7 +98,10 @@ def enter(
         if reduction.settled and not scale.agreed:
             # Perhaps not all ranks run this graph, so they can't agree any more: each takes 2**16.
             scale.take_start(scale.value)
-        reduction.await_backward(scale, expected=ddp.will_reduce(module))
+        if ddp.will_reduce(module):
+            reduction.expected.add(scale)
+        else:
+            reduction.expected.discard(scale)
 
 
 def before_step(optimizer: Optimizer) -> None:
@@ -143,6 +146,7 @@ class Reduction:
         ranks: those that average them.
         settled: whether there is nothing that ranks have to agree on.
         number: counts the reductions, in the same order on all ranks.
+        expected: the scales of the graphs whose backward is expected to reduce.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -153,9 +157,9 @@ class Reduction:
         self.ranks = Ranks((module.process_group,), module.device)
         self._module = weakref.ref(module)
         self.ids = {id(p) for p in self.parameters()}
-        self._read: dict[int, Low | None] = {}  # by the id of a parameter that a graph reads
+        self._read = Wishes()  # how the gradients of parameters may travel
         self._agreed: dict[int, Low] = {}  # those that all ranks may send low
-        self._expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
+        self.expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
         self._running = -1  # the backward that will call `_look`
         self._hooked = False
         parameters.changed()  # `beside` was derived without it
@@ -170,24 +174,16 @@ class Reduction:
 
     def read(self, trained: Iterable[torch.Tensor], low: Low | None) -> None:
         """A graph reads these parameters, and lets their gradients travel so."""
-        for key in map(id, trained):
-            if key in self.ids and self._read.setdefault(key, low) != low:
-                self._read[key] = None  # another graph makes a part of the gradient
+        for parameter in trained:
+            if id(parameter) in self.ids:
+                self._read.add(parameter, low)
 
     def hook(self) -> None:
-        """From the next backward on, choose how each bucket travels."""
         if not self._hooked:
             self._hooked = True
             module = self._module()
             assert module is not None
-            ddp.reduce_by(module, _chosen_by(weakref.ref(self)))
-
-    def await_backward(self, scale: LossScale, *, expected: bool) -> None:
-        """A graph of this scale runs forward; whether its backward is expected to reduce."""
-        if expected:
-            self._expected.add(scale)
-        else:
-            self._expected.discard(scale)
+            ddp.reduce_by(module, weakly(self.chosen))
 
     # -- in a backward ----------------------------------------------------------------------------
 
@@ -203,15 +199,14 @@ class Reduction:
         self._running = -1
         module = self._module()
         # A checkpoint with use_reentrant=True runs backwards within the backward.
-        if module is None or not self._expected or is_reducing(module):
+        if module is None or not self.expected or is_reducing(module):
             return
-        scales = list(self._expected)
-        self._expected.clear()
+        scales = list(self.expected)
+        self.expected.clear()
         gradients = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         for scale in scales:
-            scale.overflows.saw_reduced(
-                [g for p, g in gradients if _comes_from(scale, parameters.scales_of(p))]
-            )
+            own = [g for p, g in gradients if _comes_from(scale, parameters.scales_of(p))]
+            scale.overflows.saw_pass(any_nonfinite(own))
 
     def chosen(self, bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
         """How a bucket of these parameters travels; None: as it is. Before the first bucket of a
@@ -234,14 +229,12 @@ class Reduction:
             MPCompileError: see `agreement.agree`.
         """
         held = self.parameters()
-        wishes = [self._read.get(id(p)) for p in held]
-        low = [wish is not None for wish in wishes]
-        agreed = agree(held, [low], self.ranks, in_backward=in_backward)
+        agreed = agree(held, [self._read.of(held)], self.ranks, in_backward=in_backward)
         if agreed is not None:
-            (sent,) = agreed.wishes
-            common = zip(held, wishes, sent, strict=True)
-            self._agreed = {id(p): wish for p, wish, all_wish in common if wish and all_wish}
-            self.settled = all(agreed.found)
+            (sent,), found = agreed
+            lows = zip(held, self._read.common(held, sent), strict=True)
+            self._agreed = {id(p): low for p, low in lows if low is not None}
+            self.settled = all(found)
 
 
 def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:
@@ -249,13 +242,3 @@ def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:
     one that reads it, or of one that hands gradients on to what runs uncompiled before it.
     """
     return scale in scales if scales else scale.open
-
-
-def _chosen_by(reduction: weakref.ref[Reduction]) -> ddp.Chosen:
-    """`chosen` for a hook that must not keep the reduction, and so the module, alive."""
-
-    def chosen(bucket: Sequence[torch.Tensor], first: bool) -> ddp.Wire | None:
-        alive = reduction()
-        return None if alive is None else alive.chosen(bucket, first)
-
-    return chosen

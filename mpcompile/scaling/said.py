@@ -43,10 +43,8 @@ class Said:
         self._skipped, self._others = 0, False
 
     def hopeless(self, number: int, call: Seen) -> None:
-        """The gradients of a call are finite at no scale: say why, once its backward has ended.
-
-        Args:
-            number: grows from one forward to the next.
+        """The gradients of a call are finite at no scale: say why, once its backward has ended. The
+        number grows from one forward to the next.
         """
         self._calls.append((number, call))
         if len(self._calls) == 1:

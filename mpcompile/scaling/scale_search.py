@@ -19,7 +19,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,15 +39,15 @@ class Search:
     Attributes:
         fitting, settling: see above.
         possible: whether some graph can be run again, so that its backward can search.
-        innocent: the scale before a backward that is finite at no scale, which lowers it as any
-            overflow does; until the next one that fits, which goes on from there.
     """
 
-    def __init__(self, *, fitting: bool) -> None:
-        self.fitting = fitting
+    def __init__(self, live: LiveScale, *, fitting: bool) -> None:
+        self._live, self.fitting = live, fitting
         self.settling = self._growing = False
         self.possible = False
-        self.innocent: float | None = None
+        # The scale before a backward that is finite at no scale, which lowers it as any overflow
+        # does; until the next one that fits, which goes on from there.
+        self._innocent: float | None = None
         self._calm = 0  # backward passes in a row that fitted
         self._failures = 0
         self._found_in: int | None = None  # number of the backward that found the scale
@@ -71,31 +70,70 @@ class Search:
         """Whether a later backward may still find the start."""
         return self.fitting and self.possible and not self.found
 
-    def find(self, used: torch.Tensor | None, *, overflowed: bool) -> None:
-        """Note that the backward that is running has found the scale.
+    def first_tried(self) -> float:
+        """The scale that a search begins with; waits for the device."""
+        top = min(INIT_SCALE, self._live.rule.max_scale)
+        if self.fitting:
+            return top * HEADROOM
+        known = self._known
+        room = known * 2.0 <= top
+        self._growing &= room
+        if self._calm < CALM or not room or not (self._growing or in_closure()):
+            return known
+        self._calm = 0
+        return known * 2.0
+
+    def keep(self, at: float, used: torch.Tensor | None, *, tried: float) -> float:
+        """Set the scale that a search has found, and return it. The next forward uses another
+        tensor, which its own search may write to.
 
         Args:
-            used: the scale tensor that its forward multiplied by; None: of a whole step.
-            overflowed: it overflowed at the scale that was tried first.
+            at: the largest scale at which the gradients fitted.
+            used: the tensor that their forward multiplied by; None: a whole step has been tried.
+            tried: the scale at which the search began.
         """
+        known, live = self._known, self._live
+        if self.fitting:
+            value = min(INIT_SCALE, max(at / HEADROOM, live.rule.min_scale))
+            value = min(value, known) if self.found else value
+            text = "the first backward found the loss scale %(scale)g"
+            logs.event("scale", logging.INFO, "found", text, scale=value)
+        else:
+            value = at if at == tried == known * 2.0 else min(at, known)
+        self._innocent = None
+        if self.fitting or value != live.scale:
+            live.start_at(value, found=self.fitting)
+        live.forget_tensors()
         self._found_in = running_backward()
         if used is not None:
             self._searched[used] = True
-        if overflowed:
+        if at < tried:
             self._calm, self._growing = 0, False
+        return value
 
-    def may_double(self, room: bool) -> bool:
-        """Whether the next backward is to try twice the scale.
+    def give_up(self, used: torch.Tensor, *, hopeless: bool) -> None:
+        """A backward overflowed at every scale, so its gradients are multiplied by what its forward
+        used: the next forward uses another tensor. One such batch may be an accident; after a few,
+        the search ends, and training goes on as with GradScaler.
 
         Args:
-            room: whether that is a scale which a search may find.
+            used: the scale tensor that its forward multiplied by.
+            hopeless: some values themselves are not finite, which is no failure of the search.
         """
-        calm = self._calm >= CALM
-        self._growing &= room
-        doubles = calm and room and (self._growing or in_closure())
-        if doubles:
-            self._calm = 0
-        return doubles
+        if hopeless and self._innocent is None:
+            self._innocent = self._live.scale
+        self._searched[used] = True
+        self._failures += not hopeless
+        if self._failures >= _MOST_FAILURES:
+            self.fitting = self.settling = False
+        self._live.forget_tensors()
+        text = "the search for a loss scale failed: gradients overflow at every scale"
+        logs.event("scale", logging.INFO, "not_found", text, hopeless=hopeless)
+
+    @property
+    def _known(self) -> float:
+        """The scale, as it was before steps were skipped for which it was not to blame."""
+        return max(self._live.scale, self._innocent or 0.0)
 
     def end_if_found(self, *, but_in: int | None = None) -> None:
         """End the iteration if the scale is found, unless the backward number `but_in` found it."""
@@ -122,92 +160,11 @@ class Search:
         """A step was skipped: let the next backward run again if it overflows, too."""
         if self.possible and not self.fitting and self._failures < _MOST_FAILURES and _alone():
             self.settling, self._calm = True, 0
-            self._growing &= self.innocent is not None
-
-    def fail(self, used: torch.Tensor, *, hopeless: bool) -> None:
-        """A backward overflowed at every scale. One such batch may be an accident; after a few,
-        the search ends, and training goes on as with GradScaler.
-
-        Args:
-            used: the scale tensor that its forward multiplied by.
-            hopeless: some values themselves are not finite, which is no failure of the search.
-        """
-        self._searched[used] = True
-        self._failures += not hopeless
-        if self._failures >= _MOST_FAILURES:
-            self.fitting = self.settling = False
+            self._growing &= self._innocent is not None
 
     def was_searched(self, used: torch.Tensor) -> bool:
         """Whether a backward has searched, or failed to, whose forward used this tensor."""
         return used in self._searched
-
-
-class Searched(Protocol):
-    """A `LossScale`, as far as a search knows it."""
-
-    live: LiveScale
-    search: Search
-    min_scale: float
-    max_scale: float
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def fitting(self) -> bool: ...
-
-
-def first_tried(scale: Searched) -> float:
-    """The scale that a search begins with; waits for the device."""
-    top = min(INIT_SCALE, scale.max_scale)
-    if scale.fitting:
-        return top * HEADROOM
-    value = _known(scale)
-    return value * 2.0 if scale.search.may_double(value * 2.0 <= top) else value
-
-
-def keep(scale: Searched, at: float, used: torch.Tensor | None, *, tried: float) -> float:
-    """Set the scale that a search has found, and return it. The next forward uses another tensor,
-    which its own search may write to.
-
-    Args:
-        at: the largest scale at which the gradients fitted.
-        used: what their forward multiplied by; None: a whole step has been tried.
-        tried: the scale at which the search began.
-    """
-    known = _known(scale)
-    if scale.fitting:
-        value = min(INIT_SCALE, max(at / HEADROOM, scale.min_scale))
-        value = min(value, known) if scale.search.found else value
-        text = "the first backward found the loss scale %(scale)g"
-        logs.event("scale", logging.INFO, "found", text, scale=value)
-    else:
-        value = at if at == tried == known * 2.0 else min(at, known)
-    scale.search.innocent = None
-    if scale.fitting or value != scale.value:
-        scale.live.start_at(value, found=scale.fitting)
-    scale.live.forget_tensors()
-    scale.live.moves += 1
-    scale.search.find(used, overflowed=at < tried)
-    return value
-
-
-def give_up(scale: Searched, used: torch.Tensor, *, hopeless: bool) -> None:
-    """A backward overflowed at every scale, so its gradients are multiplied by what its forward
-    used. The next forward uses another tensor, which a search may write to. See `Search.fail`.
-    """
-    if hopeless and scale.search.innocent is None:
-        scale.search.innocent = scale.value
-    scale.search.fail(used, hopeless=hopeless)
-    scale.live.forget_tensors()
-    scale.live.moves += 1
-    text = "the search for a loss scale failed: gradients overflow at every scale"
-    logs.event("scale", logging.INFO, "not_found", text, hopeless=hopeless)
-
-
-def _known(scale: Searched) -> float:
-    """The scale, as it was before steps were skipped for which it was not to blame."""
-    return max(scale.value, scale.search.innocent or 0.0)
 
 
 def _alone() -> bool:

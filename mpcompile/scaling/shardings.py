@@ -16,7 +16,7 @@ low dtype if graphs make all of them, in FP16 under one and the same scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from .. import ir
 from ..ranks import fsdp
 from ..ranks.shards import ranks_of
-from .agreement import agree, only_scale_of
+from .agreement import Wishes, agree, only_scale_of
 from .loss_scale import LossScale
-from .reductions import Low, gradients_in
+from .overflows import weakly
+from .reductions import gradients_in
 
 # FSDP's group of parameters (`FSDPParamGroup`) -> what is known of it
 _known: weakref.WeakKeyDictionary[Any, Sharding] = weakref.WeakKeyDictionary()
@@ -48,7 +49,6 @@ def enter(
         captured: the rewritten graph; or the one that was left in FP32.
         inputs: the caller's inputs, which come first among the graph's.
         low: the dtype in which parameters and gradients may travel; None: FP32.
-        scale: the graph's loss scale; None where it is not scaled.
         hooked: whether this program wants gradients to travel low, also if this graph's do not: all
             ranks must ask each other in the same places, whatever their graphs came to.
     """
@@ -62,9 +62,9 @@ def enter(
         sharding.hooked |= hooked
         _, node = read[id(shard.whole)]
         casts = low is not None and ir.reads_only_low(node, low)
-        sharding.is_read(shard.holder, low if casts else None)
+        sharding.gathers.add(shard.holder, low if casts else None)
         if torch.is_grad_enabled():
-            sharding.is_trained(shard.holder, gradients_in(low, scale))
+            sharding.reduces.add(shard.holder, gradients_in(low, scale))
 
 
 def before_step(optimizer: Optimizer) -> None:
@@ -86,19 +86,18 @@ class Sharding:
 
     Attributes:
         hooked: whether ranks agree in a backward, if they can.
+        gathers, reduces: how graphs let each parameter, and its gradient, travel; by FSDP's records
+            of the parameters.
     """
 
     def __init__(self, group: Any) -> None:
         self.hooked = False
         self._group = weakref.ref(group)
-        # By the id of a holder: how graphs let its parameter and its gradient travel (None: FP32).
-        self._gathers: dict[int, torch.dtype | None] = {}
-        self._reduces: dict[int, Low | None] = {}
+        self.gathers, self.reduces = Wishes(), Wishes()
         self._settled = False
-        self._wire().before_reducing = _settling(weakref.ref(self))
+        self._wire().before_reducing = weakly(self.settle_in_backward)
 
     def holders(self) -> list[Any]:
-        """FSDP's records of the group's parameters."""
         group = self._group()
         return [] if group is None else list(group.fsdp_params)
 
@@ -112,35 +111,13 @@ class Sharding:
             scale.agreed for shard in self.shards() if (scale := only_scale_of(shard)) is not None
         )
 
-    def is_read(self, holder: Any, low: torch.dtype | None) -> None:
-        """A graph reads this parameter; only cast to `low`, if that is not None."""
-        if self._gathers.setdefault(id(holder), low) is not low:
-            self._gathers[id(holder)] = None  # another graph reads it otherwise
-
-    def is_trained(self, holder: Any, low: Low | None) -> None:
-        """A graph makes a gradient of this parameter, which may travel so."""
-        if self._reduces.setdefault(id(holder), low) != low:
-            self._reduces[id(holder)] = None  # another graph makes a part of the gradient
-
-    def wishes(self) -> tuple[list[bool], list[bool]]:
-        """For each parameter, whether to gather it low, and whether to reduce its gradient low."""
-        gathers = [self._gathers.get(id(holder)) is not None for holder in self.holders()]
-        reduces = [self._reduces.get(id(holder)) is not None for holder in self.holders()]
-        return gathers, reduces
-
     def settle(self, gathers: Sequence[bool], reduces: Sequence[bool], *, final: bool) -> None:
-        """Take what all ranks can do."""
         self._settled = final
         wire, holders = self._wire(), self.holders()
-        for holder, gathered in zip(holders, gathers, strict=True):
-            dtype = self._gathers.get(id(holder))
-            if gathered and dtype is not None:
-                wire.gathered[id(holder)] = dtype
-        lows = {
-            self._reduces.get(id(holder)) if reduced else None
-            for holder, reduced in zip(holders, reduces, strict=True)
-            if holder.sharded_param.requires_grad
-        }
+        dtypes = zip(holders, self.gathers.common(holders, gathers), strict=True)
+        wire.gathered.update({id(holder): dtype for holder, dtype in dtypes if dtype is not None})
+        reduced = zip(holders, self.reduces.common(holders, reduces), strict=True)
+        lows = {low for holder, low in reduced if holder.sharded_param.requires_grad}
         low = lows.pop() if len(lows) == 1 else None
         if low is not None:
             wire.reduced, wire.scale = low.dtype, low.multiplier
@@ -164,24 +141,13 @@ def _settle(shardings: Sequence[Sharding], *, in_backward: bool = False) -> None
         MPCompileError: see `agreement.agree`.
     """
     held = [shard for sharding in shardings for shard in sharding.shards()]
-    wishes = [sharding.wishes() for sharding in shardings]
-    gathers, reduces = ([x for wish in wishes for x in wish[side]] for side in (0, 1))
+    gathers = [x for sharding in shardings for x in sharding.gathers.of(sharding.holders())]
+    reduces = [x for sharding in shardings for x in sharding.reduces.of(sharding.holders())]
     agreed = agree(held, [gathers, reduces], ranks_of(held), in_backward=in_backward)
     if agreed is None:
         return
-    gathers, reduces = agreed.wishes
+    (gathers, reduces), found = agreed
     at = 0
     for sharding in shardings:
         part = slice(at, at := at + len(sharding.shards()))
-        sharding.settle(gathers[part], reduces[part], final=all(agreed.found[part]))
-
-
-def _settling(sharding: weakref.ref[Sharding]) -> Callable[[], None]:
-    """`settle_in_backward` for what must not keep it alive."""
-
-    def settle() -> None:
-        alive = sharding()
-        if alive is not None:
-            alive.settle_in_backward()
-
-    return settle
+        sharding.settle(gathers[part], reduces[part], final=all(found[part]))

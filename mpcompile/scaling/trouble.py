@@ -5,8 +5,8 @@
     its optimizer step          *concludes*: what was recorded is judged (runtime/verdict.py)
     nothing to be done yet      the next look comes when twice as many steps were skipped
 
-Nothing is kept of a step that is not watched. Where a generated step keeps the scale's state on a
-device, one number is read from there in every eighth step, without waiting for it.
+Nothing is kept of a step that is not watched. What a generated step on a device has come to is
+learnt later, and counted for eight forwards at a time.
 """
 
 from __future__ import annotations
@@ -14,28 +14,22 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from ..ir.scale import ScaleRule
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.health import why_off
 from ..torch_inside.reach import Part
-from .async_read import Later
-from .live_scale import LiveScale
+from .live_scale import LiveScale, Stepped
 from .scale_search import after_backward
 
 FIRST_LOOK = 4  # skipped steps in a row
-EVERY = 8  # generated steps between two reads of their count
+EVERY = 8  # forwards whose generated steps are counted at a time
 MOST_LOOKS = 64  # kept at a time, with their inputs: a loop may call the model without any step
 # A dynamic scale that has come down by this factor without a good step was not just too large.
 FALL = 2.0**-16
 
 
 class Verdict(enum.Enum):
-    """What a look led to."""
-
     WAIT = "nothing was found, or the scale may still come down to where gradients fit"
     REPAIRED = "graphs will be compiled anew"
     TOLD = "the user was told; there is no need to look again"
@@ -51,7 +45,7 @@ class Trouble:
         pending: whether the next training forward is to be watched, or this one is. The only thing
             that a forward asks while all is well.
         skipped: how many steps were skipped since the last good one, as far as is known.
-        before: the scale at the last good step, a number or a 0-d tensor; None: not known.
+        before: the scale at the last good step, or None: not known.
         fed: whether something that was not finite came into the graphs that were looked at last.
         at_floor: whether the warning about the lowest scale waits for the look.
         looks: what the forwards watched so far have recorded.
@@ -62,7 +56,7 @@ class Trouble:
         self._live = live
         self.pending = self.at_floor = self.fed = False
         self.skipped = 0
-        self.before: float | torch.Tensor | None = None
+        self.before: float | None = None
         self.looks: deque[Any] = deque(maxlen=MOST_LOOKS)
         self.judge: Callable[[], Verdict] | None = None
         self._next = FIRST_LOOK
@@ -71,7 +65,8 @@ class Trouble:
         self._over = False  # whether their step has come
         self._count = 0  # skipped steps when the watching began
         self._forward = -1  # the forward whose step was counted last
-        self._device = _OnDevice(live)
+        self._new: list[Stepped] = []  # what is not counted yet
+        self._replaced = live.replaced
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -91,20 +86,26 @@ class Trouble:
             self.skipped, self._next = 0, FIRST_LOOK
         self._after_step()
 
-    def stepped(self) -> None:
-        """A generated step has run; whether it was skipped is known to the device. Several steps of
-        one forward count once.
+    def stepped(self, known: Stepped | None) -> None:
+        """A generated step has run. Several steps of one forward count once.
+
+        Args:
+            known: what has become known of such steps.
         """
         if self.judge is None:
             return
-        window = self._device.stepped()
-        if window is not None:
-            forwards, all_skipped, start = window
-            if not all_skipped:
-                self.skipped, self._next, self.before = 0, FIRST_LOOK, start
-            else:
-                self.skipped += forwards
-                self.before = start if self.before is None else self.before
+        if self._replaced != self._live.replaced:
+            self._new, self._replaced = [], self._live.replaced
+        if known is not None:
+            self._new.append(known)
+            if (forwards := sum(one.forwards for one in self._new)) >= EVERY:
+                start = self._new[0].before
+                if sum(one.skipped - one.steps for one in self._new) < 0:
+                    self.skipped, self._next, self.before = 0, FIRST_LOOK, start
+                else:
+                    self.skipped += forwards
+                    self.before = start if self.before is None else self.before
+                self._new.clear()
         self._after_step()
 
     def _after_step(self) -> None:
@@ -133,7 +134,6 @@ class Trouble:
         return self._watching
 
     def _conclude(self) -> None:
-        """Judge what was recorded, if the step was skipped."""
         assert self.judge is not None
         self.pending = self._watching = self._over = False
         if self._live.state.skipped_steps == self._count:
@@ -162,61 +162,8 @@ class Trouble:
             self.pending = self.at_floor = True
         return self.at_floor or self._told
 
-    def may_still_fall(self, rule: ScaleRule) -> bool:
+    def may_still_fall(self) -> bool:
         """Whether the scale, on its way down, may still reach where gradients fit."""
-        scale = self._live.scale
-        fallen = self.before is not None and scale <= float(self.before) * FALL
+        scale, rule = self._live.scale, self._live.rule
+        fallen = self.before is not None and scale <= self.before * FALL
         return rule.dynamic and scale > rule.min_scale and not fallen
-
-
-class _OnDevice:
-    """The count of skipped steps that generated steps keep on a device, read now and then."""
-
-    def __init__(self, live: LiveScale) -> None:
-        self._live = live
-        self._replaced = -1  # the first step starts the count
-
-    def _restart(self) -> None:
-        """Count from here on: what was skipped before, or in a run that was loaded, is known."""
-        self._now = self._asked = self._known = _Steps()
-        self._forward, self._replaced = -1, self._live.replaced
-        self._skipped = self._live.skipped_before
-        self._arriving: Later | None = None
-        self._scale: torch.Tensor | None = None  # at the start of the steps being counted
-
-    def stepped(self) -> tuple[int, bool, torch.Tensor] | None:
-        """Count a step. Once in a while returns how many forwards had steps since the last time,
-        whether all of these were skipped, and the scale at their start.
-        """
-        if self._replaced != self._live.replaced:
-            self._restart()
-        new = self._forward != self._live.forwards
-        self._forward = self._live.forwards
-        self._now = _Steps(self._now.taken + 1, self._now.forwards + new)
-        if self._arriving is None:
-            due = self._now.forwards - self._asked.forwards >= EVERY
-            if not due and self._scale is not None:
-                return None
-            count, scale = self._live.resident("skipped_steps"), self._live.resident("scale")
-            if count is None or scale is None:
-                return None
-            if self._scale is None:
-                self._scale = scale.clone()
-                return None
-            self._asked, self._arriving = self._now, Later(count)
-            self._start, self._scale = self._scale, scale.clone()
-        number = self._arriving.read()
-        if number is None:
-            return None
-        self._arriving = None
-        taken, skipped = self._asked.taken - self._known.taken, int(number) - self._skipped
-        window = self._asked.forwards - self._known.forwards, skipped >= taken, self._start
-        self._known, self._skipped = self._asked, int(number)
-        return window
-
-
-class _Steps(NamedTuple):
-    """How many generated steps were taken, of how many forwards."""
-
-    taken: int = 0
-    forwards: int = 0

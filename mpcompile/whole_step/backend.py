@@ -16,8 +16,9 @@ from ..errors import CannotRewrite
 from ..optim.inputs import Setting
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
-from ..scaling import gradient_readers, hooks
+from ..scaling import hooks
 from ..settings import Settings
+from ..torch_inside.autograd import hooks_on
 from . import one_graph
 from .call import Call
 from .parts import is_training_step
@@ -109,5 +110,5 @@ def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
     if settings.recompute:
         raise CannotRewrite("recompute=True is about a backward that is compiled apart")
     for x in example_inputs:
-        if is_leaf(x) and gradient_readers.has_hooks(x):
+        if is_leaf(x) and any(hooks_on(x)):
             raise CannotRewrite("a parameter has a hook that reads its gradient")

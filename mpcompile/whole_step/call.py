@@ -13,10 +13,10 @@ import torch
 
 from ..devices.generators import unchanged
 from ..optim.inputs import Setting
-from ..scaling import gradient_readers, parameters
+from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
-from ..scaling.scale_search import first_tried, give_up, keep
 from ..torch_inside.amp import autocast_off
+from ..torch_inside.autograd import hooks_on
 from .one_graph import Traced
 from .program import Program
 from .update import Update
@@ -101,7 +101,7 @@ class Call:
         for i, param, state in self._trained:
             if given[i] is not param or not (known or parameters.state_of(param) is state):
                 raise Outdated
-            if gradient_readers.has_hooks(param):
+            if any(hooks_on(param)):
                 raise NotThisTime("a parameter has a hook that reads its gradient")
             grad = param.grad
             if grad is not None and grad.dtype is not param.dtype:
@@ -123,7 +123,7 @@ def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[A
     for gradients eight times as large. Forward and backward run op by op on copies of what they
     write to, with ever smaller scales, until no gradient overflows; no optimizer steps.
     """
-    first = {scale: first_tried(scale) for scale in scales}
+    first = {scale: scale.search.first_tried() for scale in scales}
     tried = dict(first)
     devices = {x.device for x in given if isinstance(x, torch.Tensor)}
     while True:
@@ -137,7 +137,7 @@ def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[A
         tried.update({scale: tried[scale] * 0.5 for scale in too_large})
     for scale, at in tried.items():
         if hopeless or scale in too_large:
-            give_up(scale, torch.tensor(scale.value), hopeless=hopeless)
+            scale.search.give_up(torch.tensor(scale.value), hopeless=hopeless)
         else:
-            keep(scale, at, None, tried=first[scale])
+            scale.search.keep(at, None, tried=first[scale])
             scale.search.end(settle=False)

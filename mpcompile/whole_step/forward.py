@@ -139,7 +139,7 @@ def rewritten(
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
         scale.trouble.judge = functools.partial(judge, scale)
-        forward.scale_at = held.add(scale.reside(device)["scale"])
+        forward.scale_at = held.add(scale.live.reside(device)["scale"])
         forward.leaf_at = held.add(scale.overflows.leaf(device))
     return forward
 
@@ -157,7 +157,7 @@ def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
     if reader is None:
         return []
     return [
-        Read(master, copy, held.add(copy.stored), reader.stores_low(master))
+        Read(master, copy, held.add(copy.stored), reader.stored_low([master])[0])
         for master, copy in known.copies_for(planned)
     ]
 

@@ -35,6 +35,7 @@ from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizers
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
+from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
@@ -278,7 +279,7 @@ class Update:
         self._parts.notices.look()
         if not optimizers.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
-                scale.overflows.lookers.add(self.optimizer)
+                scale.overflows.looks.setdefault(self.optimizer, Count())
 
 
 def emit_behind(device: torch.device, count: int, settings: Settings) -> Emit | None:

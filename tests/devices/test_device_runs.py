@@ -129,11 +129,11 @@ def test_a_number_is_read_when_its_copy_is_there(
     assert module.recorded == ["stream of xpu:1"]
     assert later.read() is None
     module.done = True
-    assert later.read() == 3.0
+    assert later.read() == (3.0,)
 
 
 def test_on_the_host_a_number_is_there_at_once() -> None:
-    assert Later(torch.tensor(3.0)).read() == 3.0
+    assert Later(torch.tensor(3.0)).read() == (3.0,)
 
 
 @pytest.mark.usefixtures("plain")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,34 +163,39 @@ def test_a_loaded_scale_is_no_move(facts: Facts) -> None:
 
 
 class Arriving:
-    """A number on its way from a device."""
+    """Numbers on their way from a device."""
 
     made = 0
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, *values: torch.Tensor) -> None:
         type(self).made += 1
-        self.number, self.looks = value.item(), 0
+        self.numbers, self.looks = tuple(value.item() for value in values), 0
 
-    def read(self) -> float | int | bool | None:
+    def read(self) -> tuple[float | int | bool, ...] | None:
         self.looks += 1
-        return self.number if self.looks > 1 else None
+        return self.numbers if self.looks > 1 else None
 
 
 def test_the_log_waits_for_no_device(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line comes once the number is there; and without a listener no number is asked for."""
+    """A line comes once the numbers are there; without a listener they are asked for in every
+    eighth step.
+    """
     monkeypatch.setattr(live_scale, "Later", Arriving)
+    monkeypatch.setattr(live_scale, "capabilities", lambda _: mock.Mock(asynchronous=True))
     monkeypatch.setattr(Arriving, "made", 0)
-    scale = LossScale.dynamic(2.0**10)
-    log = live_scale.ScaleLog(scale.state)
-    there = {"scale": torch.tensor(2.0**9), "skipped_steps": torch.tensor(1)}
+    live = LossScale.dynamic(2.0**10).live
+    there = live.reside(torch.device("cpu"))
+    there["scale"].fill_(2.0**9)
+    there["skipped_steps"].fill_(1)
     with monkeypatch.context() as deaf:
         deaf.setattr(logging.getLogger("mpcompile.scale"), "isEnabledFor", lambda level: False)
-        log.look(there)
+        assert [live.stepped() for _ in range(7)] == [None] * 7
     assert Arriving.made == 0
-    log.look(there)
+    assert live.stepped() is None
     assert facts("scale") == []
-    log.look(there)
+    assert live.stepped() == (8, 1, 1, 2.0**10, False)
     assert [one["event"] for one in facts("scale")] == ["skipped", "moved"]
+    assert live.stepped() is None  # asked at once: somebody listens
     assert Arriving.made == 2
 
 

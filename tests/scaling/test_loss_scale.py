@@ -150,7 +150,7 @@ def test_reads_what_an_earlier_version_pickled_and_saved() -> None:
 def test_a_pickle_holds_what_earlier_versions_read() -> None:
     """Plain numbers, by the names that they had; nothing of this process."""
     scale = LossScale.dynamic(init_scale=8.0)
-    scale.reside(torch.device("cpu"))
+    scale.live.reside(torch.device("cpu"))
     scale.saw_forward()
     scale.settle(True)
     kept = scale.__getstate__()
@@ -190,7 +190,7 @@ def test_an_overflow_is_counted_once_whatever_else_is_skipped_for_it() -> None:
     generated step of a third one: no forward in between, so the scale stays.
     """
     scale = LossScale.dynamic(init_scale=2.0**10)
-    resident = scale.reside(torch.device("cpu"))
+    resident = scale.live.reside(torch.device("cpu"))
     resident["hit"].fill_(True)
     resident["floor"].fill_(True)
     scale.skip_for()

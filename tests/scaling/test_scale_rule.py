@@ -92,7 +92,7 @@ def test_a_loss_scale_settles_as_the_model_does(
 ) -> None:
     """Once on the host, and once where a generated step keeps the numbers on a device."""
     host, device = LossScale(rule, start), LossScale(rule, start)
-    device.reside(torch.device("cpu"))
+    device.live.reside(torch.device("cpu"))
     models = {host: Model(rule, start), device: Model(rule, start, np.float32)}
     for scale, model in models.items():
         scale.said = Said(floor=True, skips=True)  # that it does is tested elsewhere

@@ -27,7 +27,7 @@ class Steps:
     """The steps of a loss scale, without a model."""
 
     def __init__(self, verdict: Verdict = Verdict.WAIT) -> None:
-        self.live = LiveScale(ScaleState(2.0**16))
+        self.live = LiveScale(ScaleState(2.0**16), ScaleRule())
         self.trouble = Trouble(self.live)
         self.judged: list[int] = []  # the number of the step after which looks were judged
         self.verdict, self.taken = verdict, 0
@@ -123,7 +123,7 @@ def test_several_optimizers_of_one_forward_count_once() -> None:
 
 
 def test_steps_on_a_device_are_counted_now_and_then() -> None:
-    live = LiveScale(ScaleState(2.0**16))
+    live = LiveScale(ScaleState(2.0**16), ScaleRule())
     trouble = Trouble(live)
     trouble.judge = lambda: Verdict.WAIT
     state = live.reside(torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_steps_on_a_device_are_counted_now_and_then() -> None:
         live.forward_begins()
         state["skipped_steps"].add_(overflow)
         state["scale"].mul_(0.5 if overflow else 1.0)
-        trouble.stepped()
+        trouble.stepped(live.stepped())
         counts.append(trouble.skipped)
     assert [counts[i] for i in (EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1)] == [0, EVERY, 2 * EVERY]
     assert trouble.pending
@@ -144,7 +144,7 @@ class OnDevice:
     """The generated steps of a loss scale, without a model."""
 
     def __init__(self, state: ScaleState) -> None:
-        self.live = LiveScale(state)
+        self.live = LiveScale(state, ScaleRule("static"))
         self.trouble = Trouble(self.live)
         self.trouble.judge = lambda: Verdict.WAIT
         self.state = self.live.reside(torch.device("cpu"))
@@ -155,7 +155,7 @@ class OnDevice:
             self.live.forward_begins()
             for _ in range(optimizers):
                 self.state["skipped_steps"].add_(letter == "x")
-                self.trouble.stepped()
+                self.trouble.stepped(self.live.stepped())
 
 
 @pytest.mark.parametrize("loaded", ["before", "between"])
@@ -174,7 +174,7 @@ def test_what_other_optimizers_skipped_before_the_first_generated_step_is_none_o
     steps = OnDevice(ScaleState(2.0**16))
     for _ in range(2 * EVERY):
         steps.live.forward_begins()
-        steps.live.settle(ScaleRule("static"), overflow=True)
+        steps.live.settle(overflow=True)
     steps.run("." * 2 * EVERY)
     assert not steps.trouble.pending
 
