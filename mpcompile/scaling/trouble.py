@@ -65,7 +65,9 @@ class Trouble:
         self._over = False  # whether their step has come
         self._count = 0  # skipped steps when the watching began
         self._forward = -1  # the forward whose step was counted last
-        self._new: list[Stepped] = []  # what is not counted yet
+        # Generated steps that are not counted yet: of how many forwards, how many were taken.
+        self._forwards = self._taken = 0
+        self._start: float | None = None
         self._replaced = live.replaced
 
     # -- steps ------------------------------------------------------------------------------------
@@ -95,17 +97,19 @@ class Trouble:
         if self.judge is None:
             return
         if self._replaced != self._live.replaced:
-            self._new, self._replaced = [], self._live.replaced
+            self._forwards, self._taken, self._replaced = 0, 0, self._live.replaced
         if known is not None:
-            self._new.append(known)
-            if (forwards := sum(one.forwards for one in self._new)) >= EVERY:
-                start = self._new[0].before
-                if sum(one.skipped - one.steps for one in self._new) < 0:
-                    self.skipped, self._next, self.before = 0, FIRST_LOOK, start
+            if self._forwards == 0:
+                self._start = known.before
+            self._forwards += known.forwards
+            self._taken += known.steps - known.skipped
+            if self._forwards >= EVERY:
+                if self._taken > 0:
+                    self.skipped, self._next, self.before = 0, FIRST_LOOK, self._start
                 else:
-                    self.skipped += forwards
-                    self.before = start if self.before is None else self.before
-                self._new.clear()
+                    self.skipped += self._forwards
+                    self.before = self._start if self.before is None else self.before
+                self._forwards = self._taken = 0
         self._after_step()
 
     def _after_step(self) -> None:
