@@ -162,7 +162,7 @@ def _training(
     return step, loss_scale_of(model).trouble
 
 
-def _nothing(**_: object) -> None: ...
+def _nothing(*_: object, **__: object) -> None: ...
 
 
 # -- what a step is told, and what is kept ---------------------------------------------------------
