@@ -182,8 +182,8 @@ MUTANTS = (
         "lr-ignored",
         "a compiled step keeps the first learning rate",
         "mpcompile/optim/held_settings.py",
-        "elif self._lrs.get(g) != lr:",
-        "elif g not in self._lrs:",
+        "elif self._stored.get(slot) != value:",
+        "elif slot not in self._stored:",
         ("tests/optim/test_optim_settings.py",),
     ),
     Mutant(
