@@ -41,7 +41,7 @@ def gradients_of_rebound() -> Iterator[None]:
         MissingInTorch: it can't be followed with this torch.
     """
     with compile_lock, contextlib.ExitStack() as undo:
-        for replacement in (_STORING, _READING):
+        for replacement in (_STORING, _LOADING, _READING):
             if not replacement.is_applied:  # by a function that is called in this one
                 replacement.apply()
                 undo.callback(replacement.revert)
@@ -121,7 +121,8 @@ def check_reached(reads_gradients: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way.
     """
-    if _READING.is_applied and reads_gradients and not _READING.reached:
+    reached = _READING.reached or _LOADING.reached  # torch 2.11 asks what was set before it reads
+    if _READING.is_applied and reads_gradients and not reached:
         raise CannotRewrite("Dynamo reads gradients in a new way")
 
 
@@ -142,5 +143,15 @@ def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
     return theirs(variable, tx)
 
 
+def _load_attr(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A gradient that the function has set, as it was set: counted."""
+    return theirs(*args, **kwargs)
+
+
+def _is_gradient(effects: Any, item: Any, name: str, *_: Any, **__: Any) -> bool:
+    return name == "grad"
+
+
 _STORING = method(SideEffects, "store_attr", _store_attr)
+_LOADING = method(SideEffects, "load_attr", _load_attr, counts=_is_gradient)
 _READING = reads_of(TensorVariable, "grad", _read_grad)

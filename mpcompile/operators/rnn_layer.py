@@ -5,13 +5,16 @@ Torch's own operators are made for autograd, which asks less of them than a grap
 * `aten::mkldnn_rnn_layer` makes the workspace that its backward needs only in grad mode, and its
   fake has no bytes in it: so ours has a size of 0, too, and the bytes are behind that (Inductor of
   2.14 looks at the size);
-* `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake.
+* `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake, and
+  FP32 gradients of BF16, which the fake of torch 2.11 says are BF16: Inductor's kernels would read
+  the bits of one as the other.
 
-Read in torch 2.13; the same in 2.11 and 2.14.
+Read in torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,7 +37,23 @@ def _rnn_layer_backward(*args: Any) -> Any:
     *others, workspace = args
     with below_autograd():
         whole = torch.empty(0, dtype=workspace.dtype).set_(workspace.untyped_storage())
-        return tuple(grad.contiguous() for grad in _BACKWARD(*others, whole))
+        dtype = _dtype_of_gradients(args[0].dtype)
+        return tuple(grad.to(dtype).contiguous() for grad in _BACKWARD(*others, whole))
+
+
+@functools.cache
+def _dtype_of_gradients(dtype: torch.dtype) -> torch.dtype:
+    """Which one the fake says that the gradients of a layer in this dtype have."""
+
+    def said(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    row, sequence = said(1, 8), said(1, 1, 8)
+    layer = [sequence, said(32, 8), said(32, 8), said(32), said(32), row, row]
+    results_and_grads = [sequence, row, row] * 2
+    rest = [False, 2, 8, 1, True, True, False, [], False, said(0, dtype=torch.uint8)]
+    found: torch.dtype = _BACKWARD(*layer, *results_and_grads, *rest)[0].dtype
+    return found
 
 
 def _fake_backward(*args: Any) -> Any:
