@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
+from .check_module import check_module
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
@@ -34,7 +35,7 @@ from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
 from .scaling.loss_scale import LossScale
-from .settings import OPTIONS, Options, Settings, check_module, documented
+from .settings import OPTIONS, Options, Settings, documented
 from .torch_inside.modules import set_compiled_call
 from .whole_step.train_step import TrainStep, goes_backward
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .. import ir
+from ..check_module import check_module
 from ..errors import MPCompileError, did_you_mean
 from ..observe.compared import relative_error
 from ..observe.fault import Fault, Kind, Runs
@@ -30,7 +31,7 @@ from ..plans.graph_plan import PlanNode
 from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level
 from ..scaling import parameters
-from ..settings import OPTIONS, Settings, check_module
+from ..settings import OPTIONS, Settings
 from ..torch_inside import pytree
 from .came_in import not_finite_in
 from .checks import check_loss_fn, check_trained

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .. import rules
-from ..rules.policy import op_key
+from ..rules.op_names import op_key
 from ..torch_inside.fakes import FakeTensor, FakeTensorMode
 from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
 from .fakes import like

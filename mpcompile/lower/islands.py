@@ -14,10 +14,10 @@ links any two compiled functions.
 
 1. Walk the nodes: an RNN node with its getitems is an island, the nodes between two are a piece.
    Both are sections. (The caller may name other operators that run as they are: islands, too.)
-2. Make each section a graph of its own: its inputs are the values it takes from outside, its
-   outputs those that a later section or the caller reads. `set_grad_enabled` doesn't reach across a
-   cut: a section that starts in another grad mode than the graph enters that mode itself, and
-   leaves it again.
+2. Make each section a graph of its own (`sections.py`): its inputs are the values it takes from
+   outside, its outputs those that a later section or the caller reads. `set_grad_enabled` doesn't
+   reach across a cut: a section that starts in another grad mode than the graph enters that mode
+   itself, and leaves it again.
 3. Compile the pieces in order on FakeTensors, and run each on them to learn the inputs of the next:
    sizes, strides, aliases, and which values require a gradient.
 
@@ -42,7 +42,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
 
@@ -51,14 +50,10 @@ from torch import fx
 
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
-from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import PACKETS, RNN_OPS
 from ..torch_inside.autograd import set_grad_enabled
 from ..torch_inside.fakes import TracingContext, enable_python_dispatcher, tracing
-from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
-from ..torch_inside.ops import schema
-
-aten = torch.ops.aten
+from .sections import Section, bind, connect, outline, schedule
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -93,7 +88,7 @@ def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[list[fx.No
     Args:
         apart: see `compile_around_rnns`.
     """
-    sections, _ = _schedule(graph, torch.is_grad_enabled(), apart)
+    sections, _ = schedule(graph, torch.is_grad_enabled(), apart)
     return [section.nodes for section in sections if not section.island]
 
 
@@ -107,7 +102,7 @@ def rnn_results(
         input, with the strides of an island's results. They are no leaves, and require a gradient
         if the kernel's results would.
     """
-    given = _bind(target, args, kwargs)
+    given = bind(target, args, kwargs)
     source = given["input"] if "input" in given else given["data"]
     states = given["hx"] if isinstance(given["hx"], (list, tuple)) else [given["hx"]]
     width = states[0].shape[-1] * (2 if given["bidirectional"] else 1)  # after any projection
@@ -145,13 +140,13 @@ def compile_around_rnns(
     base = torch.is_grad_enabled()
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = dict(zip(placeholders, example_inputs, strict=True))
-    sections, final = _schedule(gm.graph, base, apart)
-    _connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
+    sections, final = schedule(gm.graph, base, apart)
+    connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []
     for section in sections:
-        module = _outline(gm, section, base)
+        module = outline(gm, section, base)
         if section.island:
             run.append(_in_grad_mode(module.forward, section.grad, base))
         else:
@@ -165,124 +160,6 @@ def compile_around_rnns(
     return _runner(gm.graph, sections, run, None if final is base else final)
 
 
-# -- cutting --------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Section:
-    """Nodes that run together: an RNN node with its getitems or another operator that runs as it is
-    (an island), or a piece to compile.
-    """
-
-    island: bool
-    grad: bool  # the grad mode it starts in
-    nodes: list[fx.Node]
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-
-
-def _schedule(
-    graph: fx.Graph, base: bool, apart: Callable[[fx.Node], bool]
-) -> tuple[list[_Section], bool]:
-    """The sections in the order of the graph, and the grad mode at the graph's end."""
-    sections: list[_Section] = []
-    grad = base
-    results: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or node in results:
-            continue
-        if node.target in RNN_OPS:
-            assert all(user.target is operator.getitem for user in node.users)
-            sections.append(_Section(True, grad, [node, *node.users]))
-            results.update(node.users)
-            continue
-        if apart(node):
-            sections.append(_Section(True, grad, [node]))
-            continue
-        if not sections or sections[-1].island:
-            sections.append(_Section(False, grad, []))
-        sections[-1].nodes.append(node)
-        if node.target is SET_GRAD_ENABLED:
-            grad = bool(node.args[0])
-    busy = [s for s in sections if any(n.target is not SET_GRAD_ENABLED for n in s.nodes)]
-    return busy, grad
-
-
-def _connect(graph: fx.Graph, sections: list[_Section], symbols: list[fx.Node]) -> None:
-    """Set the inputs and outputs of each section. Raises CannotRewrite, see `compile_around_rnns`.
-
-    Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
-    """
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    owner = {node: section for section in sections for node in section.nodes}
-    taken: dict[_Section, set[fx.Node]] = {
-        section: set() if section.island else set(symbols) for section in sections
-    }
-    wanted: set[fx.Node] = set(graph.output_node().all_input_nodes)
-    for node, section in owner.items():
-        for value in node.all_input_nodes:
-            if value.op != "get_attr" and owner.get(value) is not section:
-                taken[section].add(value)
-                wanted.add(value)
-    for section in sections:
-        section.inputs = sorted(taken[section], key=position.__getitem__)
-        section.outputs = [node for node in section.nodes if node in wanted]
-        for node in section.outputs:
-            if node.target is ENTER_AUTOCAST:
-                raise CannotRewrite("an autocast region reaches across an RNN")
-
-
-def _outline(gm: fx.GraphModule, section: _Section, base: bool) -> fx.GraphModule:
-    """The section as its own graph, with the notes that AOTAutograd reads from Dynamo's graphs."""
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in section.inputs:
-        placeholder = new[node] = graph.placeholder(node.name)
-        placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
-        source = source_of(node) if node.op == "placeholder" else None
-        set_source(placeholder, source)
-    grad = section.grad
-    if not section.island and grad is not base:
-        graph.call_function(SET_GRAD_ENABLED, (grad,))
-    for node in section.nodes:
-        for value in node.all_input_nodes:
-            if value.op == "get_attr" and value not in new:
-                new[value] = graph.node_copy(value)
-        new[node] = graph.node_copy(node, new.__getitem__)
-        if node.target is SET_GRAD_ENABLED:
-            grad = bool(node.args[0])
-    if section.nodes[0].target in RNN_OPS:
-        _make_dense(graph, section.nodes[0], new)
-    elif not section.island and grad is not base:
-        graph.call_function(SET_GRAD_ENABLED, (base,))
-    graph.output(tuple(new[node] for node in section.outputs))
-
-    piece = fx.GraphModule(gm, graph)
-    piece.meta = dict(gm.meta)
-    sources = sources_of(gm)
-    names = [name for name, _ in (*piece.named_parameters(), *piece.named_buffers())]
-    set_sources(piece, {name: sources[name] for name in names})
-    return piece
-
-
-def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
-    """Make the results of an RNN dense: see NOTE [Strides at a cut]."""
-    time_second = _bind(rnn.target, rnn.args, rnn.kwargs).get("batch_first", False)
-    for result in rnn.users:
-        value = new[result]
-        if time_second and result.args[1] == 0:
-            value = graph.call_function(aten.transpose.int, (value, 0, 1))
-            value = graph.call_function(aten.contiguous.default, (value,))
-            new[result] = graph.call_function(aten.transpose.int, (value, 0, 1))
-        else:
-            new[result] = graph.call_function(aten.contiguous.default, (value,))
-
-
-def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = (argument.name for argument in schema(target).arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 # -- values that cross a cut ----------------------------------------------------------------------
 
 
@@ -293,7 +170,7 @@ class _FakeRun(fx.Interpreter):
         super().__init__(gm)
         self.env = {**inputs, **{n: self.run_node(n) for n in gm.graph.find_nodes(op="get_attr")}}
 
-    def run_section(self, section: _Section, context: TracingContext) -> None:
+    def run_section(self, section: Section, context: TracingContext) -> None:
         fake_mode = context.fake_mode
         assert fake_mode is not None
         with (
@@ -341,7 +218,7 @@ def _picker(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 def _runner(
     graph: fx.Graph,
-    sections: list[_Section],
+    sections: list[Section],
     functions: list[Callable[..., Any]],
     leave: bool | None,
 ) -> Callable[..., Any]:
@@ -351,7 +228,7 @@ def _runner(
     `leave`: the grad mode at the end, or None if it is the same as at the start.
     """
     slot = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    last: dict[fx.Node, _Section] = {}
+    last: dict[fx.Node, Section] = {}
     for section in sections:
         for node in section.outputs:
             slot[node] = len(slot)

@@ -27,6 +27,7 @@ from .._version import __version__
 from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
+from ..check_module import check_module
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -39,7 +40,7 @@ from ..runtime.apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.looking import looked_into
 from ..runtime.outside import aside
-from ..settings import OPTIONS, Settings, check_module, documented
+from ..settings import OPTIONS, Settings, documented
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException
 from .failures import described, place

@@ -11,7 +11,8 @@ import torch
 from ..errors import MPCompileError, did_you_mean
 from ..torch_inside.ops import HigherOrderOperator, OpOverload, overload_name, schema
 from .labels import DIMS, NAMED, signature
-from .policy import Precision, op_exists, op_key
+from .op_names import op_exists, op_key
+from .policy import Precision
 from .rule import UNKNOWN, Recurrent, Rule
 from .table import TABLE
 

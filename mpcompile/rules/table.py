@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from .policy import Precision, op_key
+from .op_names import op_key
+from .policy import Precision
 from .rule import Keeps, Kind, Recurrent, Rule
 
 LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
 from mpcompile.capture.around import around_now
+from mpcompile.check_module import check_module
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
@@ -29,7 +30,7 @@ from mpcompile.profile import store
 from mpcompile.profile.ceilings import from_ceilings
 from mpcompile.profile.key import Key, key_of
 from mpcompile.rules.policy import Level
-from mpcompile.settings import Settings, check_module
+from mpcompile.settings import Settings
 
 
 class Toy(Capabilities):
@@ -196,6 +197,7 @@ TYPES = {"cpu", "cuda", "hip", "hpu", "meta", "mps", "mtia", "privateuseone", "x
 # file -> the string that it may hold, and why.
 MAY_NAME = {
     "mpcompile/planner/target.py": ("cpu", "a graph without tensors computes on the host"),
+    "mpcompile/operators/rnn_layer.py": ("meta", "only a dtype is asked for"),
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from repository import ROOT
 
 from mpcompile.rules.docs_page import page
-from mpcompile.rules.policy import op_key
+from mpcompile.rules.op_names import op_key
 from mpcompile.rules.table import TABLE
 from mpcompile.torch_inside.docs_page import page as page_of_names
 

@@ -43,6 +43,7 @@ LAYERS = (
     {"observe"},
     {"capture", "lower", "pipeline"},
     {"runtime", "settings"},
+    {"check_module"},
     {"plan_graph"},
     {"training"},
     {"graph_function"},
