@@ -33,6 +33,10 @@ _IN_PLACE = frozenset(
 )
 
 
+# Dynamo of 2.11 answers what the function has set before it calls any reading.
+_ANSWERS_FIRST = torch.__version__ < "2.12"
+
+
 @contextlib.contextmanager
 def gradients_of_rebound() -> Iterator[None]:
     """In this context, Dynamo sets and reads `.grad` of what was written; no other thread compiles.
@@ -121,7 +125,7 @@ def check_reached(reads_gradients: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way.
     """
-    reached = _READING.reached or _LOADING.reached  # torch 2.11 asks what was set before it reads
+    reached = _READING.reached or (_ANSWERS_FIRST and _LOADING.reached)
     if _READING.is_applied and reads_gradients and not reached:
         raise CannotRewrite("Dynamo reads gradients in a new way")
 

@@ -8,6 +8,7 @@ them. Once a module is called in training, or the warning is given, nothing is c
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import MPCompileWarning
 
@@ -24,26 +24,26 @@ from ..errors import MPCompileWarning
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
-_hook: RemovableHandle | None = None
+
+
+@functools.cache
+def _register() -> None:
+    """Install the hook, for good: torch goes through its hooks in each step of any thread, and one
+    that is added or removed meanwhile makes that step fail.
+    """
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def expect(module: nn.Module) -> None:
     """Note a compiled module: it should be called before its parameters are updated."""
-    global _hook
     if any(True for _ in module.parameters()):
+        _register()
         _waiting[module] = weakref.WeakSet()
-        _hook = _hook or register_optimizer_step_pre_hook(_before_step)
 
 
 def called(module: nn.Module) -> None:
-    """Note that the module was called: there is nothing left to check. Not within the hook: torch
-    goes through its hooks there.
-    """
-    global _hook
+    """Note that the module was called: there is nothing left to check."""
     _waiting.pop(module, None)
-    if not _waiting and _hook is not None:
-        _hook.remove()
-        _hook = None
 
 
 def reached(inputs: Iterable[Any]) -> None:
