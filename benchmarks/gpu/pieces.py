@@ -17,11 +17,13 @@ _MPCOMPILE = ("-c", "import sys; from mpcompile.cli import main; sys.exit(main()
 
 def _tests(name: str, limit: float, *paths: str, workers: int = 4) -> Piece:
     """Tests marked gpu. Warnings don't fail them: a device that nobody has seen may bring new ones
-    of torch's, which the log lists, and which should not hide what the tests say.
+    of torch's, which the log lists, and which should not hide what the tests say. Each result is in
+    the log as it comes, and a test that hangs takes its worker with it alone: so where tests
+    measure, and nothing may run beside them, there is one worker.
     """
     return Piece(
         name,
-        ("-m", "pytest", "-m", "gpu", "-q", "-n", str(workers), "-W", "default",
+        ("-m", "pytest", "-m", "gpu", "-v", "-n", str(workers), "-W", "default",
          "-p", "no:cacheprovider", "--junitxml={out}/tests.xml",
          *(f"tests/{path}.py" for path in paths)),
         limit,
@@ -45,7 +47,7 @@ PIECES = (
           by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "smoke")),
     _tests("tests", 480, "devices/test_gpu"),
     # It measures: nothing else beside it.
-    _tests("tests-costs", 300, "devices/test_gpu_costs", workers=0),
+    _tests("tests-costs", 300, "devices/test_gpu_costs", workers=1),
     _tests("tests-numerics", 420, "devices/test_gpu_numerics"),
     _tests("tests-elsewhere", 300, "devices/test_device_sheets", "devices/test_profile_store",
            "optim/test_optim_scale", "passes/test_fused_head", "passes/test_joint"),
