@@ -28,7 +28,7 @@ from .ranks import ddp
 from .records import Record, records
 from .rules.policy import Level, Policy
 from .runtime import uncalled
-from .runtime.looking import Looking
+from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by
 from .runtime.sharded_call import ends_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 _NEEDED = "keeps the order of reads and writes"
 

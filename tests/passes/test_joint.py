@@ -16,8 +16,8 @@ from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mpcompile import mpcompile
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.cpu import CPU
 from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
 from mpcompile.lower.emitter import emit
