@@ -97,20 +97,23 @@ def mpcompile(
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if isinstance(model, (staticmethod, classmethod)):
         return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))
+    _check_kind(model)
+    return _compiled(model, settings, request, torch_compile_kwargs)
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse what is neither a module nor a function."""
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if isinstance(model, type):
         raise MPCompileError(
-            f"mpcompile({model.__name__}): this is a class; give an instance, such as "
-            f"mpcompile({model.__name__}(...))"
+            f"mpcompile({name}): this is a class; give an instance, such as mpcompile({name}(...))"
         )
-    if not isinstance(model, nn.Module) and not callable(model):
-        none = (
-            ". (Was the model None? mpcompile(None, ...) waits for the model, as a decorator does)"
-        )
-        hint = none if isinstance(model, torch.Tensor) else ""
-        raise MPCompileError(
-            f"mpcompile({type(model).__name__}): give an nn.Module or a function{hint}"
-        )
-    return _compiled(model, settings, request, torch_compile_kwargs)
+    if isinstance(model, nn.Module) or callable(model):
+        return
+    hint = ""
+    if isinstance(model, torch.Tensor):  # somebody called the decorator that mpcompile(None) is
+        hint = ". (Was the model None? mpcompile(None) waits for the model, as a decorator does)"
+    raise MPCompileError(f"mpcompile({name}): give an nn.Module or a function{hint}")
 
 
 def _compiled(

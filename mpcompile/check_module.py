@@ -52,6 +52,6 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
             hint = did_you_mean(pattern, [*paths, *(path.rpartition(".")[2] for path in paths)])
             some = ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
             raise MPCompileError(
-                f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of {where}: "
-                f"{some or 'none'}"
+                f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of "
+                f"{where}: {some or 'none'}"
             )

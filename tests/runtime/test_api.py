@@ -214,7 +214,7 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
 
 def test_a_model_that_was_moved_to_where_nothing_runs() -> None:
     model = mpcompile(Net(), emit="eager").to("meta")
-    with pytest.raises(MPCompileError, match="is on meta.*It was moved there after mpcompile"):
+    with pytest.raises(MPCompileError, match=r"is on meta.*It was moved there after mpcompile"):
         model(torch.randn(2, 8, device="meta"))
 
 
@@ -231,7 +231,7 @@ def test_the_low_dtype_in_other_words(word: str) -> None:
         (lambda: Policy(low=["sofmax"]), r"no operator 'aten::sofmax'; did you mean 'softmax'"),
         (
             lambda: Policy(modules={"fc3": "fp32"}),
-            r"'fc3' matches no module; did you mean 'fc[12]'; the modules of Net: fc1, ",
+            r"'fc3' matches no module; did you mean 'fc[12]'.; the modules of Net: fc1, ",
         ),
         (lambda: Policy(modules={"fc(": "fp32"}), "bad regex"),
         (lambda: Policy(modules={"fc1": "fp23"}), "unknown precision 'fp23'"),
