@@ -118,6 +118,10 @@ class Capabilities:
         """Wait until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
 
+    def stream(self) -> object:
+        """The stream that operators run on now; None if each waits for the one before it."""
+        return torch.accelerator.current_stream(self.device) if self.asynchronous else None
+
     def record_event(self) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.
 

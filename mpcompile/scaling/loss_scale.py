@@ -247,6 +247,7 @@ class LossScale(Ruled):
         other keeps the number that it began with: its backward may have run before the search.
         """
         searching = self.search.searching
+        self.used = None  # so that its memory can be used again
         self.used = self.live.tensor(device, shared=searching and searched)
         self.used_apart = searching and not searched
         return self.used, self.overflows.leaf(device)

@@ -92,6 +92,21 @@ def test_cuda_graphs_record_the_model_and_the_step(level: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_cuda_graphs_are_recorded_in_the_first_steps_alone(level: str) -> None:
+    """A loop keeps its losses, so the allocator gives each step's numbers another place."""
+    mode = "reduce-overhead"
+    model = mpcompile(Block(32).cuda(), level=level, dtype=torch.float16, mode=mode)
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), mode=mode)
+    counters.clear()
+    kept = train(model, optimizer, 6)
+    recorded = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+    kept += train(model, optimizer, 8)
+    assert recorded > 0
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == recorded
+    assert len(kept) == 14
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor", "NAdam"])
 def test_the_step_equals_eager(optimizer: str) -> None:
     torch.manual_seed(0)

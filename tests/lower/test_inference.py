@@ -36,7 +36,7 @@ def test_what_inductor_compiled_lives_as_long_as_its_function(
     calls: `'Runner' object has no attribute 'partitions'`, in the first step.
     """
     made = []
-    compile_inner = inference.compile_fx_inner
+    compile_inner = vars(inference)["compile_fx_inner"]
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_inner(*args, **kwargs)
