@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from mpcompile import MPOptimizer, compiled_plans, mpcompile
+from mpcompile import MPOptimizer, compiled_plans, mpcompile, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +105,22 @@ def test_cuda_graphs_are_recorded_in_the_first_steps_alone(level: str) -> None:
     assert recorded > 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == recorded
     assert len(kept) == 14
+
+
+def test_what_is_kept_of_replayed_steps_stays_as_it_was() -> None:
+    """A CUDA graph writes each step's loss to one place, and the norm of its gradients."""
+    torch.manual_seed(0)
+    model, mode = nn.Linear(16, 8).cuda(), "reduce-overhead"
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = MPOptimizer(sgd, max_grad_norm=1.0, mode=mode)
+    step = train_step(model, optimizer, F.cross_entropy, dtype=torch.float16, mode=mode)
+    x, y = torch.randn(64, 16, device="cuda"), torch.randint(8, (64,), device="cuda")
+    kept, seen = [], []
+    for _ in range(6):
+        kept.append((step(x, y), optimizer.grad_norm))
+        seen.append([value.item() for value in kept[-1]])
+    assert [[value.item() for value in values] for values in kept] == seen
+    assert len({loss for loss, _ in seen}) == len({norm for _, norm in seen}) == 6
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor", "NAdam"])
