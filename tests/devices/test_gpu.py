@@ -173,11 +173,20 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     assert found["auto"][1].share >= 0.9  # a product of this size pays for any copy
 
 
-def test_inductor_lays_convolutions_out_channels_last() -> None:
-    """So no pass of ours does: the layout of a convolution's result, for NCHW inputs."""
-    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3)).cuda()
-    x = torch.randn(8, 64, 32, 32, device="cuda")
-    _, codes = run_and_get_code(lambda: mpcompile(model, strict=True)(x))
-    assert any("extern_kernels.convolution" in code for code in codes)
-    # 30 x 30 results with channels innermost: (30*30*64, 1, 30*64, 64)
-    assert any("(57600, 1, 1920, 64)" in code for code in codes)
+@pytest.mark.parametrize("channels", [64, 128])
+def test_inductor_lays_convolutions_out_channels_last(channels: int) -> None:
+    """The layout of a convolution's result, for NCHW inputs, and of its gradient: Inductor chooses
+    it by itself above 64 channels.
+    """
+    layers = nn.Conv2d(channels, channels, 3), nn.ReLU(), nn.Conv2d(channels, channels, 3)
+    model = mpcompile(nn.Sequential(*layers).cuda(), strict=True)
+    x = torch.randn(8, channels, 32, 32, device="cuda")
+    _, codes = run_and_get_code(lambda: model(x).square().mean().backward())
+    forward, backward = codes
+    assert "extern_kernels.convolution" in forward
+    assert "convolution_backward" in backward
+    # 30 x 30 results with channels innermost
+    strides = f"({900 * channels}, 1, {30 * channels}, {channels})"
+    assert strides in forward
+    assert strides in backward
+    assert f"({900 * channels}, 900, 30, 1)" not in forward + backward
