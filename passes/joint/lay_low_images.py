@@ -66,8 +66,9 @@ def _images(convolution: fx.Node) -> list[Any]:
 
 def _is_grouped(convolution: fx.Node) -> bool:
     """Whether it works on groups of several channels each: depthwise ones gain like others."""
-    _, groups = _CONVOLUTIONS[convolution.target]
-    return convolution.args[groups] != 1 and ir.value(_images(convolution)[-1]).shape[1] != 1
+    _, place = _CONVOLUTIONS[convolution.target]
+    groups: Any = convolution.args[place]
+    return groups > 1 and ir.value(_images(convolution)[-1]).shape[1] > 1
 
 
 def _is_low(convolution: fx.Node) -> bool:
@@ -79,8 +80,7 @@ def _has_layout(image: fx.Node) -> bool:
     """Whether its layout is not said yet, and is worth saying."""
     _, channels, *pixels = ir.value(image).shape
     known = all(isinstance(size, int) for size in (channels, *pixels))
-    worth = known and channels != 1 and pixels != [1, 1]
-    return bool(worth) and ir.op_name(image) != ir.FORCE_STRIDES
+    return known and channels > 1 and pixels != [1, 1] and ir.op_name(image) != ir.FORCE_STRIDES
 
 
 def _lay(image: fx.Node) -> None:
