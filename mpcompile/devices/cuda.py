@@ -32,6 +32,7 @@ class CUDA(Capabilities):
     word = "GPU"
     auto = torch.float16
     cuda_graphs = True
+    convolves_low_channels_last = True  # cuDNN, on Tensor Cores
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""
@@ -92,8 +93,10 @@ class CUDA(Capabilities):
 
 class ROCm(CUDA):
     """An AMD GPU, which torch built for ROCm calls "cuda". NVIDIA's facts don't hold for it:
-    compute capabilities, sizes for Tensor Cores, `mm.dtype`, the built-in profiles.
+    compute capabilities, sizes for Tensor Cores, layouts, `mm.dtype`, the built-in profiles.
     """
+
+    convolves_low_channels_last = False  # MIOpen: unknown
 
     def units(self) -> str:
         """Describe the matrix cores."""

@@ -23,6 +23,7 @@ from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.lay_channels_last import lay_channels_last
+from ..passes.joint.lay_low_images import lay_low_images
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
@@ -40,6 +41,8 @@ _ASKED = tuple(
     for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
 )
 
+
+_LAYOUTS = (lay_channels_last, lay_low_images)
 
 JointPass = Callable[[fx.Graph], bool]
 HalvesPass = Callable[[fx.Graph, fx.Graph, int], bool]
@@ -79,7 +82,11 @@ def joint_passes(
     there = capabilities(device)
     widens = level is Level.O1 and there.products_leave_in_fp32()
     zeros = (fill_zeros,) if (whole or transformed) and ZEROS_ARE_REUSED.is_here() else ()
-    images = (lay_channels_last,) if whole and there.convolves_channels_last else ()
+    images: tuple[JointPass, ...] = ()
+    if there.convolves_channels_last:
+        images = (lay_channels_last,) if whole else ()
+    elif there.convolves_low_channels_last:
+        images = (lay_low_images,)
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
@@ -93,7 +100,8 @@ def with_joint_passes(
     """Inductor's options with `passes` added, behind the user's own passes if there are any.
 
     `options` is as torch.compile takes it. No pass for the joint graph is added for code that can't
-    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen.
+    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen. Images are not laid
+    out where Inductor may lay out none (`layout_optimization`).
     """
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
 
@@ -103,8 +111,9 @@ def with_joint_passes(
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
         given[OPTION] = _behind(setting(OPTION), passes.joint)
-    if passes.lowered:
-        given[LOWERED] = _behind(setting(LOWERED), passes.lowered)
+    lays = setting("layout_optimization")
+    if lowered := [p for p in passes.lowered if lays or p not in _LAYOUTS]:
+        given[LOWERED] = _behind(setting(LOWERED), lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
     return given or None

@@ -9,6 +9,7 @@
     foreign.py           notices somebody else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, when they move, and the log of that
+      scale_copies.py      copies of a scale on a device, one for each forward
       overflows.py         the count of backward passes that overflowed
       scale_search.py      when backward passes search for what fits, and what is kept of it
       said.py              what it has said to users

@@ -35,13 +35,15 @@ from mpcompile.lower.joint import (
 from mpcompile.passes.joint.fill_zeros import fill_zeros
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
+from mpcompile.passes.joint.lay_low_images import lay_low_images
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
-OURS = JointPasses(joint=(widen_weight_gradients,))
+IMAGES = JointPasses(lowered=(lay_low_images,))
+OURS = dataclasses.replace(IMAGES, joint=(widen_weight_gradients,))
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
@@ -77,7 +79,7 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 def test_on_cuda_below_o2() -> None:
     assert passes_for() == OURS
     for level in (Level.O2, Level.O3):
-        assert passes_for(level=level) == NO_PASSES
+        assert passes_for(level=level) == IMAGES
 
 
 def test_on_a_cpu_at_every_level() -> None:
@@ -88,13 +90,14 @@ def test_on_a_cpu_at_every_level() -> None:
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
         assert passes_for("cpu", level, whole=True).lowered == (*ZEROS, lay_channels_last)
-        assert passes_for("cuda", level, whole=True).lowered == ZEROS
+        assert passes_for("cuda", level, whole=True).lowered == (*ZEROS, lay_low_images)
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
     assert passes_for("cpu", whole=True).lowered == ZEROS
 
 
 def test_graphs_with_transforms_have_one_more() -> None:
-    assert passes_for(transformed=True) == dataclasses.replace(OURS, lowered=ZEROS)
+    lowered = (*ZEROS, lay_low_images)
+    assert passes_for(transformed=True) == dataclasses.replace(OURS, lowered=lowered)
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +106,20 @@ def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert passes_for() == NO_PASSES
+        assert passes_for() == IMAGES
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+def test_no_layouts_where_inductor_may_choose_none() -> None:
+    assert with_joint_passes({"layout_optimization": False}, IMAGES) == {
+        "layout_optimization": False
+    }
+    with inductor.patch(layout_optimization=False):
+        assert with_joint_passes(None, IMAGES) is None
+    given = with_joint_passes(None, IMAGES)
+    assert given is not None
+    assert [one.pass_ for one in given[LOWERED].passes] == [lay_low_images]
 
 
 def test_without_passes_options_are_the_users() -> None:
@@ -121,9 +135,10 @@ def test_without_passes_options_are_the_users() -> None:
     "options", [{"cpp_wrapper": True}, {"max_autotune_gemm_backends": "TRITON,CUTLASS"}], ids=str
 )
 def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None:
-    assert with_joint_passes(options, OURS) == options
+    passes = JointPasses(joint=OURS.joint)
+    assert with_joint_passes(options, passes) == options
     with inductor.patch(**options):
-        assert with_joint_passes(None, OURS) is None
+        assert with_joint_passes(None, passes) is None
 
 
 def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
