@@ -45,7 +45,10 @@ _CAST = {"convert_element_type.default", "permute.default", "reshape.default",
 
 __all__ = ["ARMS", "AUTOCAST", "CASES", "FP32", "OURS", "Arm", "Case"]
 
-STEPS = 3  # the first finds the loss scale, the second is as all others; that one is compiled for
+STEPS = 3  # the second is as all others; that one is compiled for
+# While the default loss scale is searched for and settles, in the first ten steps, each backward
+# looks at its gradients once more. With GradScaler's start every step is as those that follow.
+SETTLED = "grad_scaler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Training:
                     dtype=torch.float16,
                     level=arm.level,
                     recompute=arm.recompute,
+                    loss_scale=SETTLED,
                     strict=True,
                 )
             else:

@@ -41,6 +41,8 @@ class Capabilities:
         slow_bools: whether Inductor's code takes many times as long to load or store a bool as a
             byte.
         convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
+        unscales_together: whether a launch costs more than a look at a small gradient, so that
+            gradients are unscaled many at once, by the kernel that a GradScaler launches.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -55,6 +57,7 @@ class Capabilities:
     turn: ClassVar[float] = 2e-3
     slow_bools: ClassVar[bool] = False
     convolves_channels_last: ClassVar[bool] = False
+    unscales_together: ClassVar[bool] = False
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:

@@ -33,6 +33,7 @@ class CUDA(Capabilities):
     word = "GPU"
     auto = torch.float16
     cuda_graphs = True
+    unscales_together = True
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""

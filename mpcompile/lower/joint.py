@@ -24,6 +24,7 @@ from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor
@@ -80,10 +81,11 @@ def joint_passes(
     widens = level is Level.O1 and there.products_leave_in_fp32()
     zeros = (fill_zeros,) if (whole or transformed) and ZEROS_ARE_REUSED.is_here() else ()
     images = (lay_channels_last,) if whole and there.convolves_channels_last else ()
+    checks = (unscale_together,) if not whole and there.unscales_together else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images),
+        lowered=(*zeros, *images, *checks),
     )
 
 
