@@ -120,8 +120,8 @@ class _Leaving:
 
 
 def _operand(node: object, target: OpOverload) -> fx.Node | None:
-    """The first operand of a call of `target` with one reader; None if the node is none."""
-    if not isinstance(node, fx.Node) or node.target is not target or len(node.users) != 1:
+    """The first operand of a call of `target`; None if the node is none."""
+    if not isinstance(node, fx.Node) or node.target is not target:
         return None
     first = node.args[0]
     return first if isinstance(first, fx.Node) else None
@@ -167,17 +167,28 @@ def _is_count(node: fx.Node) -> bool:
 
 
 def _summands(count: fx.Node) -> list[fx.Node]:
-    """What is added up to it, each read by nothing else."""
-    found, waiting = [], [count]
+    """What is added up to it; nothing if one of these is read for something else. A summand may
+    come twice, where two gradients are the same.
+    """
+    found: dict[fx.Node, None] = {}
+    sums, waiting = {count}, [count]
     while waiting:
         node = waiting.pop()
-        operands = node.all_input_nodes
-        splits = node.target is aten.add.Tensor and len(operands) == 2 and not node.kwargs
-        if splits and all(ir.value(n).dim() == 0 and len(n.users) == 1 for n in operands):
-            waiting += operands
-        else:
-            found.append(node)
-    return found
+        if not _adds_two(node):
+            found[node] = None
+            continue
+        sums.add(node)
+        waiting += node.all_input_nodes
+    own = all(user in sums for node in (*sums, *found) if node is not count for user in node.users)
+    return list(found) if own else []
+
+
+def _adds_two(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(a, fx.Node) and ir.value(a).dim() == 0 for a in node.args)
+    )
 
 
 # -- rewriting -------------------------------------------------------------------------------------
@@ -218,9 +229,10 @@ def _in_rows(graph: fx.Graph, bad: fx.Node) -> fx.Node:
     kept = 0
     while kept < len(shape) and math.prod(shape[:kept]) < _ROWS:
         kept += 1
-    if kept < len(shape):
-        bad = _call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
-    return _call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
+    with graph.inserting_before(bad.next):  # Inductor fuses no nodes that stand far apart
+        if kept < len(shape):
+            bad = _call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
+        return _call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
 
 
 def _is_alone(gradient: _Leaving) -> bool:

@@ -252,6 +252,27 @@ def test_beside_a_gradient_that_is_left() -> None:
     assert gm(x, SCALE)[-1] == 1.0
 
 
+def test_two_gradients_that_are_the_same() -> None:
+    """Inductor makes one of what is computed twice: one check is then counted twice."""
+
+    def same(x: torch.Tensor) -> list[torch.Tensor]:
+        total = x.sum(0)
+        return [total, x.sum(1), x * 2, total]
+
+    inputs = [torch.randn(3, 4), SCALE]
+    gm = backward(same, inputs)
+    fx_graph_cse = torch._functorch.compile_utils.fx_graph_cse
+    merged = fx.GraphModule(gm, fx_graph_cse(gm.graph))
+    expected = merged(*inputs)
+    assert unscale_together(merged.graph)
+    merged.recompile()
+    assert targets(merged).count(aten.any.default) == 1
+    torch.testing.assert_close(merged(*inputs), expected, rtol=0, atol=0)
+    inputs[0][0, 0] = torch.finfo(torch.float32).max
+    inputs[0][1, 0] = inputs[0][0, 0]  # the sum of both, which is two of the gradients
+    assert merged(*inputs)[-1] == 1.0
+
+
 def test_symbolic_sizes_are_left() -> None:
     def program(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
         found = torch.zeros((), requires_grad=True)

@@ -1,4 +1,4 @@
-"""Gradients that are unscaled many at once, as on a GPU: with the kernels of a CPU, trained, and with
+"""Gradients that are unscaled many at once, as on a GPU: trained with the kernels of a CPU, and with
 an overflow in exactly one small gradient, which must skip the step.
 """
 
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 def compiled(level: str) -> Net:
     torch.manual_seed(0)
-    full = {name: "fp32" for name in ("first", "middle", "last", "full", "alone")}
+    full = dict.fromkeys(("first", "middle", "last", "full", "alone"), "fp32")
     return mpcompile(
         Net(), dtype=torch.float16, level=level, policy=Policy(modules=full),
         loss_scale=LossScale.dynamic(init_scale=2.0**14), strict=True,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.fakecuda.counting import Counter, count
-from benchmarks.fakecuda.eager import _launches
+from benchmarks.fakecuda.multi_tensor import launches_of
 from mpcompile import MPOptimizer, mpcompile
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         }
     block = 65536
     found["launches"] = [
-        _launches(sizes, 252)
+        launches_of(sizes, 252)
         for sizes in ([], [1] * 252, [1] * 253, [block * 2240], [block * 2240 + 1], [0, 1])
     ]
     print(json.dumps(found))
