@@ -33,6 +33,9 @@ _NO_KERNEL = {
     aten._local_scalar_dense.default, aten._reshape_alias.default,
 }  # fmt: skip
 
+# Nothing is read of what these are like, which may lie elsewhere.
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+
 _WRITE_ONLY = {
     aten.copy_.default, aten._foreach_copy_.default, aten.fill_.Scalar, aten.fill_.Tensor,
     aten.zero_.default, aten._foreach_zero_.default,
@@ -47,7 +50,7 @@ def eager_launches(
         return []
     operands = _on_device((args, kwargs))
     results = _on_device(result)
-    if not operands and not results:
+    if not results and (not operands or op in _LIKE):
         return []
     written = _written(op, args, kwargs)
     if op is aten._fused_adamw_.default and kwargs.get("grad_scale") is None:

@@ -95,7 +95,8 @@ def with_joint_passes(
     """Inductor's options with `passes` added, behind the user's own passes if there are any.
 
     `options` is as torch.compile takes it. No pass for the joint graph is added for code that can't
-    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen.
+    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen. No operator of ours
+    is put into C++ wrappers, which call it by way of Python.
     """
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
 
@@ -105,8 +106,10 @@ def with_joint_passes(
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
         given[OPTION] = _behind(setting(OPTION), passes.joint)
-    if passes.lowered:
-        given[LOWERED] = _behind(setting(LOWERED), passes.lowered)
+    in_cpp = setting("cpp_wrapper")
+    lowered = [pass_ for pass_ in passes.lowered if pass_ is not unscale_together or not in_cpp]
+    if lowered:
+        given[LOWERED] = _behind(setting(LOWERED), lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
     return given or None

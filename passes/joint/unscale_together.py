@@ -52,7 +52,9 @@ _VIEWS = {
     aten.squeeze.dims, aten.squeeze.default,
 }  # fmt: skip
 _FEWEST = 2  # gradients that are worth it
-_ROWS = 64  # that a sum over rows has at least, where the shape allows: they run side by side
+# At least so many rows, where the shape allows: they run side by side. A longer row Inductor cuts,
+# in a kernel of its own.
+_ROWS, _LONGEST = 64, 8192
 
 
 def unscale_together(graph: fx.Graph) -> bool:
@@ -226,13 +228,21 @@ def _together(
 def _in_rows(graph: fx.Graph, bad: fx.Node) -> fx.Node:
     """For each row whether some element of it is bad, as a vector."""
     shape = ir.value(bad).shape
-    kept = 0
-    while kept < len(shape) and math.prod(shape[:kept]) < _ROWS:
-        kept += 1
+    kept = _dims_kept(shape)
     with graph.inserting_before(bad.next):  # Inductor fuses no nodes that stand far apart
         if kept < len(shape):
             bad = _call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
         return _call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
+
+
+def _dims_kept(shape: Sequence[int]) -> int:
+    """How many dims make a number of rows that suffices, none of them too long."""
+    rows = [math.prod(shape[:kept]) for kept in range(len(shape) + 1)]
+    enough = [kept for kept, number in enumerate(rows) if number >= _ROWS]
+    short = [kept for kept in enough if rows[-1] <= _LONGEST * rows[kept]]
+    if rows[-1] > _LONGEST and short == [len(shape)]:
+        short = []  # an answer for each element would be as much to write as the gradient
+    return (short or enough or [len(shape)])[0]
 
 
 def _is_alone(gradient: _Leaving) -> bool:

@@ -1,5 +1,5 @@
-"""Gradients that are unscaled many at once, as on a GPU: trained with the kernels of a CPU, and with
-an overflow in exactly one small gradient, which must skip the step.
+"""Gradients that are unscaled many at once, as on a GPU: trained with the kernels of a CPU, and
+with an overflow in exactly one small gradient, which must skip the step.
 """
 
 from __future__ import annotations
