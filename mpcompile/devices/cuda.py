@@ -33,6 +33,7 @@ class CUDA(Capabilities):
     auto = torch.float16
     cuda_graphs = True
     convolves_low_channels_last = True  # cuDNN, on Tensor Cores
+    unscales_together = True
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""

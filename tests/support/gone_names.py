@@ -116,7 +116,7 @@ def hide(module: str, names: str) -> None:
 
     def import_module(name: str, package: str | None = None) -> Any:
         found = real(name, package)
-        asked = sys._getframe(1).f_code.co_filename.endswith("reach.py")
+        asked = sys._getframe(1).f_code.co_filename.endswith("private_names.py")
         return without(found, names.split(".")) if asked and name == module else found
 
     importlib.import_module = import_module
