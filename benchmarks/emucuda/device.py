@@ -18,7 +18,7 @@ from . import attention, graphs, libraries, recurrent
 from .library import LIBRARY
 from .streams import Event, Stream, synchronize
 
-__all__ = ["EmulatedGPU", "become"]
+__all__ = ["EmulatedGPU", "become", "this_gpu"]
 
 
 class EmulatedGPU:
@@ -38,18 +38,14 @@ _became: EmulatedGPU | None = None
 
 
 def become(name: str) -> EmulatedGPU:
-    """Make this process see one GPU, by a name of `mpcompile.devices.gpus`.
-
-    Raises:
-        MPCompileError: the name is not known.
-        RuntimeError: it is a GPU already.
-    """
+    """Make this process see one GPU, by a name of `mpcompile.devices.gpus`; once, or it raises."""
     global _became
+    kind = gpu(name)
     if _became is not None:
-        raise RuntimeError(f"this process is a {_became.gpu.name} already")
-    _became = device = EmulatedGPU(gpu(name))
-    LIBRARY.emucuda_capability(device.gpu.capability[0])
-    _answer({**_facts(device.gpu), **_memory(device.gpu), **_random(), **_streams(), **_waits()})
+        raise RuntimeError(f"no {kind.name}: this process is a {_became.gpu.name} already")
+    _became = device = EmulatedGPU(kind)
+    LIBRARY.emucuda_capability(kind.capability[0])
+    _answer({**_facts(kind), **_memory(kind), **_random(), **_streams(), **_waits()})
     _answer_below()
     _let_cudnn_in()
     _make_storages()
@@ -57,6 +53,13 @@ def become(name: str) -> EmulatedGPU:
         kernels.register()
     graphs.put_in_place()
     return device
+
+
+def this_gpu() -> EmulatedGPU:
+    """The GPU that this process has become."""
+    if _became is None:
+        raise RuntimeError("this process is no GPU: call benchmarks.emucuda.become first")
+    return _became
 
 
 def _answer(answers: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@
 | a sum | one after the other, in its dtype | as exact as a tree of FP32 sums: in FP64, rounded |
 | reductions and scans by a function | element by element in Python | by halves; rows at a time |
 | fma | two roundings | one |
+| machine code in a kernel | refused | what Inductor writes for `atan`: fma, 1/x |
 | libdevice | nothing | torch's functions on the host (`libdevice.py`) |
 | an address outside of the arguments | reads what is there | raises (`bounds.py`) |
 
@@ -43,6 +44,7 @@ def mend() -> None:
     _mend_bf16(builder)
     builder.create_fma = _fma
     builder.create_erf = _erf
+    builder.create_inline_asm = _machine_code
     interpreter.ReduceOps.sum = _sum
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves
     interpreter.ScanOps.generic_scan = _scan_by_rows
@@ -105,11 +107,29 @@ def _converted(data: Any, given: Any, wanted: Any) -> Any:
 
 
 def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-    kind = z.dtype.scalar
-    if z.data.dtype != np.float32:
-        return _handle(x.data * y.data + z.data, kind)
-    exact = x.data.astype(np.float64) * y.data + z.data  # the product of two FP32 is exact in FP64
-    return _handle(exact.astype(np.float32), kind)
+    return _handle(_fused(x.data, y.data, z.data), z.dtype.scalar)
+
+
+def _fused(x: Any, y: Any, z: Any) -> Any:
+    """`x * y + z`, rounded once if it is FP32: the product of two is exact in FP64."""
+    if z.dtype != np.float32:
+        return x * y + z
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+INSTRUCTIONS = {
+    "fma.rn.f32 $0, $1, $2, $3;": _fused,
+    "rcp.approx.ftz.f32 $0, $1;": np.reciprocal,  # a GPU's is off by one rounding at most
+}
+
+
+def _machine_code(
+    self: Any, code: str, constraints: str, values: Any, kinds: Any, pure: bool, pack: int
+) -> Any:
+    if code not in INSTRUCTIONS:
+        raise NotImplementedError(f"the emulated GPU can't run the machine code {code!r}")
+    result = _handle(INSTRUCTIONS[code](*(v.data for v in values)), kinds[0].scalar)
+    return SimpleNamespace(get_result=lambda index: result)
 
 
 def _erf(self: Any, x: Any) -> Any:

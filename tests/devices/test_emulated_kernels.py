@@ -22,10 +22,9 @@ CUDA = torch.device("cuda")
 
 def compiled(function: Callable[..., Any], *given: torch.Tensor) -> tuple[Any, list[str]]:
     """The result on the device, and the kernels that were run for it."""
-    from benchmarks.emucuda import device
+    from benchmarks.emucuda.device import this_gpu
 
-    assert device._became is not None
-    launched = device._became.launched
+    launched = this_gpu().launched
     launched.clear()
     return torch.compile(function)(*(x.to(CUDA) for x in given)), list(launched)
 
@@ -47,14 +46,20 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_generated_kernel_against_the_host(name: str, dtype: torch.dtype) -> None:
-    """Of sizes that no block divides."""
+    """Of sizes that no block divides; in FP64 on the host. A running sum of 131 is off by as many
+    roundings of values up to some 30.
+    """
     x = torch.randn(37, 131).to(dtype)
     found, launched = compiled(FUNCTIONS[name], x)
-    wanted = FUNCTIONS[name](x if dtype == torch.float32 else x.double().to(dtype))
+    wanted = FUNCTIONS[name](x.double())
     assert launched, "nothing was generated"
-    assert found.dtype == wanted.dtype
-    roundings = 0.0 if not wanted.is_floating_point() else 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.cpu(), wanted, rtol=roundings, atol=roundings)
+    if not wanted.is_floating_point():
+        assert torch.equal(found.cpu(), wanted)
+        return
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    most = 131 * 30 * torch.finfo(torch.float32).eps if name == "cumsum" else 8 * eps
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=8 * eps, atol=most)
 
 
 def test_bf16_is_rounded_to_nearest_even() -> None:
@@ -74,19 +79,13 @@ def test_a_sum_is_as_exact_as_a_tree() -> None:
 
 
 def test_a_kernel_reads_nothing_but_its_arguments() -> None:
-    from benchmarks.emucuda.interpreter import bounds
-
-    x = torch.ones(100, device=CUDA)
-    program = torch.compile(lambda x: x[torch.arange(101, device=CUDA)])
-    import numpy as np
-
-    bounds.set("kernel", [x])
-    ends = np.array([x.data_ptr(), x.data_ptr() + 400], dtype=np.uint64)
-    bounds.check("load", ends, np.array([True, False]), 4)
-    with pytest.raises(RuntimeError, match=r"illegal memory access.*load in kernel, 1 of 2"):
-        bounds.check("load", ends, np.array(True), 4)
-    with pytest.raises(Exception, match=r"illegal memory access|out of bounds|assert"):
-        program(x)
+    """Index 100 of 100. Inductor's own check of indices is off: it would come first."""
+    x, indices = torch.arange(100.0), torch.tensor([3, 99, 100])
+    with torch._inductor.config.patch(assert_indirect_indexing=False):
+        found, _ = compiled(lambda x, i: x[i], x, indices[:2])
+        assert found.tolist() == [3.0, 99.0]
+        with pytest.raises(RuntimeError, match=r"illegal memory access.*load in .*, 1 of 3"):
+            compiled(lambda x, i: x[i], x, indices)
 
 
 def test_what_a_kernel_leaves_out_is_nan() -> None:
