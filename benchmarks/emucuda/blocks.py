@@ -15,10 +15,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["larger"]
+__all__ = ["IN_TEXT", "larger"]
 
 MOST = 2**17
 """Elements that one program works on. More is no faster, and takes memory for each operator."""
+
+IN_TEXT = 2**14
+"""The same for a kernel over many tensors, most of which are small: it has one size for all."""
 
 _GRIDS = ("Grid1D", "Grid2D", "Grid3D", "Grid2DWithYZOverflow")
 

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.cuda_parts.inductor import describe, set_for_all_threads, triton_driver
 
+from .blocks import IN_TEXT, larger
 from .device import EmulatedGPU
 
 __all__ = ["has_triton", "let_inductor_in"]
@@ -41,7 +42,9 @@ def let_inductor_in(device: EmulatedGPU) -> None:
     """
     import triton
     from torch._inductor import config
+    from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 
     describe(device.gpu)
     triton.runtime.driver.set_active(triton_driver(device.gpu))
@@ -52,6 +55,9 @@ def let_inductor_in(device: EmulatedGPU) -> None:
     set_for_all_threads(torch._functorch.config, "enable_autograd_cache", False)
     # A block of one row has no first dimension, unless it is to be made larger.
     TritonKernel.want_no_x_dim = lambda self: False  # type: ignore[method-assign]
+    # A kernel over many tensors, as an optimizer's step, has the size of its blocks in its text.
+    triton_combo_kernel.DEFAULT_COMBO_BLOCK_SIZE_1D = IN_TEXT
+    TRITON_MAX_BLOCK["X"] = max(TRITON_MAX_BLOCK["X"], IN_TEXT)  # a mask is left out above that
     _run_kernels(device)
 
 
@@ -70,7 +76,6 @@ def _run_kernels(device: EmulatedGPU) -> None:
     )
 
     from . import interpreter
-    from .blocks import larger
 
     interpreter.mend()
     one_at_a_time = threading.RLock()  # the interpreter's grid is the process's
