@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated import EMULATED
 from rows import covering
 
 # Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
@@ -83,12 +84,16 @@ def from_nothing() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked gpu are skipped where there is none, and leave it as they found it."""
+    """Tests marked gpu are skipped where there is none, and leave it as they found it. An emulated
+    one leaves out what is marked real_gpu, for the reason that stands there.
+    """
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if EMULATED and (mark := request.node.get_closest_marker("real_gpu")):
+        pytest.skip(f"not on an emulated GPU: {mark.args[0]}")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
