@@ -52,8 +52,11 @@ def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
     assert verdict.endswith("(device profile)")
 
 
-def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays() -> None:
+def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both sides of the sum, the verdict first; and a plan for that batch agrees."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")  # the built-in one
 
     def planned(batch: int) -> tuple[str, str]:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
