@@ -21,6 +21,7 @@ BENCH_ARGS ?= run
 VENV := .venv
 BIN := $(VENV)/bin
 DOCS := .venv-docs
+EMULATED := .venv-emulated
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # For `make gpu`: the longest that a call may take, in seconds; a folder with wheels of packages that
@@ -28,10 +29,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SECONDS ?=
 WHEELS ?=
 GPU_ARGS ?=
+# For `make emulated`: a GPU of `mpcompile/devices/gpus.py`.
+GPU ?= h100
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch test-inside check docs bench bench-check gpu gpu-wheels dist dist-test clean FORCE
+.PHONY: demo test test-torch test-inside check docs bench bench-check gpu gpu-wheels emulated dist dist-test \
+	clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
@@ -96,6 +100,13 @@ gpu-wheels:
 		pytest pluggy iniconfig packaging pytest-timeout pytest-xdist execnet \
 		hypothesis sortedcontainers expecttest
 
+# The tests marked gpu on a GPU that is emulated on the host (benchmarks/emucuda), but for what it can't
+# show: some minutes. `make emulated GPU=t4` runs on another GPU what depends on the kind of GPU.
+emulated: $(EMULATED)/.stamp-emulated
+	OMP_NUM_THREADS=1 $(EMULATED)/bin/python -m benchmarks.emucuda $(GPU) -m pytest -q -rs \
+		-m '$(if $(filter h100,$(GPU)),gpu,gpu and by_gpu)' --numprocesses 2 --dist worksteal \
+		$(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+
 # What a release uploads: the sdist, and the wheel that is built from it.
 dist: $(VENV)/.stamp-dev
 	rm -rf dist
@@ -107,7 +118,7 @@ dist-test: dist
 	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "slow or not slow" tests/house/test_dist.py
 
 clean:
-	rm -rf .venv .venv-docs .venv-torch-* build dist *.egg-info
+	rm -rf .venv .venv-docs .venv-emulated .venv-torch-* build dist *.egg-info
 
 # Stamps: one file for each thing installed, so that the next run does not install it again.
 
@@ -134,6 +145,14 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-torch pyproject.toml
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
 	$(PIP) --editable '.[dev]'
 	$(PIP) $(TIMM)
+	@touch $@
+
+# Triton's version is the one that torch's CUDA builds pin; a CPU build of torch has none.
+$(EMULATED)/.stamp-emulated: pyproject.toml
+	$(PYTHON) -m venv $(EMULATED)
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.7.1
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[test]'
 	@touch $@
 
 # The extra `docs` without the project, which would bring torch. pip brings a reader of TOML for Python 3.10.

@@ -32,7 +32,18 @@ from .harness.checking import ALIKE, check, committed, ratios_of
 from .harness.record import environment
 from .harness.report import RESULTS, SCRATCH, Report, Settings, Table
 
-_BESIDE = ("__main__", "digits", "fakecuda", "gpu", "gpu_steps", "harness", "models", "step_times")
+_BESIDE = (
+    "__main__",
+    "cuda_parts",
+    "digits",
+    "emucuda",
+    "fakecuda",
+    "gpu",
+    "gpu_steps",
+    "harness",
+    "models",
+    "step_times",
+)
 """What lies beside the benchmarks: tools that they share, and the run of everything on a GPU."""
 DEVICES = ("cpu", "cuda")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated import EMULATED
+from rows import covering
 
 # Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
 FROM_TORCH = (
@@ -46,17 +48,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the rows of a test marked sampled(n), the default run takes every n-th."""
-    seen: collections.Counter[str] = collections.Counter()
+    """Of the rows of a test marked sampled(n), the default run takes every n-th; of those of
+    another test, as many as it takes to see each value of each axis (`rows.covering`).
+    """
+    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if any(map(item.get_closest_marker, ("slow", "whole"))):
-            continue
-        mark = item.get_closest_marker("sampled")
-        every = max(config.getoption("--every"), 1 if mark is None else mark.args[0])
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every:
-            item.add_marker("whole")
-        seen[test] += 1
+        if not any(map(item.get_closest_marker, ("slow", "whole"))):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    every = config.getoption("--every")
+    for rows in tests.values():
+        mark = rows[0].get_closest_marker("sampled")
+        if mark is None:
+            taken = [rows[i] for i in covering([values(row) for row in rows])][::every]
+        else:
+            taken = rows[:: max(every, mark.args[0])]
+        for row in set(rows).difference(taken):
+            row.add_marker("whole")
+
+
+def values(row: pytest.Item) -> tuple[str, ...]:
+    """The name of its value on each axis: one for each `parametrize`."""
+    callspec = getattr(row, "callspec", None)
+    return tuple(callspec._idlist) if callspec is not None else ("",)
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +84,16 @@ def from_nothing() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked gpu are skipped where there is none, and leave it as they found it."""
+    """Tests marked gpu are skipped where there is none, and leave it as they found it. An emulated
+    one leaves out what is marked real_gpu, for the reason that stands there.
+    """
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if EMULATED and (mark := request.node.get_closest_marker("real_gpu")):
+        pytest.skip(f"not on an emulated GPU: {mark.args[0]}")
     yield
     torch.cuda.set_sync_debug_mode("default")
 

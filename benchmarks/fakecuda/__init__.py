@@ -22,18 +22,9 @@ A process that has become a GPU stays one: use one for each.
 
 from __future__ import annotations
 
-import ctypes
-import sys
+from benchmarks.cuda_parts.build import CannotBuild
 
-from .build import CannotBuild, library
+from .library import LIBRARY  # isort: skip  (before torch, which the next line imports)
+from .device import FakeGPU, become
 
-__all__ = ["CannotBuild", "FakeGPU", "become"]
-
-if "torch" in sys.modules and "benchmarks.fakecuda.device" not in sys.modules:
-    raise CannotBuild(
-        "import benchmarks.fakecuda before torch: torch looks for its devices only once"
-    )
-
-ctypes.CDLL(str(library()))
-
-from .device import FakeGPU, become  # noqa: E402  (imports torch)
+__all__ = ["LIBRARY", "CannotBuild", "FakeGPU", "become"]

@@ -5,9 +5,7 @@ Torch internals used here were read in torch 2.13.
 
 from __future__ import annotations
 
-import ctypes
 import traceback
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,9 +13,10 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 
+from benchmarks.cuda_parts.properties import properties_of
 from mpcompile.devices.gpus import GPU, gpu
 
-from .build import library
+from .library import LIBRARY
 
 __all__ = ["FakeGPU", "become"]
 
@@ -45,20 +44,6 @@ class FakeGPU:
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
 
-    def properties(self) -> SimpleNamespace:
-        """What `torch.cuda.get_device_properties` tells."""
-        major, minor = self.gpu.capability
-        return SimpleNamespace(
-            name=self.gpu.name, major=major, minor=minor, total_memory=self.gpu.memory,
-            multi_processor_count=self.gpu.processors, warp_size=32, max_threads_per_block=1024,
-            max_threads_per_multi_processor=1024 if minor == 5 else 2048,
-            regs_per_multiprocessor=65536, shared_memory_per_block=49152,
-            shared_memory_per_block_optin=self.gpu.shared,
-            shared_memory_per_multiprocessor=self.gpu.shared + 1024, L2_cache_size=50 * 2**20,
-            is_integrated=False, gcnArchName=self.gpu.name, uuid="by name only",
-            clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
-        )  # fmt: skip
-
 
 _became: FakeGPU | None = None
 
@@ -81,7 +66,7 @@ def become(name: str) -> FakeGPU:
 
 
 def _describe(device: FakeGPU) -> None:
-    properties = device.properties()
+    properties = properties_of(device.gpu)
     capability = device.gpu.capability
     answers: dict[str, Any] = {
         "get_device_properties": lambda device=None: properties,
@@ -102,7 +87,7 @@ def _describe(device: FakeGPU) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.backends.cuda.is_built = lambda: True
-    ctypes.CDLL(str(library())).fakecuda_capability(capability[0])  # for the choice of attention
+    LIBRARY.fakecuda_capability(capability[0])  # for the choice of attention
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
 
 

@@ -16,14 +16,15 @@ Torch internals used here were read in torch 2.13, Triton's in 3.7.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._inductor import config as inductor
 
+from benchmarks.cuda_parts.inductor import set_for_all_threads, triton_driver
+
 from .device import FakeGPU
-from .inductor import let_inductor_in, set_for_all_threads
+from .inductor import let_inductor_in
 from .resources import Resources, resources
 
 __all__ = ["Kernel", "Lane", "compile_kernels"]
@@ -64,7 +65,7 @@ def compile_kernels(device: FakeGPU) -> Lane:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     let_inductor_in(device)
-    triton.runtime.driver.set_active(_driver(device))
+    triton.runtime.driver.set_active(triton_driver(device.gpu))
     _run_wrappers_on_fakes()
     set_for_all_threads(inductor, "use_static_cuda_launcher", False)  # it drops the machine code
     lane = Lane()
@@ -84,40 +85,6 @@ def compile_kernels(device: FakeGPU) -> Lane:
     CachingAutotuner._make_launchers = keep  # type: ignore[method-assign]
     CachingAutotuner.run = launch  # type: ignore[method-assign]
     return lane
-
-
-def _driver(device: FakeGPU) -> Any:
-    """Triton's CUDA driver, as far as a compiler asks."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.driver import CudaDriver
-
-    major, minor = device.gpu.capability
-    properties = {
-        "max_shared_mem": device.gpu.shared,
-        "multiprocessor_count": device.gpu.processors,
-        "max_num_regs": 65536,
-        "warpSize": 32,
-    }
-
-    class ByName(CudaDriver):  # type: ignore[misc]
-        """Of a GPU that can't be loaded to."""
-
-        utils = SimpleNamespace(get_device_properties=lambda index: properties)
-
-        def __init__(self) -> None:
-            pass
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 10 * major + minor, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", 0)
-
-    CudaDriver.is_active = staticmethod(lambda: True)
-    return ByName()
 
 
 def _run_wrappers_on_fakes() -> None:

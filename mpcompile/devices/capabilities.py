@@ -43,6 +43,8 @@ class Capabilities:
         convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
         convolves_low_channels_last: whether convolutions in a low dtype read and write
             channels-last, and Inductor lays out so what some of them read only.
+        unscales_together: whether a launch costs more than a look at a small gradient, so that
+            gradients are unscaled many at once, by the kernel that a GradScaler launches.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -58,6 +60,7 @@ class Capabilities:
     slow_bools: ClassVar[bool] = False
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False
+    unscales_together: ClassVar[bool] = False
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class LiveScale:
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
-        self._copies = ScaleCopies()
+        self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
         self.forwards = self.replaced = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
@@ -138,7 +138,8 @@ class LiveScale:
                 search writes to, until `forget_tensors`. No other forward uses that one.
         """
         if self._resident and not shared:
-            return self._copies.of(self._resident["scale"])
+            scale = self._resident["scale"]
+            return scale.clone() if self._copies is None else self._copies.of(scale)
         value, held = self.scale, self._tensors.get((device, shared))
         if held is None or held[0] != value:
             held = value, torch.tensor(value, dtype=torch.float32, device=device)
@@ -155,6 +156,7 @@ class LiveScale:
         `ScaleState`. A generated step writes to them.
         """
         if not self._resident:
+            self._copies = ScaleCopies() if capabilities(device).cuda_graphs else None
             self._resident = {
                 name: torch.tensor(getattr(self._numbers, name), dtype=dtype, device=device)
                 for name, dtype in STATE_DTYPES.items()

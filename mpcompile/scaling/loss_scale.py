@@ -26,11 +26,11 @@ from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
+from .messages import Said
 from .overflows import Overflows
 from .repairs import Repairs
-from .said import Said
 from .scale_search import Search
-from .trouble import Trouble
+from .skips_in_a_row import Trouble
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch import _check as check

@@ -84,6 +84,7 @@ def test_a_device_type_nobody_supports() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.by_gpu
 def test_facts_of_the_gpu_at_hand() -> None:
     facts = device_facts("cuda")
     assert facts.dtype is torch.float16

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated import sized
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from mpcompile import MPOptimizer, compiled_plans, mpcompile, train_step
+from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,9 @@ def test_training_follows_fp32(level: str, dtype: torch.dtype, generated: bool) 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_training_step_never_waits_for_the_device(level: str) -> None:
-    model = mpcompile(Block().cuda(), level=level, dtype=torch.float16)
+    """From a given scale: until one that was searched for has settled, each backward waits."""
+    scale = LossScale.dynamic(init_scale=2.0**10)
+    model = mpcompile(Block().cuda(), level=level, dtype=torch.float16, loss_scale=scale)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = MPOptimizer(adamw, max_grad_norm=1.0)
     train(model, optimizer, 8, no_sync=True)
@@ -151,12 +154,15 @@ def test_the_step_equals_eager(optimizer: str) -> None:
 def test_padding_changes_no_result(level: str, generated: bool) -> None:
     """A vocabulary of 50257 and a width of 257, padded where it pays and everywhere."""
     torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, 50257)).cuda()
+    words = sized(50257, 2057)
+    reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, words)).cuda()
     x = torch.randn(64, 257, device="cuda")
-    y = torch.randint(50257, (64,), device="cuda")
+    y = torch.randint(words, (64,), device="cuda")
     found = {}
     for pad in ("never", "auto", "always"):
-        model = mpcompile(copy.deepcopy(reference), level=level, pad=pad, strict=True)
+        model = mpcompile(
+            copy.deepcopy(reference), dtype=torch.float16, level=level, pad=pad, strict=True
+        )
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = MPOptimizer(optimizer) if generated else optimizer
         losses = []

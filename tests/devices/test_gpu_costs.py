@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated import sized
 from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.models import GPT2
-from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +35,11 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def given_scale() -> LossScale:
+    """Until a scale that was searched for has settled, each backward waits to see if it fits."""
+    return LossScale.dynamic(init_scale=2.0**10)
 
 
 def classifier() -> nn.Module:
@@ -52,7 +58,8 @@ def trained(level: str, mode: str | None, steps: int = 16) -> tuple[torch.Tensor
     """The losses, and how far all parameters moved; after six steps nothing waits or compiles."""
     model = classifier()
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
-    mpcompile(model, dtype=torch.float16, level=level, mode=mode, strict=True)
+    scale = given_scale()
+    mpcompile(model, dtype=torch.float16, level=level, loss_scale=scale, mode=mode, strict=True)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = MPOptimizer(sgd, mode=mode, max_grad_norm=1.0)
     xs = torch.randn(steps, 64, 128, device=DEVICE)
@@ -93,7 +100,9 @@ def test_cuda_graphs_change_no_result(level: str) -> None:
 
 @LEVELS
 def test_a_step_that_overflows_is_skipped_without_a_wait(level: str) -> None:
-    model = mpcompile(classifier(), dtype=torch.float16, level=level, strict=True)
+    model = mpcompile(
+        classifier(), dtype=torch.float16, level=level, loss_scale=given_scale(), strict=True
+    )
     optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     x, y = torch.randn(64, 128, device=DEVICE), torch.randint(10, (64,), device=DEVICE)
     too_large = 1e6 * x  # beyond FP16's 65504
@@ -121,9 +130,11 @@ def test_a_step_that_overflows_is_skipped_without_a_wait(level: str) -> None:
 
 # -- memory ----------------------------------------------------------------------------------------
 
+BATCH, CONTEXT, WIDTH = sized(8, 2), sized(512, 128), sized(512, 64)
 _GPT2 = functools.partial(
-    GPT2, vocab=1024, context=512, width=512, layers=4, heads=8, dropout=0.0, attention_dropout=0.0
-)
+    GPT2, vocab=1024, context=CONTEXT, width=WIDTH, layers=4, heads=8,
+    dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
 
 
 def peak(compile_: Callable[[nn.Module], Any], *, stepped: bool = False) -> int:
@@ -134,7 +145,7 @@ def peak(compile_: Callable[[nn.Module], Any], *, stepped: bool = False) -> int:
     compile_(model)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     optimizer = MPOptimizer(optimizer) if stepped else optimizer
-    tokens = torch.randint(1024, (8, 512), device=DEVICE)
+    tokens = torch.randint(1024, (BATCH, CONTEXT), device=DEVICE)
     for _ in range(3):
         model(tokens, tokens).backward()
         optimizer.step()
@@ -179,6 +190,7 @@ def milliseconds(step: Callable[[], object], rounds: int = 20) -> float:
     return statistics.median(times)
 
 
+@pytest.mark.real_gpu("it measures time")
 def test_padding_a_large_odd_head_costs_no_time(record_property: Any) -> None:
     """50257 words, which Tensor Cores don't like: "auto" pads them, and is no slower for it."""
     x, y = torch.randn(8192, 768, device=DEVICE), torch.randint(50257, (8192,), device=DEVICE)

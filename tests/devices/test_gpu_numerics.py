@@ -58,7 +58,9 @@ def loss_and_gradients(
     return loss.item(), grads
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.by_gpu), torch.bfloat16]
+)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_and_backward_against_fp64(name: str, level: str, dtype: torch.dtype) -> None:

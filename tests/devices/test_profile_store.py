@@ -189,6 +189,7 @@ def test_a_device_without_profiles() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu("it has no driver whose version a profile could name")
 def test_the_gpu_at_hand_can_be_measured() -> None:
     few = [Point("gemm", (1, 512, 512, 512)), Point("copy", (2**20,))]
     profile = measure(torch.device("cuda"), seconds=5.0, points=few)

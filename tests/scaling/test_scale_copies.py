@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.devices.cpu import CPU
 from mpcompile.scaling.scale_copies import ScaleCopies
 
 
@@ -63,7 +64,10 @@ def test_threads_never_get_the_same_place() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_loop_finds_the_same_addresses_in_each_step(level: Any, micro_batches: int) -> None:
+def test_a_loop_finds_the_same_addresses_in_each_step(
+    level: Any, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPU, "cuda_graphs", True)
     torch.manual_seed(0)
     model = mpcompile(
         nn.Linear(8, 4), level=level, dtype=torch.float16, emit="aot_eager",
@@ -87,8 +91,12 @@ def test_a_loop_finds_the_same_addresses_in_each_step(level: Any, micro_batches:
     assert places[period:] == places[:-period]
 
 
-def test_each_backward_divides_by_what_its_forward_multiplied_by() -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_each_backward_divides_by_what_its_forward_multiplied_by(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several forwards wait, as the scale grows in each step; their backwards run in the end."""
+    monkeypatch.setattr(CPU, "cuda_graphs", graphs)
     torch.manual_seed(0)
     model, other = nn.Linear(8, 4), nn.Linear(8, 4)
     scale = LossScale.dynamic(8.0, growth_interval=1)

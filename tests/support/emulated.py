@@ -1,0 +1,51 @@
+"""Tests on a GPU that is emulated (`benchmarks/emucuda/`), and processes that see one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from repository import ROOT
+
+__all__ = ["EMULATED", "needs_a_compiler", "sized", "told_by"]
+
+EMULATED = "benchmarks.emucuda" in sys.modules
+"""Whether this process sees an emulated GPU. It does from its start on, or never."""
+
+
+def sized(real: int, emulated: int) -> int:
+    """A size, or a smaller one where the host computes what a GPU would."""
+    return emulated if EMULATED else real
+
+
+def needs_a_compiler(*releases: str) -> pytest.MarkDecorator:
+    """Skip where the library of the emulated GPU can't be built, or wasn't read in this torch."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    if torch.version.cuda is not None:
+        reason = "this torch has a CUDA device of its own"
+    elif release not in releases:
+        reason = f"the emulated GPU was read in torch {', '.join(releases)}, not {release}"
+    elif not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        reason = "no C++ compiler"
+    else:
+        reason = ""
+    return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+@functools.cache
+def told_by(script: str, gpu: str) -> Any:
+    """What `tests/support/<script>` prints as JSON in a process that sees the GPU; run once."""
+    run = subprocess.run(
+        [sys.executable, f"tests/support/{script}", gpu],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": "none"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
