@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 __all__ = ["Counts", "counts", "put_in_place"]
 
@@ -164,6 +165,7 @@ class _Trees:
         self, graph: _Graph, addresses: dict[int, int], inputs: list[Any], known: list[_Recording]
     ) -> Any:
         self.counts.recordings += 1
+        counters["inductor"]["cudagraph_recorded_non_static_inputs"] += len(inputs) - len(addresses)
         self.generation, self.recording = self._generation(), True
         places = {
             i: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cuda").copy_(x)

@@ -128,12 +128,15 @@ class Capabilities:
         """The stream that operators run on now; None if each waits for the one before it."""
         return torch.accelerator.current_stream(self.device) if self.asynchronous else None
 
-    def record_event(self) -> Any:
+    def record_event(self, again: Any = None) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.
 
         The device need not be the current one, on whose stream a plain `record()` would put it.
+
+        Args:
+            again: an event of this device whose work is done, to be used once more.
         """
-        event = self._module.Event()
+        event = self._module.Event() if again is None else again
         event.record(self._module.current_stream(self.device))
         return event
 

@@ -80,11 +80,6 @@ class Objective:
         self.terms = {item: self._own(item) for item in self.constraints.open}
         self.pairs = self._pairs(graph)
 
-    def milliseconds(self, cost: int) -> str:
-        """A cost that stands for time, in milliseconds."""
-        assert self.config.profile is not None
-        return f"{cost / UNIT / self.config.profile.bandwidth * 1e3:.3g}"
-
     # -- costs of a node --------------------------------------------------------------------------
 
     def _own(self, item: Item) -> Costs:
@@ -95,7 +90,7 @@ class Objective:
             costs.full["view"] = elements(node) // 2 if self._shows_full(node) else 1
             return costs
         if (times := seconds(node, self.config)) is not None:
-            costs.low["time"], costs.full["time"] = (self._as_bytes(s) for s in times)
+            costs.low["time"], costs.full["time"] = (self.as_bytes(s) for s in times)
             costs.low["doubt"] = costs.low["time"] // DOUBT
             costs.low["weights"] = sum(self._weight(n) for n in cast_weights(node, self.config))
         of_its_result = node in self.constraints.rounded and not isinstance(item, Rounded)
@@ -163,7 +158,8 @@ class Objective:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def _as_bytes(self, seconds: float) -> int:
+    def as_bytes(self, seconds: float) -> int:
+        """A time as the cost of the bytes that memory moves meanwhile."""
         assert self.config.profile is not None
         return round(seconds * self.config.profile.bandwidth * UNIT)
 

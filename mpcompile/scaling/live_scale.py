@@ -15,7 +15,7 @@ import torch
 from .. import logs
 from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
-from .async_read import Later
+from .async_read import Later, Looks
 from .scale_copies import ScaleCopies
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
@@ -63,6 +63,7 @@ class LiveScale:
         self._steps = self._forwards = 0  # generated steps, and forwards with some
         self._stepped_at = -1
         self._told = 0, 0, state.skipped_steps  # these, as `stepped` has told of them
+        self._looks = Looks()
         self._arriving: tuple[tuple[int, int], Later] | None = None
 
     @property
@@ -182,7 +183,7 @@ class LiveScale:
                 and not logs.is_heard("scale", logging.INFO)
             ):
                 return None
-            self._arriving = (self._steps, self._forwards), Later(*asked)
+            self._arriving = (self._steps, self._forwards), self._looks.at(*asked)
         now, later = self._arriving
         if (numbers := later.read()) is None:
             return None

@@ -24,7 +24,7 @@ from ..errors import MPCompileError
 from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
 from ..torch_inside.tensors import norm_of_each
-from .async_read import Later
+from .async_read import Later, Looks
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Overflows:
         self.void = Count()
         self.looks: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()
         self.ranks = Ranks()
+        self._looks_later = Looks()
         self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
         self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
@@ -250,7 +251,7 @@ class Overflows:
         if self._arriving or count.passes != self._looked.passes:
             accumulating = self._accumulating()
             if (new := count.since(self._looked)) is not None:
-                self._arriving.append((Later(self.ranks.all_max(new)), accumulating))
+                self._arriving.append((self._looks_later.at(self.ranks.all_max(new)), accumulating))
             self._looked = count
             if not accumulating:
                 self.void = count

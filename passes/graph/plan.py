@@ -29,6 +29,7 @@ from mpcompile import ir, rules
 from mpcompile.planner.constraints import Item, Rounded
 from mpcompile.planner.min_cut import NEVER, minimum_cut
 from mpcompile.planner.objective import UNIT, Costs, Objective
+from mpcompile.planner.verdict import verdict
 from mpcompile.rules.policy import Config, Level, Precision
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
@@ -43,12 +44,12 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
     while config.level is Level.O2 and (slower := _products_in_full(best)):
         # At O2 values may be low only because low products are near: pin the slower products first.
         for node in slower:
-            _settle(objective, node, low=False)
+            _settle(objective, node, best, low=False)
         objective = Objective(gm.graph, config)
         best = _best(objective)
     for item, low in best.items():
         if not isinstance(item, Rounded):
-            _settle(objective, item, low=low)
+            _settle(objective, item, best, low=low)
         elif low:
             _store_low(objective, item.node)
     return False
@@ -60,10 +61,10 @@ def _products_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
     return [node for node in nodes if ir.precision(node) is LOW]
 
 
-def _settle(objective: Objective, node: fx.Node, *, low: bool) -> None:
+def _settle(objective: Objective, node: fx.Node, best: Mapping[Item, bool], *, low: bool) -> None:
     ir.set_costs(node, _shown(objective.terms[node]))
     if ir.precision(node) is FOLLOW or not low:
-        reason = _reason(objective, node, low)
+        reason = _reason(objective, node, best, low)
         ir.remark(node, precision=LOW if low else FULL, by=ir.By.PLAN, reason=reason)
 
 
@@ -95,17 +96,11 @@ def _store_low(objective: Objective, node: fx.Node) -> None:
     ir.remark(node, reason=reason)
 
 
-def _reason(objective: Objective, node: fx.Node, low: bool) -> str:
+def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low: bool) -> str:
     """Why the node got its precision: the first term that suffices to decide it."""
     costs, rule = objective.terms[node], ir.mark(node).reason
     if "time" in costs.low and not low:
-        faster = (
-            objective.milliseconds(costs.low["time"]),
-            objective.milliseconds(costs.full["time"]),
-        )
-        slower = costs.low["time"] >= costs.full["time"]
-        but = "slower so" if slower else "the casts it needs would cost more than it saves"
-        return f"{rule}; but {but}: {faster[0]} ms low, {faster[1]} ms FP32 (device profile)"
+        return f"{rule}; but {verdict(objective, node, best)}"
     if "one number" in costs.low:
         return f"{rule}; one number: FP32 costs nothing"
     if "no operand" in costs.low:

@@ -15,7 +15,7 @@ from mpcompile.devices.registry import capabilities, default_device
 from mpcompile.profile.calls import Calls
 from mpcompile.profile.grid import Point
 from mpcompile.profile.measure import measure
-from mpcompile.scaling.async_read import Later
+from mpcompile.scaling.async_read import Later, Looks
 
 
 class Plain(Capabilities):
@@ -134,6 +134,28 @@ def test_a_number_is_read_when_its_copy_is_there(
 
 def test_on_the_host_a_number_is_there_at_once() -> None:
     assert Later(torch.tensor(3.0)).read() == (3.0,)
+    assert Looks().at(torch.tensor(3.0)).read() == (3.0,)
+
+
+def test_looks_use_their_memory_again(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once what they brought is read, by a look at numbers of the same dtypes."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(XPU))
+    looks = Looks()
+    module.done = True
+    for number in range(20):
+        assert looks.at(torch.tensor(float(number))).read() == (float(number),)
+    assert len(pinned) == 1
+    module.done = False
+    waiting = [looks.at(torch.tensor(float(number))) for number in range(3)]
+    assert [later.read() for later in waiting] == [None] * 3
+    assert len(pinned) == 3  # none may be written to before it is read
+    module.done = True
+    assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]
+    assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]  # it has been noted
+    assert looks.at(torch.tensor(7), torch.tensor(True)).read() == (7, True)
+    assert len(pinned) == 5
 
 
 @pytest.mark.usefixtures("plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,7 +47,36 @@ def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
     large, small = stage.mark("linear"), stage.mark("linear_1")
     assert (large.precision, large.rule) == (Precision.LOW, "table")
     assert (small.precision, small.rule) == (Precision.FULL, "plan")
-    assert small.reason.endswith("slower so: 0.04 ms low, 0.01 ms FP32 (device profile)")
+    verdict = small.reason.partition("; but ")[2]
+    assert verdict.startswith("FP32 is faster: 0.01 ms, low 0.04 ms")
+    assert verdict.endswith("(device profile)")
+
+
+def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sides of the sum, the verdict first; and a plan for that batch agrees."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")  # the built-in one
+
+    def planned(batch: int) -> tuple[str, str]:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        plan = mpcompile.explain(model, torch.randn(batch, 64), device="h100")
+        first = next(node for node in plan.nodes if node.op == "aten::linear")
+        return first.precision, first.reason
+
+    precision, reason = planned(32)
+    assert precision == "FULL"
+    found = re.search(
+        r"; but FP32 costs less: ([\d.]+) ms, low ([\d.]+) ms and ([\d.]+) ms for the casts it "
+        r"needs; from about (\d+) times the batch on, low pays \(device profile\)$",
+        reason,
+    )
+    assert found is not None
+    full, low, casts = map(float, found.groups()[:3])
+    assert low < full < low + casts
+    pays = int(found[4]) * 32
+    assert planned(pays)[0] == "LOW"
+    assert planned(pays // 4)[0] == "FULL"
 
 
 @LEVELS
