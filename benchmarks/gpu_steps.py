@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from benchmarks import fakecuda  # before torch
     from benchmarks.fakecuda.counting import Counter, count
+    from benchmarks.fakecuda.masters import let_fakes_be_masters
 
 import argparse
 import contextlib
@@ -27,15 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.models import (
-    GPT2,
-    BERTEncoder,
-    Discriminator,
-    Generator,
-    Recommender,
-    Sample,
-    ViT,
-    resnet50,
-)
+    GPT2, BERTEncoder, Discriminator, Generator, Recommender, Sample, ViT, resnet50,
+)  # fmt: skip
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.devices.gpus import GPU
 
@@ -336,6 +330,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes
     device = fakecuda.become(options.gpu)
     counter = count(device)
+    let_fakes_be_masters()
     cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS)
     found: dict[str, Any] = {}
     for case in cases:
