@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from benchmarks import fakecuda  # before torch
     from benchmarks.fakecuda.counting import Counter, count
+    from benchmarks.fakecuda.masters import let_fakes_be_masters
 
 import argparse
 import contextlib
@@ -35,12 +36,11 @@ from benchmarks.models import (
     Sample,
     ViT,
     resnet50,
-)
+)  # fmt: skip
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.devices.gpus import GPU
 
-# Seconds. What a GPU needs between two kernels of a CUDA graph, however short they are; a launch
-# by the host takes longer than that.
+# Seconds from one kernel of a CUDA graph to the next, however short; the host takes longer.
 FLOOR = 2e-6
 _CAST = {"convert_element_type.default", "permute.default", "reshape.default",
          "constant_pad_nd.default"}  # fmt: skip
@@ -48,9 +48,7 @@ _CAST = {"convert_element_type.default", "permute.default", "reshape.default",
 __all__ = ["ARMS", "AUTOCAST", "CASES", "FP32", "OURS", "Arm", "Case"]
 
 STEPS = 3  # the second is as all others; that one is compiled for
-# While the default loss scale is searched for and settles, in the first ten steps, each backward
-# looks at its gradients once more. With GradScaler's start every step is as those that follow.
-SETTLED = "grad_scaler"
+SETTLED = "grad_scaler"  # the default settles in the first ten steps, then they are as with this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,9 +283,7 @@ def _apart(found: Counts, wanted: Counts) -> float:
 
 
 def totals(launches: Sequence[fakecuda.Launch], gpu: GPU) -> dict[str, float]:
-    """Kernels, bytes, FLOPs by dtype, and seconds at the ceilings: as they are, no kernel shorter
-    than the floor, with TF32.
-    """
+    """Kernels, bytes, FLOPs by dtype, and seconds at the ceilings, in three ways."""
     found = {"seconds": 0.0, "seconds with the floor": 0.0, "seconds with TF32": 0.0}
     for kind in ("generated", "product", "library"):
         of_kind = [launch for launch in launches if launch.kind == kind]
@@ -336,6 +332,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes
     device = fakecuda.become(options.gpu)
     counter = count(device)
+    let_fakes_be_masters()
     cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS)
     found: dict[str, Any] = {}
     for case in cases:

@@ -116,7 +116,7 @@ class _Leaving:
         others = [user for user in scaled.users if user not in (equal, size)]
         for unscaled in others:
             inverse = _inverse(unscaled, scaled)
-            if inverse is not None and _is_plain(scaled, unscaled):
+            if inverse is not None and _is_plain(scaled, unscaled, ir.value(inverse).device):
                 return cls(scaled, unscaled, inverse, bad, len(others) > 1)
         return None
 
@@ -141,8 +141,8 @@ def _scale(inverse: fx.Node) -> fx.Node | None:
     return inverse.all_input_nodes[0] if inverse.target is aten.reciprocal.default else None
 
 
-def _is_plain(scaled: fx.Node, unscaled: fx.Node) -> bool:
-    """Whether it is FP32, with elements, and sizes that are numbers."""
+def _is_plain(scaled: fx.Node, unscaled: fx.Node, device: torch.device) -> bool:
+    """Whether it is FP32 on the device of the scale, with elements, and sizes that are numbers."""
     before, after = ir.tensor(scaled), ir.tensor(unscaled)
     return (
         before is not None
@@ -151,7 +151,7 @@ def _is_plain(scaled: fx.Node, unscaled: fx.Node) -> bool:
         and all(isinstance(n, int) for n in (*before.shape, *before.stride()))
         and before.numel() > 0
         and before.dtype is after.dtype is torch.float32
-        and before.device == after.device
+        and before.device == after.device == device
     )
 
 

@@ -135,7 +135,16 @@ def test_an_overflow_of_finite_sums() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [((3, 70, 2), 210), ((64, 9), 64), ((63, 9), 567), ((2, 2, 3, 3), 36), ((5,), 5), ((), 1)],
+    [
+        ((3, 70, 2), 210),
+        ((64, 9), 64),
+        ((63, 9), 567),
+        ((2, 2, 3, 3), 36),
+        ((5,), 5),
+        ((), 1),
+        ((128, 3, 80, 80), 384),  # 128 rows would be longer than Inductor adds up at once
+        ((70, 9000), 70),  # so are these, but a vector of all elements is as much as the gradient
+    ],
 )
 def test_rows_of_any_shape(shape: tuple[int, ...], rows: int) -> None:
     def two(x: torch.Tensor) -> list[torch.Tensor]:

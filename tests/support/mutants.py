@@ -65,6 +65,22 @@ MUTANTS = (
         ("tests/hazards/test_hazards_gradients.py",),
     ),
     Mutant(
+        "rows-not-looked-at",
+        "on a GPU, of the gradients that Inductor writes only the first is looked at for overflows",
+        "passes/joint/unscale_together.py",
+        "bad = _call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]",
+        "bad = rows[0]",
+        ("tests/passes/test_passes_unscale_together.py",),
+    ),
+    Mutant(
+        "written-though-read",
+        "on a GPU a sum is unscaled in place though the backward of a norm reads it, too",
+        "passes/joint/unscale_together.py",
+        "        not gradient.is_read\n",
+        "        True\n",
+        ("tests/passes/test_passes_unscale_together.py",),
+    ),
+    Mutant(
         "unscaled-twice",
         "the optimizer's step divides gradients by the loss scale twice",
         "passes/step/unscale_gradients.py",
