@@ -30,7 +30,7 @@ from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpc
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.scaling.live_scale import LiveScale
-from mpcompile.scaling.trouble import Trouble
+from mpcompile.scaling.skips_in_a_row import Trouble
 
 READY, OFF = "ready", "off"
 OPTIMIZERS = ("AdamW", "MPOptimizer")

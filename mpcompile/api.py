@@ -18,6 +18,7 @@ from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .check_module import check_module
+from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
@@ -28,7 +29,7 @@ from .ranks import ddp
 from .records import Record, records
 from .rules.policy import Level, Policy
 from .runtime import uncalled
-from .runtime.looking import Looking
+from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by
 from .runtime.sharded_call import ends_graph
@@ -96,9 +97,23 @@ def mpcompile(
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if isinstance(model, (staticmethod, classmethod)):
         return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))
-    if not isinstance(model, nn.Module) and not callable(model):
-        raise MPCompileError(f"mpcompile({type(model).__name__}): give an nn.Module or a function")
+    _check_kind(model)
     return _compiled(model, settings, request, torch_compile_kwargs)
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse what is neither a module nor a function."""
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    if isinstance(model, type):
+        raise MPCompileError(
+            f"mpcompile({name}): this is a class; give an instance, such as mpcompile({name}(...))"
+        )
+    if isinstance(model, nn.Module) or callable(model):
+        return
+    hint = ""
+    if isinstance(model, torch.Tensor):  # somebody called the decorator that mpcompile(None) is
+        hint = ". (Was the model None? mpcompile(None) waits for the model, as a decorator does)"
+    raise MPCompileError(f"mpcompile({name}): give an nn.Module or a function{hint}")
 
 
 def _compiled(
@@ -173,12 +188,13 @@ def _compiled_function(
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
     if "backend" in kwargs:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
-    own = ["model", *OPTIONS]
-    theirs = inspect.signature(torch.compile).parameters
+    theirs = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    known = [*OPTIONS, *(name for name in theirs if name not in OPTIONS and name != "backend")]
     for name in kwargs:
         if name not in theirs:
-            hint = did_you_mean(name, (*own, *theirs))
-            raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(own)}")
+            likely = {"precision": "dtype", "amp": "dtype", "opt_level": "level"}.get(name)
+            hint = f"; did you mean {likely!r}?" if likely else did_you_mean(name, known)
+            raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
 
 
 def _check_again(settings: Settings, module: nn.Module) -> None:
@@ -186,6 +202,8 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
     try:
         check_module(module, settings)
     except MPCompileError as error:
+        if not all(is_supported(p.device) for p in module.parameters()):
+            raise MPCompileError(f"{error}. It was moved there after mpcompile()") from None
         raise MPCompileError(
             f"{error}. It was cast after mpcompile(): if the trainer does that, as Lightning's "
             "Trainer(precision='16-true'), leave it to mpcompile; to run a model in another dtype, "

@@ -27,7 +27,7 @@ from .plans.log_graph import log_graph
 from .plans.trace import trace_graph
 from .rules.policy import Level
 from .runtime import uncalled
-from .runtime.outside import counted
+from .runtime.outside_products import counted
 from .scaling import hooks
 from .settings import Settings
 from .torch_inside.dynamo_names import RestartAnalysis

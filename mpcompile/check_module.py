@@ -12,6 +12,8 @@ from .ir.dtypes import HALF
 from .rules.policy import Level
 from .settings import Settings
 
+_SHOWN = 6  # of a model's modules, in an error
+
 
 def check_module(module: torch.nn.Module, settings: Settings) -> None:
     """Refuse, at the call, a module that would only fail later.
@@ -47,5 +49,9 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
     paths = [name for name, _ in module.named_modules() if name]
     for pattern in settings.policy.modules:
         if not any(re.search(pattern, path) for path in paths):
-            hint = did_you_mean(pattern, paths)
-            raise MPCompileError(f"Policy(modules=...): {pattern!r} matches no module{hint}")
+            hint = did_you_mean(pattern, [*paths, *(path.rpartition(".")[2] for path in paths)])
+            some = ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
+            raise MPCompileError(
+                f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of "
+                f"{where}: {some or 'none'}"
+            )

@@ -3,8 +3,8 @@
 `MPCompileError` is what a user sees. Its message says what was asked, where, why it can't be done,
 and what to do. `CannotRewrite` never reaches a user: the backend catches it in one place and either
 compiles the graph unchanged with one warning or, under `strict=True`, raises `MPCompileError`.
-`MissingInTorch` (`torch_inside/reach.py`) is both: a reason where there is a way without, or else
-an error.
+`MissingInTorch` (`torch_inside/private_names.py`) is both: a reason where there is a way without,
+or else an error.
 """
 
 from __future__ import annotations

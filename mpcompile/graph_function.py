@@ -19,6 +19,7 @@ from .lower.emitter import emit
 from .lower.fusing import gains, is_apart
 from .lower.islands import has_rnn, pieces
 from .lower.joint import NO_PASSES, JointPasses, joint_passes
+from .lower.replayed import replays
 from .padding.products import product
 from .pipeline import Planned
 from .planner.target import Target
@@ -27,6 +28,7 @@ from .runtime.graph_call import is_leaf, noticing_ddp, reading, scaled
 from .runtime.watched_call import Watched
 from .runtime.witness import constants_of
 from .scaling import fit_scale, shardings
+from .scaling.loss_scale import LossScale
 from .settings import Settings
 from .torch_inside.dynamo import traced_code
 from .training import Training, is_trained
@@ -65,8 +67,7 @@ def function_of(
     to_emit, how, sparing = _to_emit(gm, planned, settings)
     # Both must come before `_emit`, which may change the graph.
     constant = constants_of(graph) if scale is not None else ()
-    searches = scale is not None and scale.searches and not _replays(how, target.device)
-    searches = searches and fit_scale.can_run_again(graph)
+    searches = scale is not None and _searches(scale, graph, how, target.device)
     transformed = any(map(ir.in_functorch, graph.graph.nodes))
     joint = joint_passes(settings.level, target.device, transformed=transformed)
     compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
@@ -139,9 +140,15 @@ def _emit(
     )  # fmt: skip
 
 
-def _replays(settings: Settings, device: torch.device) -> bool:
-    """Whether the graph becomes a CUDA graph, which reads and writes fixed addresses."""
-    cudagraphs = settings.mode in ("reduce-overhead", "max-autotune") or bool(
-        (settings.options or {}).get("triton.cudagraphs")
-    )
-    return cudagraphs and capabilities(device).cuda_graphs
+def _searches(
+    scale: LossScale, graph: fx.GraphModule, settings: Settings, device: torch.device
+) -> bool:
+    """Whether backward passes of the graph can search for the scale. A CUDA graph can't, since it
+    reads and writes fixed addresses.
+    """
+    if not scale.searches or not fit_scale.can_run_again(graph):
+        return False
+    if settings.emit == "inductor" and replays(settings.mode, settings.options, device):
+        scale.said.unsearched(scale.value)
+        return False
+    return True

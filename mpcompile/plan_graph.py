@@ -19,9 +19,9 @@ from . import (
     operators,  # noqa: F401  (registers our operators)
     pipeline,
 )
-from .capture.around import Around
 from .capture.capture import capture
 from .capture.on_fakes import unseen
+from .capture.surroundings import Around
 from .ir.places import Place, places
 from .pipeline import Planned
 from .planner.target import Target

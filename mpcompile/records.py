@@ -16,7 +16,7 @@ from .scaling.loss_scale import LossScale
 from .scaling.repairs import Repairs
 from .torch_inside.health import refuse
 from .torch_inside.modules import unwrapped
-from .torch_inside.reach import Part
+from .torch_inside.private_names import Part
 
 
 class Record:

@@ -33,7 +33,7 @@ from .rules.op_names import op_exists
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
 from .scaling.loss_scale import LossScale
 from .torch_inside.health import refuse
-from .torch_inside.reach import Part
+from .torch_inside.private_names import Part
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from . import ir
-from .capture.around import around_now
+from .capture.surroundings import around_now
 from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import EMULATED
+from rows import covering
 
 # Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
 FROM_TORCH = (
@@ -47,17 +48,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the rows of a test marked sampled(n), the default run takes every n-th."""
-    seen: collections.Counter[str] = collections.Counter()
+    """Of the rows of a test marked sampled(n), the default run takes every n-th; of those of
+    another test, as many as it takes to see each value of each axis (`rows.covering`).
+    """
+    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if any(map(item.get_closest_marker, ("slow", "whole"))):
-            continue
-        mark = item.get_closest_marker("sampled")
-        every = max(config.getoption("--every"), 1 if mark is None else mark.args[0])
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every:
-            item.add_marker("whole")
-        seen[test] += 1
+        if not any(map(item.get_closest_marker, ("slow", "whole"))):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    every = config.getoption("--every")
+    for rows in tests.values():
+        mark = rows[0].get_closest_marker("sampled")
+        if mark is None:
+            taken = [rows[i] for i in covering([values(row) for row in rows])][::every]
+        else:
+            taken = rows[:: max(every, mark.args[0])]
+        for row in set(rows).difference(taken):
+            row.add_marker("whole")
+
+
+def values(row: pytest.Item) -> tuple[str, ...]:
+    """The name of its value on each axis: one for each `parametrize`."""
+    callspec = getattr(row, "callspec", None)
+    return tuple(callspec._idlist) if callspec is not None else ("",)
 
 
 @pytest.fixture(autouse=True)

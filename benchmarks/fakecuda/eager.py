@@ -1,8 +1,8 @@
 """The kernels of operators that run by themselves, outside of what Inductor compiles.
 
 An operator is one kernel, which reads its operands on the device and writes its results. Views and
-empty tensors are none. The multi-tensor operators take lists: how many tensors and how much of them
-one launch takes is stated in MultiTensorApply.cuh, and what each moves in its own source:
+empty tensors are none. The multi-tensor operators take lists (`multi_tensor.py`). What each moves
+is stated in its own source:
 
 * `_fused_adamw_`: reads p, g, m, v and writes p, m, v: 28 bytes for each FP32 parameter. Under a
   GradScaler it unscales, and writes g as well: 32 (fused_adam_utils.cuh).
@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .launches import Launch
+from .launches import Launch, in_parts
+from .multi_tensor import TENSORS, launches_of
 
 __all__ = ["eager_launches"]
 
 aten = torch.ops.aten
 
-_CHUNK = 65536  # elements that a block takes (kChunkSize)
-_BLOCKS = 2240  # blocks of a launch (depth_to_max_blocks)
-_TENSORS = (770, 448, 336, 252, 210)  # of each list, by the number of lists (depth_to_max_tensors)
-
 _NO_KERNEL = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten._local_scalar_dense.default, aten._reshape_alias.default,
 }  # fmt: skip
+
+# Nothing is read of what these are like, which may lie elsewhere.
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 
 _WRITE_ONLY = {
     aten.copy_.default, aten._foreach_copy_.default, aten.fill_.Scalar, aten.fill_.Tensor,
@@ -50,7 +50,7 @@ def eager_launches(
         return []
     operands = _on_device((args, kwargs))
     results = _on_device(result)
-    if not operands and not results:
+    if not results and (not operands or op in _LIKE):
         return []
     written = _written(op, args, kwargs)
     if op is aten._fused_adamw_.default and kwargs.get("grad_scale") is None:
@@ -62,26 +62,8 @@ def eager_launches(
         return [Launch(str(op), "library", moved)]
     if op is aten._fused_adamw_.default:
         lists = lists[:4]  # the counters come along with them
-    number = _launches([t.numel() for t in lists[0]], _TENSORS[len(lists) - 1])
-    rest = moved - moved // number * number
-    return [
-        Launch(str(op), "library", moved // number + (rest if not i else 0)) for i in range(number)
-    ]
-
-
-def _launches(sizes: Sequence[int], most: int) -> int:
-    """How many kernels `multi_tensor_apply` launches for tensors of these numbers of elements."""
-    found = tensors = blocks = 0
-    for size in filter(None, sizes):
-        tensors += 1
-        chunks = -(-size // _CHUNK)
-        for chunk in range(chunks):
-            blocks += 1
-            last = chunk == chunks - 1
-            if blocks == _BLOCKS or (last and tensors == most):
-                found += 1
-                blocks, tensors = 0, 0 if last else 1
-    return found + bool(blocks)
+    number = launches_of([t.numel() for t in lists[0]], TENSORS[len(lists) - 1])
+    return in_parts(Launch(str(op), "library", moved), number)
 
 
 def _is_multi_tensor(op: torch._ops.OpOverload) -> bool:

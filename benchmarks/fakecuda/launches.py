@@ -11,7 +11,7 @@ Torch internals used here were read in torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from torch._inductor.fx_utils import count_flops_fx
 from torch._inductor.runtime.runtime_utils import last_power_of_2
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-__all__ = ["Launch", "launches"]
+from .multi_tensor import TENSORS, launches_of, short_ones
+
+__all__ = ["Launch", "in_parts", "launches"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Launch:
     dtype: torch.dtype | None = None
 
 
+def in_parts(whole: Launch, number: int) -> list[Launch]:
+    """The kernels of an operator over lists of tensors, of which `number` share the work."""
+    part, rest = divmod(whole.bytes, number) if number else (0, 0)
+    parts = [replace(whole, bytes=part + (0 if i else rest)) for i in range(number)]
+    return parts + [Launch(name, "library", 0) for name in short_ones(whole.name)]
+
+
 def launches(planned: Scheduler) -> list[Launch]:
     """The kernels of a graph in their order. Called while Inductor compiles it."""
     replaced = _second_halves(planned)
@@ -63,7 +72,7 @@ def _of(node: BaseSchedulerNode) -> Iterator[Launch]:
         return
     if node.is_extern():
         if not isinstance(node.node, _NO_KERNEL):
-            yield _library(node)
+            yield from in_parts(_library(node), _parts(node))
     elif isinstance(node, scheduler.ForeachKernelSchedulerNode):
         for group in _partitions(node):
             moved = sum(_moved(part) for part in group)
@@ -102,6 +111,16 @@ def _library(node: BaseSchedulerNode) -> Launch:
     if not flops:
         return Launch(name, "library", moved)
     return Launch(name, "product", moved, flops, origin.all_input_nodes[0].meta["val"].dtype)
+
+
+def _parts(node: BaseSchedulerNode) -> int:
+    """In how many kernels a library works on a list of tensors; 1 for anything else."""
+    origin = _origin(node.node)
+    if origin is None or not origin.args or not isinstance(origin.args[0], (list, tuple)):
+        return 1
+    if not any(name in str(origin.target) for name in ("_foreach_", "unscale_all")):
+        return 1
+    return launches_of([n.meta["val"].numel() for n in origin.args[0]], TENSORS[0])
 
 
 def _origin(operation: Any) -> fx.Node | None:

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        # By default a process starts a compiler for each core, and four processes test at once.
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // 4)),
     }
     if not options.fake:  # so that a profile that was measured earlier changes nothing here
         environment["XDG_CACHE_HOME"] = str(out / "cache")

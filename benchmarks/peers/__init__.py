@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, paragraphs
+from benchmarks.harness.report import Report, Settings, paragraphs, where
 
 from .measure import FULL, QUICK, RERUN, Work, measure_all
 from .report import make_report
@@ -37,4 +37,6 @@ def rerun(device: torch.device) -> Report:
 
 def _measured(work: Work, device: torch.device) -> Report:
     record = environment(device)
-    return make_report(device, work, measure_all(work, device), paragraphs(__doc__), record)
+    rows = measure_all(work, device)
+    title = f"Every peer on the papers' tasks, on {where(device)}"
+    return make_report("peers", title, device, work, rows, paragraphs(__doc__), record)

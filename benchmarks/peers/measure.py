@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,15 @@ from benchmarks.harness.report import SCRATCH, plain
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
 from benchmarks.papers.store import fingerprint
 from benchmarks.papers.task import Task, Training
-from benchmarks.papers.tasks import TASKS
 from benchmarks.papers.ways import Way, trainer_for
 from benchmarks.step_times.measure import REFUSED
 from benchmarks.whole_step.peak import peak_bytes
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.scaling import copies
 
-from .ways import EAGER, OURS, PEERS, ways
+from .ways import OURS, PEERS, ways
 
-__all__ = ["FULL", "QUICK", "RERUN", "Row", "Work", "measure_all"]
+__all__ = ["FULL", "QUICK", "RERUN", "Row", "Work", "measure_all", "measure_some"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Work:
 
     Attributes:
         seconds: that a turn should take.
+        module: where the tasks are: its `TASKS`.
         tasks: the names of those that are measured; none: all.
+        arms: the names of the ways that are; none: all.
         resumes: whether it goes on where an earlier run was interrupted.
     """
 
@@ -51,7 +54,9 @@ class Work:
     rounds: int = 48
     seconds: float = 0.2
     processes: bool = True
+    module: str = "benchmarks.papers.tasks"
     tasks: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()
     resumes: bool = False
 
 
@@ -66,6 +71,7 @@ class Row:
 
     Attributes:
         seconds: per step, a sample a round.
+        first: seconds of the first step, which compiles.
         saved: bytes that autograd holds for the backward of a step.
         peak: the most bytes that a step adds to those that lie there between steps.
         state: bytes of the optimizers' state, and of working copies of weights.
@@ -74,6 +80,7 @@ class Row:
     """
 
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    first: dict[str, float] = dataclasses.field(default_factory=dict)
     saved: dict[str, int] = dataclasses.field(default_factory=dict)
     peak: dict[str, int] = dataclasses.field(default_factory=dict)
     state: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -83,22 +90,29 @@ class Row:
 
 def measure_all(work: Work, device: torch.device) -> dict[str, Row]:
     """Task's name -> its row, one after the other."""
-    tasks = [task for task in TASKS if not work.tasks or task.name in work.tasks]
+    rows = measure_some(work, device)
+    if work.resumes:
+        shutil.rmtree(_folder(work, device))  # the next run measures anew
+    return rows
+
+
+def measure_some(work: Work, device: torch.device) -> dict[str, Row]:
+    """As `measure_all`, as a part of a run: what it keeps, the next one takes up."""
+    known: Sequence[Task] = importlib.import_module(work.module).TASKS
+    tasks = [task for task in known if not work.tasks or task.name in work.tasks]
     if not work.processes:
         return {task.name: _measured(task, work, device) for task in tasks}
     rows = {}
     for task in tasks:
         rows[task.name] = _row(task, work, device)
         print(f"{task.name}: measured", file=sys.stderr, flush=True)
-    if work.resumes:
-        shutil.rmtree(_folder(device))  # the next run measures anew
     return rows
 
 
 def _row(task: Task, work: Work, device: torch.device) -> Row:
     if not work.resumes:
         return Row(**_measured_elsewhere(task, work, device))
-    file = _folder(device) / f"{task.name} {_condition(task, device)}.json"
+    file = _folder(work, device) / f"{task.name} {_condition(task, device)}.json"
     if not file.exists():
         found = _measured_elsewhere(task, work, device)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,13 +120,14 @@ def _row(task: Task, work: Work, device: torch.device) -> Row:
     return Row(**json.loads(file.read_text()))
 
 
-def _folder(device: torch.device) -> Path:
-    return SCRATCH / f"peers_{device.type}"
+def _folder(work: Work, device: torch.device) -> Path:
+    return SCRATCH / f"{work.module}_{device.type}"
 
 
 def _measured_elsewhere(task: Task, work: Work, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = json_from_process(
-        "-m", "benchmarks.peers.measure", task.name, str(work.rounds), device.type,
+        "-m", "benchmarks.peers.measure", task.name, json.dumps(dataclasses.asdict(work)),
+        device.type,
         environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
     )  # fmt: skip
     return found
@@ -164,11 +179,17 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
     # More ways than Dynamo compiles one function for before it gives up.
     torch._dynamo.config.recompile_limit = 64
     row, wait = Row(), idle_wait(device)
-    begun = {way.name: _Begun(task, way, work, device) for way in ways(device, work.emit)}
+    chosen = [way for way in ways(device, work.emit) if not work.arms or way.name in work.arms]
+    begun = {way.name: _Begun(task, way, work, device) for way in chosen}
+    base = next(iter(begun))
     for name in list(begun):
         try:
+            start = time.perf_counter()
+            begun[name].step()
+            wait()
+            row.first[name] = time.perf_counter() - start
             # Ours in FP16 searches for the loss scale first. A peer may take seconds.
-            for _ in range(1 if name in PEERS else 3):
+            for _ in range(0 if name in PEERS else 2):
                 begun[name].step()
         except RuntimeError as error:
             if name not in PEERS or REFUSED not in str(error):
@@ -180,7 +201,7 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
         if name in PEERS:
             row.left_out[name] = f"{spent:.1f} s a step"
     timed = [arm for arm in timed if arm.name not in row.left_out]
-    steps = _steps(begun[EAGER].step, work.seconds, wait)
+    steps = _steps(begun[base].step, work.seconds, wait)
     row.seconds = take_turns(
         timed, rounds=work.rounds, steps=steps, settle=max(1, steps // 4), wait=wait
     )
@@ -188,8 +209,8 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
         row.saved[name] = begun[name].saved_bytes()
         row.peak[name] = peak_bytes(begun[name].step, device)
         row.state[name] = begun[name].state_bytes()
-    eager = begun[EAGER].trainer.models
-    row.parameters = sum(p.nbytes for model in eager for p in model.parameters())
+    models = begun[base].trainer.models
+    row.parameters = sum(p.nbytes for model in models for p in model.parameters())
     return row
 
 
@@ -200,7 +221,7 @@ def _steps(step: Callable[[], Any], seconds: float, wait: Callable[[], None]) ->
 
 
 if __name__ == "__main__":
-    name, rounds, kind = sys.argv[1:]
-    (task,) = (task for task in TASKS if task.name == name)
-    work = dataclasses.replace(FULL, rounds=int(rounds))
+    name, told, kind = sys.argv[1:]
+    work = Work(**json.loads(told))
+    (task,) = (task for task in importlib.import_module(work.module).TASKS if task.name == name)
     print(json.dumps(plain(_measured(task, work, torch.device(kind)))))

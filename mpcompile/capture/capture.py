@@ -25,10 +25,10 @@ from ..torch_inside.autograd import allow_saved_hooks, forbid_saved_hooks, saved
 from ..torch_inside.fakes import FakeTensor
 from ..torch_inside.modes import is_traceable_wrapper_subclass
 from ..torch_inside.ops import OpOverload, schema
-from .around import Around
 from .place import Place, record_modes
 from .provenance import complete_module_paths, copy_provenance, source
 from .replay import Replay
+from .surroundings import Around
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any], around: Around) -> fx.GraphModule:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir import Region, is_opaque
 from ..ir.targets import AUTOCAST, ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
-from .around import Around
+from .surroundings import Around
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 from .._torch import is_untested
 from ..errors import CannotRewrite, MPCompileError
 from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable, compile_lock
-from ..torch_inside.reach import MissingInTorch
+from ..torch_inside.private_names import MissingInTorch
 from ..torch_inside.replace import method, reads_of
 
 # `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.

@@ -43,7 +43,7 @@ from ..torch_inside.autograd import GET_DATA
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.health import why_off
 from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from .history import current_tracer, has_custom_backward, known_as_before
 from .opaque_calls import opaque_call
 from .place import Place

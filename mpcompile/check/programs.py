@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from . import models, steps, studies
 from .sides import Results, Side
 

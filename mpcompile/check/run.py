@@ -12,7 +12,7 @@ import torch
 from ..errors import MPCompileWarning, in_one_line
 from ..torch_inside.failures import Failure, Health
 from ..torch_inside.health import assumed, missing
-from ..torch_inside.reach import GONE, NAMES, Name, take_all
+from ..torch_inside.private_names import GONE, NAMES, Name, take_all
 from .programs import PROGRAMS, Program
 from .sides import Side, error_between
 

@@ -41,6 +41,10 @@ class Capabilities:
         slow_bools: whether Inductor's code takes many times as long to load or store a bool as a
             byte.
         convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
+        convolves_low_channels_last: whether convolutions in a low dtype read and write
+            channels-last, and Inductor lays out so what some of them read only.
+        unscales_together: whether a launch costs more than a look at a small gradient, so that
+            gradients are unscaled many at once, by the kernel that a GradScaler launches.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -55,6 +59,8 @@ class Capabilities:
     turn: ClassVar[float] = 2e-3
     slow_bools: ClassVar[bool] = False
     convolves_channels_last: ClassVar[bool] = False
+    convolves_low_channels_last: ClassVar[bool] = False
+    unscales_together: ClassVar[bool] = False
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
@@ -117,6 +123,10 @@ class Capabilities:
     def synchronize(self) -> None:
         """Wait until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
+
+    def stream(self) -> object:
+        """The stream that operators run on now; None if each waits for the one before it."""
+        return torch.accelerator.current_stream(self.device) if self.asynchronous else None
 
     def record_event(self) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.

@@ -5,15 +5,14 @@ The list of AMD targets with matrix instructions is from ROCm's "GPU hardware sp
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from .capabilities import Capabilities
 from .gpus import GPU
+from .nvidia_driver import driver_version
 from .tensor_cores import TensorCores, cuda_matrix_units, cuda_tensor_cores, multiply_in
 
 __all__ = ["CUDA", "AbsentGPU", "ROCm", "cuda_or_rocm"]
@@ -33,6 +32,8 @@ class CUDA(Capabilities):
     word = "GPU"
     auto = torch.float16
     cuda_graphs = True
+    convolves_low_channels_last = True  # cuDNN, on Tensor Cores
+    unscales_together = True
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""
@@ -83,13 +84,8 @@ class CUDA(Capabilities):
         }
 
     def driver(self) -> str:
-        """The version of NVIDIA's kernel module, from Linux's /proc; `""` if it isn't there."""
-        try:
-            text = Path("/proc/driver/nvidia/version").read_text()
-        except OSError:
-            return ""
-        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-        return found.group(1) if found else ""
+        """The version of NVIDIA's kernel module; `""` where it can't be asked."""
+        return driver_version()
 
     def builtin_profile(self) -> str | None:
         """The built-in profile for the compute capability, or None."""
@@ -98,8 +94,10 @@ class CUDA(Capabilities):
 
 class ROCm(CUDA):
     """An AMD GPU, which torch built for ROCm calls "cuda". NVIDIA's facts don't hold for it:
-    compute capabilities, sizes for Tensor Cores, `mm.dtype`, the built-in profiles.
+    compute capabilities, sizes for Tensor Cores, layouts, `mm.dtype`, the built-in profiles.
     """
+
+    convolves_low_channels_last = False  # MIOpen: unknown
 
     def units(self) -> str:
         """Describe the matrix cores."""

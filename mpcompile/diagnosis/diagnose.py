@@ -1,8 +1,8 @@
 """Find what goes wrong in a model's numbers: `diagnose(model, x, loss_fn=...)`.
 
 A copy of the model takes a training step three times, node by node: in FP64, in FP32, and as
-mpcompile rewrites it. Where the last one is not finite, or far from the others, `observe/faults.py`
-says which node did it, and which nodes to keep in FP32.
+mpcompile rewrites it. Where the last one is not finite, or far from the others,
+`observe/find_fault.py` says which node did it, and which nodes to keep in FP32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..check_module import check_module
 from ..errors import MPCompileError, did_you_mean
 from ..observe.compared import relative_error
 from ..observe.fault import Fault, Kind, Runs
-from ..observe.faults import find
+from ..observe.find_fault import find
 from ..observe.forward_faults import INACCURATE
 from ..observe.numbers import EXPONENTS, Numbers
 from ..observe.record import Record

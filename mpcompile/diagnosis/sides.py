@@ -17,8 +17,8 @@ from torch import fx, nn
 
 from .. import ir
 from ..backend import planned_or_why
-from ..capture.around import around_now
 from ..capture.provenance import names_in
+from ..capture.surroundings import around_now
 from ..errors import MPCompileError
 from ..lower.tracing_settings import VALUE_SIZES
 from ..observe.compared import Comparing
@@ -29,7 +29,7 @@ from ..plan_graph import Facts, Planned
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime.apart import compiled_apart, nothing_happened
+from ..runtime.compile_apart import compiled_apart, nothing_happened
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
 from ..scaling.overflows import weakly

@@ -17,7 +17,14 @@ from .edit import (
     restore,
     set_operand,
 )
-from .layout import dense_in_order, has_own_memory, lies_as_captured, same_places
+from .layout import (
+    FORCE_STRIDES,
+    dense_in_order,
+    has_own_memory,
+    laid_channels_last,
+    lies_as_captured,
+    same_places,
+)
 from .marks import (
     ADDED,
     By,
@@ -104,6 +111,7 @@ from .values import (
 
 __all__ = [
     "ADDED",
+    "FORCE_STRIDES",
     "SHORT",
     "By",
     "Mark",
@@ -155,6 +163,7 @@ __all__ = [
     "known_below",
     "known_equal",
     "known_multiple",
+    "laid_channels_last",
     "layout",
     "lies_as_captured",
     "line",

@@ -9,12 +9,12 @@ import sympy
 import torch
 from torch import fx
 
-from .edit import insert
+from .edit import insert, refresh
 from .marks import Mark
 from .memory import shares_memory
 from .shapes import Size
 from .sizes import hint, known_equal
-from .values import aten, captured, is_getitem, tensor
+from .values import aten, captured, is_getitem, tensor, value
 
 
 def has_own_memory(node: fx.Node) -> bool:
@@ -55,6 +55,23 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _expression(size: Size) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+FORCE_STRIDES = "prims::inductor_force_stride_order"
+"""Inductor's operator for a value whose dimensions are to have the order of given strides."""
+
+
+def laid_channels_last(image: fx.Node) -> fx.Node:
+    """Insert behind a 4-d value the same one with its channels innermost, as Inductor lowers it.
+    Channels, height and width are numbers. Returns that node, which nothing reads yet.
+    """
+    strides = torch.empty_like(value(image), memory_format=torch.channels_last).stride()
+    with image.graph.inserting_after(image):
+        laid = image.graph.call_function(
+            torch.ops.prims.inductor_force_stride_order.default, (image, list(strides))
+        )
+    refresh(laid)
+    return laid
 
 
 def dense_in_order(node: fx.Node, like: torch.Tensor, name: str, decision: Mark) -> fx.Node:

@@ -34,7 +34,7 @@ from ..torch_inside.amp import autocast_is_on, autocast_off
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.health import refuse, why_off
 from ..torch_inside.inductor import compile_fx
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes

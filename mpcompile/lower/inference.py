@@ -6,6 +6,7 @@ steps (`whole_step/one_graph.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,10 @@ def compile_inference(
         return lambda given: wrapped(*given)
     # AOTAutograd's wrapper is for what is shared, and for writes that it makes results. It costs as
     # much as the call of a small kernel; so do the look-ups of Inductor's own object in each call.
-    run: Function = inner[0].current_callable
+    run = functools.partial(inner[0].current_callable)
+    # When that object goes, it deletes what a callable with CUDA graphs calls. A partial's
+    # attribute keeps it, and costs nothing in a call.
+    run.owner = inner[0]  # type: ignore[attr-defined]
     return run
 
 

@@ -23,7 +23,9 @@ from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.lay_channels_last import lay_channels_last
+from ..passes.joint.lay_low_images import lay_low_images
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor
@@ -40,6 +42,8 @@ _ASKED = tuple(
     for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
 )
 
+
+_LAYOUTS = (lay_channels_last, lay_low_images)
 
 JointPass = Callable[[fx.Graph], bool]
 HalvesPass = Callable[[fx.Graph, fx.Graph, int], bool]
@@ -79,11 +83,16 @@ def joint_passes(
     there = capabilities(device)
     widens = level is Level.O1 and there.products_leave_in_fp32()
     zeros = (fill_zeros,) if (whole or transformed) and ZEROS_ARE_REUSED.is_here() else ()
-    images = (lay_channels_last,) if whole and there.convolves_channels_last else ()
+    images: tuple[JointPass, ...] = ()
+    if there.convolves_channels_last:
+        images = (lay_channels_last,) if whole else ()
+    elif there.convolves_low_channels_last:
+        images = (lay_low_images,)
+    checks = (unscale_together,) if not whole and there.unscales_together else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images),
+        lowered=(*zeros, *images, *checks),
     )
 
 
@@ -93,7 +102,9 @@ def with_joint_passes(
     """Inductor's options with `passes` added, behind the user's own passes if there are any.
 
     `options` is as torch.compile takes it. No pass for the joint graph is added for code that can't
-    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen.
+    call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen. Images are not laid
+    out where Inductor may lay out none (`layout_optimization`). No operator of ours is put into C++
+    wrappers, which call it by way of Python.
     """
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
 
@@ -103,8 +114,10 @@ def with_joint_passes(
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
         given[OPTION] = _behind(setting(OPTION), passes.joint)
-    if passes.lowered:
-        given[LOWERED] = _behind(setting(LOWERED), passes.lowered)
+    refused = () if setting("layout_optimization") else _LAYOUTS
+    refused = (*refused, unscale_together) if setting("cpp_wrapper") else refused
+    if lowered := [one for one in passes.lowered if one not in refused]:
+        given[LOWERED] = _behind(setting(LOWERED), lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
     return given or None

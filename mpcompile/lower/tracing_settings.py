@@ -8,6 +8,9 @@
   stay in the graph. At each of them Dynamo would break it; in a loop, as over the experts of a
   mixture, it would leave the whole frame to Python. Not every graph with such a size can be
   compiled: `or_broken` lets Dynamo break it after all.
+* `ignore_logger_methods`: what a library says once in a process (`Logger.warning_once`, which
+  transformers adds) is left out of the graph. Otherwise its models would have a graph break there,
+  for good: Dynamo doesn't know that it was said.
 
 Dynamo reads a setting while it traces. Setting one around each call costs a twentieth of a small
 model's step: it is a context variable, and writing one empties the cache through which all of them
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -66,7 +70,13 @@ def traced_with(
     """Wrap a compiled function: what is compiled while it runs is traced with these settings, and
     within these contexts.
     """
-    wanted = [*contexts, lambda: config.patch(settings)]
+
+    def set_all() -> AbstractContextManager[Any]:
+        patches: dict[str, Any] = {**settings, "ignore_logger_methods": _left_out()}
+        patched: AbstractContextManager[Any] = config.patch(patches)
+        return patched
+
+    wanted = [*contexts, set_all]
     _listen()
 
     @functools.wraps(compiled)
@@ -76,7 +86,7 @@ def traced_with(
         _thread.were_set = False
         try:
             if not (_thread.is_set or _idle.is_set()):
-                with config.patch(settings):
+                with set_all():
                     return compiled(*args, **kwargs)
             return compiled(*args, **kwargs)
         finally:
@@ -85,6 +95,12 @@ def traced_with(
                 _close()
 
     return call
+
+
+def _left_out() -> set[Callable[..., Any]]:
+    """Methods of loggers that are not called: the user's own, and those that say a thing once."""
+    once = getattr(logging.Logger, "warning_once", None)
+    return {*config.ignore_logger_methods, *([once] if once is not None else [])}
 
 
 def _listen() -> None:

@@ -17,7 +17,7 @@ from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from .inputs import parameters_of
 from .trace_context import raw_step
 

@@ -29,13 +29,13 @@ from ..scaling.loss_scale import LossScale
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.modes import modes_off
 from .absent import Absent
-from .apart import ParametersMix
 from .compile_piece import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state, state_stands_by
 from .inputs import Member, Setting, all_members_of
 from .key import StepKey
 from .reports import Results
+from .separable import ParametersMix
 from .shadow import StateAppeared
 from .step import CompiledStep
 

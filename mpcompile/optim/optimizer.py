@@ -233,16 +233,17 @@ class MPOptimizer(Optimizer):
         """How many times a step was traced and compiled."""
         return self._steps.compilations
 
+    # Untraced: a graph would read these before the step that it holds has written them.
     @property
+    @untraced
     def skipped(self) -> torch.Tensor:
         """0-d bool on the device: whether the last step was skipped."""
         return self._results.read("skipped", False)
 
     @property
+    @untraced
     def grad_norm(self) -> torch.Tensor:
-        """0-d FP32 on the device: the global norm before clipping. NaN without `max_grad_norm`: it
-        is not computed then.
-        """
+        """0-d FP32 on the device: the global norm before clipping; NaN without `max_grad_norm`."""
         if self._max_grad_norm is None:
             return torch.tensor(math.nan)
         return self._results.read("norm", math.nan)

@@ -22,8 +22,10 @@ class Results:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, before: Any) -> torch.Tensor:
-        """The value reported last; the number `before` if no step has run."""
-        return self._tensors[name] if name in self._tensors else torch.tensor(before)
+        """The value reported last; the number `before` if no step has run. It is a copy: the next
+        step writes to the tensor itself, and whoever collects the values of all steps keeps each.
+        """
+        return self._tensors[name].clone() if name in self._tensors else torch.tensor(before)
 
     def write(self, name: str, value: torch.Tensor) -> None:
         self._tensor(name, value.device).copy_(value)

@@ -24,13 +24,13 @@ from ..scaling import guard
 from ..scaling.copies import WorkingCopy
 from . import pipeline
 from .absent import Absent
-from .apart import refuse_mixed
 from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
 from .inputs import Setting
 from .key import StepKey
 from .reports import Results
 from .rests_on import OfStep
+from .separable import refuse_mixed
 from .trace import Trace, trace
 
 

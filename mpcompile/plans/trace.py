@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import ir
 from ..torch_inside.dynamo_names import trace_structured
-from ..torch_inside.reach import MissingInTorch
+from ..torch_inside.private_names import MissingInTorch
 from .graph_plan import GraphPlan
 
 

@@ -36,10 +36,10 @@ from ..planner.target import place_of, target_for, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level, Policy
-from ..runtime.apart import compiled_apart
+from ..runtime.compile_apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs
-from ..runtime.looking import looked_into
-from ..runtime.outside import aside
+from ..runtime.left_to_python import looked_into
+from ..runtime.outside_products import aside
 from ..settings import OPTIONS, Settings, documented
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException

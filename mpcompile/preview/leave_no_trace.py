@@ -11,7 +11,7 @@ import copy
 import gc
 from collections.abc import Iterator
 
-from ..runtime.apart import nothing_happened
+from ..runtime.compile_apart import nothing_happened
 from ..torch_inside.dynamo_names import cached_backends, counters
 
 __all__ = ["no_trace"]

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from .. import ir
 from ..backend import planned_or_why, why_left
-from ..capture.around import around_now
 from ..capture.breaks import why_it_ends
+from ..capture.surroundings import around_now
 from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
@@ -23,7 +23,7 @@ from ..planner.target import Target, device_of, place_of, target_of
 from ..plans.backward import Partitioned
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime.outside import counted
+from ..runtime.outside_products import counted
 from ..scaling import copies, parameters
 from ..scaling.repairs import Repairs
 from ..settings import Settings

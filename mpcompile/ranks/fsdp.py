@@ -25,7 +25,7 @@ from ..torch_inside.distributed import (
     modules_of,
     whole_of,
 )
-from ..torch_inside.reach import MissingInTorch
+from ..torch_inside.private_names import MissingInTorch
 
 
 def is_sharded(module: nn.Module) -> bool:

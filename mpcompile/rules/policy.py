@@ -54,6 +54,12 @@ class Level(enum.Enum):
 
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Other words for them: those of torch, of Lightning and of Hugging Face's command lines.
+_DTYPE_WORDS = {
+    **LOW_DTYPES,
+    **dict.fromkeys(("fp16", "half", "16", "16-mixed", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bf16-mixed", "torch.bfloat16"), torch.bfloat16),
+}
 
 # The words for a precision in `Policy(modules=..., nodes=...)`.
 _WORDS = {
@@ -82,17 +88,22 @@ def parse_level(level: Level | str) -> Level:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """`"float16"` or `torch.float16` -> the dtype; `"auto"` -> None (decided by the device)."""
-    if dtype == "auto":
-        return None
-    if isinstance(dtype, str) and dtype in LOW_DTYPES:
-        return LOW_DTYPES[dtype]
-    if isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES.values():
+    """`"float16"`, `"fp16"` or `torch.float16` -> the dtype; `"auto"` -> None (decided by the
+    device).
+    """
+    if isinstance(dtype, str):
+        word = dtype.lower()
+        if word == "auto":
+            return None
+        if word in _DTYPE_WORDS:
+            return _DTYPE_WORDS[word]
+    elif dtype in LOW_DTYPES.values():
         return dtype
-    raise MPCompileError(
-        f"unknown dtype {dtype!r}: use torch.float16, torch.bfloat16 or 'auto'"
-        f"{did_you_mean(str(dtype), [*LOW_DTYPES, 'auto'])}"
-    )
+    known = "use torch.float16, torch.bfloat16 or 'auto'"
+    if str(dtype).removeprefix("torch.") in ("float32", "fp32", "32", "float", "32-true"):
+        known = "for FP32 without any cast use level='O0'"
+    hint = did_you_mean(str(dtype), [*LOW_DTYPES, "auto"])
+    raise MPCompileError(f"unknown dtype {dtype!r}: {known}{hint}")
 
 
 # Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.

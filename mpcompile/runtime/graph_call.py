@@ -18,7 +18,7 @@ from ..scaling import guard, reductions
 from ..scaling.copies import Reader
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
-from .verdict import judge
+from .warn_or_repair import judge
 from .watched_call import Watched
 from .witness import check_constants
 

@@ -3,7 +3,7 @@ doesn't do.
 
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
-  gets an entry function (`looking.py`), with a code object of its own.
+  gets an entry function (`left_to_python.py`), with a code object of its own.
 * Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
@@ -38,8 +38,8 @@ from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import widened, widens_inputs
-from .looking import Looking, enter_by_itself, entry
-from .outside import aside
+from .left_to_python import Looking, enter_by_itself, entry
+from .outside_products import aside
 from .owned_backend import compiled_by
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 

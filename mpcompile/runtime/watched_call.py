@@ -22,12 +22,12 @@ from ..devices.generators import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.places import Place, places
 from ..observe.fault import Fault, Kind, Runs
-from ..observe.faults import find
+from ..observe.find_fault import find
 from ..observe.record import Record
 from ..observe.watch import Watch, passed
 from ..pipeline import Planned
 from ..scaling.not_finite import Seen
-from ..scaling.trouble import Trouble
+from ..scaling.skips_in_a_row import Trouble
 from ..torch_inside.autograd import running_backward
 
 __all__ = ["Look", "Watched"]

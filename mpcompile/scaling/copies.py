@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
-from ..torch_inside.autograd import hooks_on, version
+from ..torch_inside.autograd import hooks_on, keeps_graph, version
 from ..torch_inside.tensors import suggest_memory_format
 from . import parameters
 from .loss_scale import LossScale
@@ -307,6 +307,8 @@ class _ReadCopies(torch.autograd.Function):
         true = [g for g in results if g is not None and g.dtype is torch.float32]
         if ctx.multiplied is not None and true:
             ctx.reader.scale.overflows.saw(true)
+        if not keeps_graph():
+            ctx.multiplied = None  # as autograd frees what is saved, even if somebody keeps a loss
         return (None, None, *results)
 
 

@@ -166,7 +166,7 @@ def show_hidden(optimizer: Optimizer) -> None:
 
 def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> torch.Tensor:
     found = any_nonfinite(gradients)
-    return found if overflows is None else found.to(overflows.device) | (overflows > 0)
+    return found if overflows is None else found.to(overflows.device).logical_or(overflows)
 
 
 def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
@@ -175,7 +175,8 @@ def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
     device = next((d for d in known if capabilities(d).asynchronous), known[0])
     # Only where they differ: a copy from the host to a GPU would wait for it.
     moved = [flag if flag.device == device else flag.to(device) for flag in flags]
-    return [bool(flag) for flag in ranks.all_max(torch.stack(moved)).tolist()]
+    together = torch.stack(moved) if len(moved) > 1 else moved[0].reshape(1)
+    return [bool(flag) for flag in ranks.all_max(together).tolist()]
 
 
 def decide_alike() -> bool:

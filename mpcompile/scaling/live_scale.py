@@ -16,6 +16,7 @@ from .. import logs
 from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from .async_read import Later
+from .scale_copies import ScaleCopies
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
@@ -52,6 +53,7 @@ class LiveScale:
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
+        self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
         self.forwards = self.replaced = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
@@ -127,15 +129,16 @@ class LiveScale:
     # -- on a device ------------------------------------------------------------------------------
 
     def tensor(self, device: torch.device, *, shared: bool) -> torch.Tensor:
-        """The scale for a forward to multiply by: 0-d FP32 on `device`. A new value gets a new
-        tensor: a backward still to come must divide by the number that its forward multiplied by.
+        """The scale for a forward to multiply by: 0-d FP32 on `device`. While it is held, nothing
+        moves it: a backward still to come must divide by the number that its forward multiplied by.
 
         Args:
             shared: it is for forwards whose backward may search: they use one tensor, which the
                 search writes to, until `forget_tensors`. No other forward uses that one.
         """
         if self._resident and not shared:
-            return self._resident["scale"].clone()
+            scale = self._resident["scale"]
+            return scale.clone() if self._copies is None else self._copies.of(scale)
         value, held = self.scale, self._tensors.get((device, shared))
         if held is None or held[0] != value:
             held = value, torch.tensor(value, dtype=torch.float32, device=device)
@@ -152,6 +155,7 @@ class LiveScale:
         `ScaleState`. A generated step writes to them.
         """
         if not self._resident:
+            self._copies = ScaleCopies() if capabilities(device).cuda_graphs else None
             self._resident = {
                 name: torch.tensor(getattr(self._numbers, name), dtype=dtype, device=device)
                 for name, dtype in STATE_DTYPES.items()

@@ -26,11 +26,11 @@ from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
+from .messages import Said
 from .overflows import Overflows
 from .repairs import Repairs
-from .said import Said
 from .scale_search import Search
-from .trouble import Trouble
+from .skips_in_a_row import Trouble
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
@@ -43,7 +43,7 @@ class LossScale(Ruled):
 
     Args:
         rule: the kind, and the constants of a dynamic one.
-        init_scale: the first scale, or None: the first backward finds it.
+        init_scale: the first scale, or None: the first backward finds it, where it can run again.
 
     Attributes:
         kind: "dynamic", "static" or "none".
@@ -103,7 +103,8 @@ class LossScale(Ruled):
         Without `init_scale` the first backward finds the start: the largest power of two up to
         2**16 that leaves room for gradients eight times as large, which is given up step by step if
         they don't come. Until then a backward that overflows runs again at half the scale, and so
-        does the one after a skipped step. With `init_scale` none does.
+        does the one after a skipped step. With `init_scale` none does, nor does a CUDA graph, which
+        starts at 2**16.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.
@@ -208,8 +209,7 @@ class LossScale(Ruled):
             MPCompileError: the mapping is neither.
         """
         live = ScaleState.loaded(state, self.hysteresis)
-        settings = {name: state[name] for name in _SETTINGS if name in state}
-        self.rule = dataclasses.replace(self.rule, **settings)
+        self.rule = dataclasses.replace(self.rule, **{n: state[n] for n in _SETTINGS if n in state})
         self.state = live
         self.restored = self.loaded = True
         self.search.fitting = bool(state.get("fitting", False))
@@ -247,6 +247,7 @@ class LossScale(Ruled):
         other keeps the number that it began with: its backward may have run before the search.
         """
         searching = self.search.searching
+        self.used = None  # so that its memory can be used again
         self.used = self.live.tensor(device, shared=searching and searched)
         self.used_apart = searching and not searched
         return self.used, self.overflows.leaf(device)
@@ -327,8 +328,7 @@ class LossScale(Ruled):
 
     def stepped(self) -> None:
         """A generated step has run; whether it was skipped is learnt when that has arrived."""
-        known = self.live.stepped()
-        if known is not None:
+        if (known := self.live.stepped()) is not None:
             self._saw_step(known.skipped > 0)
         self.trouble.stepped(known)
         if known is not None and known.at_floor:

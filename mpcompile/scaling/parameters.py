@@ -41,20 +41,31 @@ _NOTHING = ParamState()
 # A parameter's id -> the parameter and its state. Each forward asks for each parameter, and torch's
 # WeakIdKeyDictionary takes several times as long: it makes an object for each question.
 _states: dict[int, tuple[weakref.ref[torch.Tensor], ParamState]] = {}
-_changes = 0
+
+
+class _Changes:
+    """A count. An object, since globals may be None when Python ends and the last owners go."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, _gone: object = None) -> None:
+        self.count += 1
+
+
+_changes = _Changes()
 
 
 def changes() -> int:
     """A number that grows whenever something known of some parameter changes, or its gradients get
     another scale: whatever was derived before that may be outdated.
     """
-    return _changes
+    return _changes.count
 
 
 def changed() -> None:
     """Count a change of something that a `ParamState` refers to."""
-    global _changes
-    _changes += 1
+    _changes.add()
 
 
 def state_of(parameter: torch.Tensor) -> ParamState:
@@ -76,7 +87,7 @@ def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None 
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
     """
-    living = weakref.ref(owner, lambda _: changed())
+    living = weakref.ref(owner, _changes.add)
     for parameter in parameters:
         note(parameter, owner=living, given=scale)
 

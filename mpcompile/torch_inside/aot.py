@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .autograd import function_of
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch._dynamo.backends.common import aot_autograd

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch._C import _current_autograd_node as current_node

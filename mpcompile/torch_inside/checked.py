@@ -23,7 +23,7 @@ import platformdirs
 from .._torch import NEWEST, is_untested
 from ..errors import MPCompileWarning
 from .failures import Failure, Health
-from .reach import Part
+from .private_names import Part
 
 __all__ = ["SKIP", "last", "last_or_new", "path", "read", "said", "write"]
 

@@ -1,6 +1,7 @@
 """The engines that train in several processes: DDP, FSDP2 and ZeRO-1; and DTensor.
 
-Without torch.distributed, or without a name of these, the import still works: see `reach.py`.
+Without torch.distributed, or without a name of these, the import still works: see
+`private_names.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch.distributed._composable_state import _get_module_state as engine_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from .reach import NAMES, Name, Part, take_all
+from .private_names import NAMES, Name, Part, take_all
 
 _TITLE = "# What mpcompile takes from inside torch"
 _ABOUT = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .reach import MissingInTorch, Part, private, probe
+from .private_names import MissingInTorch, Part, private, probe
 from .replace import Spot, put
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 from .replace import Spot, put
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from .reach import Part
+from .private_names import Part
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch._dynamo.source import ConstantSource

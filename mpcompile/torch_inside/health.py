@@ -18,7 +18,7 @@ import torch
 from ..errors import MPCompileError
 from .checked import last_or_new
 from .failures import Failure, Health
-from .reach import GONE, Name, Part
+from .private_names import GONE, Name, Part
 
 __all__ = ["assumed", "missing", "refuse", "this_health", "why_off"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .reach import Part, private, probe
+from torch import fx
+
+from .private_names import Part, private, probe
 
 _NEEDED = "keeps the order of reads and writes"
 
@@ -60,6 +62,7 @@ __all__ = [
     "computes_reads",
     "get_hash_for_files",
     "has_setting",
+    "results_of_callers",
     "setting",
     "wrap_reads",
 ]
@@ -73,6 +76,16 @@ def setting(name: str) -> Any:
 def has_setting(name: str) -> bool:
     """Whether this release knows the setting."""
     return hasattr(config, name)
+
+
+def results_of_callers(graph: fx.Graph) -> Collection[int]:
+    """Which results, by number, of a graph that Inductor is about to lower have the strides that
+    the caller expects. Others are stored for the backward, in any strides. All if it doesn't say.
+    """
+    output = graph.output_node()
+    results: Any = output.args[0]
+    found: Collection[int] = output.meta.get("user_visible_output_idxs", range(len(results)))
+    return found
 
 
 def computes_reads(node: Any) -> bool:

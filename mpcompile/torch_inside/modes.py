@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .reach import Part, private
+from .private_names import Part, private
 
 if TYPE_CHECKING:
     from torch._C import DisableTorchFunction as torch_functions_off

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .reach import Part, probe
+from .private_names import Part, probe
 
 __all__ = [
     "COMPILED_CALL",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .reach import MissingInTorch
+from .private_names import MissingInTorch
 
 __all__ = ["Replacement", "Spot", "calls_of", "method", "put", "reads_of"]
 

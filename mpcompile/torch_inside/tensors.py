@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .reach import Part, private, probe
+from .private_names import Part, private, probe
 
 if TYPE_CHECKING:
     from torch import _check as check
     from torch import _foreach_copy_ as copy_all
     from torch import _foreach_norm as norm_of_each
+    from torch._C import _storage_Use_Count as _use_count
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
@@ -21,6 +22,9 @@ else:
     norm_of_each = private("torch:_foreach_norm", "measures many tensors at once", Part.COMPILE)
     TensorGuards = private(
         "torch._C._dynamo.guards:TensorGuards", "compares many tensors at once", Part.OPTIMIZER
+    )
+    _use_count = private(
+        "torch._C:_storage_Use_Count", "tells whether memory is in use", Part.OPTIMIZER
     )
     is_functorch_wrapped_tensor = private(
         "torch._C._functorch:is_functorch_wrapped_tensor", "tells vmap's tensors", Part.COMPILE
@@ -36,6 +40,7 @@ __all__ = [
     "TensorGuards",
     "check",
     "copy_all",
+    "holders",
     "is_functorch_wrapped_tensor",
     "make_contiguous_strides_for",
     "norm_of_each",
@@ -50,6 +55,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def holders(memory: torch.UntypedStorage) -> int:
+    """How many tensors, in Python or C++, hold this memory, and a number of its own besides."""
+    return _use_count(memory._cdata)
+
+
 def sparse_values(gradient: torch.Tensor) -> torch.Tensor:
     """The values of a sparse tensor that may name a place twice: `values()` refuses one."""
     return gradient._values()
@@ -60,6 +70,18 @@ def _tells_views() -> None:
     with torch.device("meta"):
         x, y = torch.empty(2), torch.empty(2)
     assert storage_of(x) == storage_of(x[1:]) != storage_of(y)
+
+
+@probe("torch._C:_storage_Use_Count()", "tells whether memory is in use", Part.OPTIMIZER)
+def _counts_holders() -> None:
+    x = torch.ones(())
+    memory = x.untyped_storage()
+    alone = holders(memory)
+    view = x.detach()
+    product = torch.ones((), requires_grad=True) * view.detach()  # saves what it reads
+    assert holders(memory) == alone + 2
+    del view, product
+    assert holders(memory) == alone
 
 
 @probe("torch:Tensor._values", "reads sparse gradients", Part.COMPILE)

@@ -1,7 +1,7 @@
 """A forward of a training step: cut out of Dynamo's graph, and rewritten by the passes.
 
-It is planned as the same forward would be in a graph of its own. What it reads
-besides Dynamo's inputs, working copies and the loss scale, the whole step holds (`held.py`).
+It is planned as the same forward would be in a graph of its own. What it reads besides Dynamo's
+inputs, working copies and the loss scale, the whole step holds (`extra_inputs.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..plans.graph_plan import GraphPlan
 from ..rules import RNN_OPS
 from ..rules.policy import Level
 from ..runtime.graph_call import is_leaf
-from ..runtime.verdict import judge
+from ..runtime.warn_or_repair import judge
 from ..runtime.witness import check_constants, constants_of
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
 from ..training import Training, training_of
-from .held import Held
+from .extra_inputs import Held
 from .parts import Part
 
 

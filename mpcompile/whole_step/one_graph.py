@@ -22,6 +22,7 @@ from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.joint import with_joint_passes
+from ..lower.replayed import outliving, replays
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
@@ -141,7 +142,9 @@ def compiled(
     if max(traced.phases.values()) and _is_cut(inputs, device):
         return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches))
     still = [n for n, stay in zip(inputs, stays, strict=True) if stay]
-    return _by_inductor(graph, still, patches)
+    made = _made(graph)  # before Inductor changes the graph
+    run = _by_inductor(graph, still, patches)
+    return outliving(run, made) if replays(settings.mode, settings.options, device) else run
 
 
 def _is_cut(inputs: Sequence[fx.Node], device: torch.device) -> bool:
@@ -151,6 +154,13 @@ def _is_cut(inputs: Sequence[fx.Node], device: torch.device) -> bool:
     tensors = [n.meta["val"] for n in inputs if isinstance(n.meta["val"], torch.Tensor)]
     fixed = all(isinstance(size, int) for x in tensors for size in x.shape)
     return fixed and not capabilities(device).multi_tensor
+
+
+def _made(graph: fx.GraphModule) -> list[bool]:
+    """For each result, whether it shares no memory with an input."""
+    given = {m for n in graph.graph.find_nodes(op="placeholder") for m in ir.memory(n.meta["val"])}
+    results: Any = graph.graph.output_node().args[0]
+    return [given.isdisjoint(ir.memory(result.meta["val"])) for result in results]
 
 
 def _by_inductor(graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any) -> Function:

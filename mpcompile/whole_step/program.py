@@ -29,6 +29,7 @@ from ..scaling.overflows import any_nonfinite
 from ..settings import Settings
 from ..torch_inside.fakes import TracingContext
 from ..torch_inside.tensors import storage_of
+from .extra_inputs import Held
 from .forward import Forward, Ran, rewritten
 from .gradients import (
     Arrived,
@@ -39,7 +40,6 @@ from .gradients import (
     read_by_steps_alone,
     straighten,
 )
-from .held import Held
 from .parts import Part, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_behind

@@ -42,7 +42,7 @@ from ..torch_inside.dynamo_names import (
 )
 from ..torch_inside.fakes import DataDependentOutputException
 from ..torch_inside.health import why_off
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from .backend import WholeBackend
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers

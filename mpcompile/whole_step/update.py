@@ -39,8 +39,8 @@ from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
+from .extra_inputs import Held
 from .gradients import Arrived
-from .held import Held
 
 _FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 

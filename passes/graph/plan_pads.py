@@ -103,13 +103,18 @@ class _Aligner:
     ) -> str | None:
         """Why padding does not pay on this device, or None if it does.
 
-        Padding saves `slowdown - 1` times the product's own time. It costs a copy (read and write)
-        of each operand that isn't padded already; weights are padded where they are cast anyway.
+        Padding saves `slowdown - 1` times the product's own time, but none of the time in which it
+        waits for memory. It costs a copy (read and write) of each operand that isn't padded
+        already; weights are padded where they are cast anyway.
         """
         cores = self.config.cores
-        saved = (cores.slowdown - 1) * ir.hint(found.flops())
-        if saved <= 0:
+        flops = ir.hint(found.flops())
+        if (cores.slowdown - 1) * flops <= 0:
             return f"unaligned dims cost nothing on {self.config.device.type}"
+        moved = _elements(node, found) * ir.mark(node).format.operand_bytes * cores.balance
+        saved = max(cores.slowdown * flops, moved) - max(flops, moved)
+        if saved <= 0:
+            return "bound by memory: it takes as long unaligned"
         if found.kind == "attention":
             return "the fused kernels pad heads themselves"
         copied = 0
@@ -216,6 +221,13 @@ def _can_pad(node: fx.Node, product: Product, name: str) -> str | None:
         if label in product.fixed:
             return product.fixed[label]
     return None
+
+
+def _elements(node: fx.Node, found: Product) -> int:
+    """How many elements the product reads and writes."""
+    operands = ir.operands(node)
+    read = (ir.shape(operands[path]) for path in found.operands)
+    return sum(math.prod(map(ir.hint, shape)) for shape in (*read, ir.shape(node)))
 
 
 def _cheapest(product: Product, name: str, multiple: int) -> tuple[str, Size]:

@@ -98,10 +98,5 @@ def _reads_memory(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _lay(node: fx.Node) -> None:
-    strides = torch.empty_like(ir.value(node), memory_format=torch.channels_last).stride()
-    with node.graph.inserting_after(node):
-        laid = node.graph.call_function(
-            torch.ops.prims.inductor_force_stride_order.default, (node, list(strides))
-        )
-    ir.refresh(laid)
+    laid = ir.laid_channels_last(node)
     node.replace_all_uses_with(laid, delete_user_cb=lambda user: user is not laid)

@@ -21,8 +21,9 @@ from gpus_by_name import ROOT, needs_a_cpu_build
 from benchmarks.__main__ import devices, registry
 from benchmarks.gpu import packages, runner, smoke, summary
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.pieces import LONGEST, PIECES
+from benchmarks.gpu.pieces import LONGEST, MODELS, PIECES
 from benchmarks.gpu.runner import FAILED, KILLED, NOT_RUN, PASSED, Piece, Record
+from benchmarks.real_models.tasks import BY_DEVICE
 
 
 def script(name: str, code: str, limit: float = 20.0) -> Piece:
@@ -235,6 +236,7 @@ def test_wheels_that_cannot_be_unpacked(tmp_path: Path) -> None:
 def test_every_piece_fits_into_a_call() -> None:
     assert len({piece.name for piece in PIECES}) == len(PIECES)
     assert max(piece.limit for piece in PIECES) == LONGEST
+    assert len(BY_DEVICE["cuda"]) == MODELS
     assert LONGEST + runner.GRACE < 540
 
 

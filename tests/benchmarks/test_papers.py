@@ -257,6 +257,7 @@ def test_the_whole_step_of_every_task_is_asked_for(task: Task) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_the_peers_of_every_task_are_compiled(task: Task) -> None:
     """`nn.Module.compile` leaves a model to eager whose forward is torch's own (torch 2.13)."""

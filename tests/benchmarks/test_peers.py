@@ -1,10 +1,17 @@
-"""The geometric means over the tasks, of every peer."""
+"""Whole training steps against every peer: geometric means, and a model that people train."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from benchmarks.peers.report import geometric_mean
+import pytest
+import torch
+
+from benchmarks.peers.measure import measure_all
+from benchmarks.peers.report import geometric_mean, make_report
+from benchmarks.peers.ways import AUTOCAST, COMPILED, OURS
+from benchmarks.real_models import quick
+from benchmarks.real_models.tasks import BY_DEVICE, TASKS, TINY
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:
@@ -18,3 +25,23 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
     assert mean == pytest.approx(2.0)
     assert 1.0 <= low <= 2.0 <= high <= 4.0
     assert low < high
+
+
+def test_a_language_model_of_transformers() -> None:
+    work = dataclasses.replace(quick(), tasks=(TINY[0].name,))
+    rows = measure_all(work, torch.device("cpu"))
+    (row,) = rows.values()
+    arms = {COMPILED, AUTOCAST, *OURS}
+    assert set(row.seconds) == set(row.first) == set(row.peak) == arms
+    assert all(len(samples) == work.rounds for samples in row.seconds.values())
+    report = make_report("real_models", "Models", torch.device("cpu"), work, rows, [], {}, None)
+    assert report.name == "real_models_cpu"
+    assert not report.verdicts
+    peers = {column for table in report.tables for column in table.columns}
+    assert "eager FP32" not in peers  # what was not measured has no column
+
+
+def test_names_of_models_are_their_own() -> None:
+    """A process finds its model by the name."""
+    assert len({task.name for task in TASKS}) == len(TASKS)
+    assert all(task in TASKS for tasks in BY_DEVICE.values() for task in tasks)

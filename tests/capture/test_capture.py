@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir, mpcompile
-from mpcompile.capture.around import around_now
+from mpcompile.capture.surroundings import around_now
 from mpcompile.errors import CannotRewrite
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
-from mpcompile.capture.around import around_now
+from mpcompile.capture.surroundings import around_now
 from mpcompile.check_module import check_module
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities

@@ -67,3 +67,18 @@ def test_how_many_kernels_a_list_of_tensors_takes() -> None:
     and one of no elements beside one of one.
     """
     assert counted("h100")["launches"] == [0, 1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("gpu", ["h100", "t4"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_are_unscaled_and_looked_at_in_few_kernels(gpu: str, level: str) -> None:
+    """24 gradients: no kernel is there for one alone, and autocast takes no fewer."""
+    autocast, ours = (counted(gpu)["trained"][how] for how in ("", level))
+    (together,) = (k for k in ours if k[0] == "mpcompile.unscale_all.default")
+    # Read and written: at O1 what products and sums leave in FP32, at O2 sums of the norms alone.
+    elements = {"O1": 6 * 512 * (512 + 3), "O2": 6 * 512 * 2}[level]
+    assert 0 <= together[2] - 8 * elements <= 16
+    made = [name for name, kind, *_ in ours if kind == "generated"]
+    looks = [name for name in made if "any.d" in name and "mul.Tensor" not in name]
+    assert len(looks) == {"O1": 0, "O2": 1}[level]  # at the rows of all others
+    assert len(ours) <= len(autocast)

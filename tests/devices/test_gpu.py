@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
+from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +95,37 @@ def test_cuda_graphs_record_the_model_and_the_step(level: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_cuda_graphs_are_recorded_in_the_first_steps_alone(level: str) -> None:
+    """A loop keeps its losses, so the allocator gives each step's numbers another place."""
+    mode = "reduce-overhead"
+    model = mpcompile(Block(32).cuda(), level=level, dtype=torch.float16, mode=mode)
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), mode=mode)
+    counters.clear()
+    kept = train(model, optimizer, 6)
+    recorded = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+    kept += train(model, optimizer, 8)
+    assert recorded > 0
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == recorded
+    assert len(kept) == 14
+
+
+def test_what_is_kept_of_replayed_steps_stays_as_it_was() -> None:
+    """A CUDA graph writes each step's loss to one place, and the norm of its gradients."""
+    torch.manual_seed(0)
+    model, mode = nn.Linear(16, 8).cuda(), "reduce-overhead"
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = MPOptimizer(sgd, max_grad_norm=1.0, mode=mode)
+    step = train_step(model, optimizer, F.cross_entropy, dtype=torch.float16, mode=mode)
+    x, y = torch.randn(64, 16, device="cuda"), torch.randint(8, (64,), device="cuda")
+    kept, seen = [], []
+    for _ in range(6):
+        kept.append((step(x, y), optimizer.grad_norm))
+        seen.append([value.item() for value in kept[-1]])
+    assert [[value.item() for value in values] for values in kept] == seen
+    assert len({loss for loss, _ in seen}) == len({norm for _, norm in seen}) == 6
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor", "NAdam"])
 def test_the_step_equals_eager(optimizer: str) -> None:
     torch.manual_seed(0)
@@ -148,11 +179,20 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     assert found["auto"][1].share >= 0.9  # a product of this size pays for any copy
 
 
-def test_inductor_lays_convolutions_out_channels_last() -> None:
-    """So no pass of ours does: the layout of a convolution's result, for NCHW inputs."""
-    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3)).cuda()
-    x = torch.randn(8, 64, 32, 32, device="cuda")
-    _, codes = run_and_get_code(lambda: mpcompile(model, strict=True)(x))
-    assert any("extern_kernels.convolution" in code for code in codes)
-    # 30 x 30 results with channels innermost: (30*30*64, 1, 30*64, 64)
-    assert any("(57600, 1, 1920, 64)" in code for code in codes)
+@pytest.mark.parametrize("channels", [64, 128])
+def test_inductor_lays_convolutions_out_channels_last(channels: int) -> None:
+    """The layout of a convolution's result, for NCHW inputs, and of its gradient: Inductor chooses
+    it by itself above 64 channels.
+    """
+    layers = nn.Conv2d(channels, channels, 3), nn.ReLU(), nn.Conv2d(channels, channels, 3)
+    model = mpcompile(nn.Sequential(*layers).cuda(), strict=True)
+    x = torch.randn(8, channels, 32, 32, device="cuda")
+    _, codes = run_and_get_code(lambda: model(x).square().mean().backward())
+    forward, backward = codes
+    assert "extern_kernels.convolution" in forward
+    assert "convolution_backward" in backward
+    # 30 x 30 results with channels innermost
+    strides = f"({900 * channels}, 1, {30 * channels}, {channels})"
+    assert strides in forward
+    assert strides in backward
+    assert f"({900 * channels}, 900, 30, 1)" not in forward + backward

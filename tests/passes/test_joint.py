@@ -16,8 +16,8 @@ from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mpcompile import mpcompile
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.cpu import CPU
 from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
 from mpcompile.lower.emitter import emit
@@ -35,13 +35,20 @@ from mpcompile.lower.joint import (
 from mpcompile.passes.joint.fill_zeros import fill_zeros
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
+from mpcompile.passes.joint.lay_low_images import lay_low_images
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from mpcompile.passes.joint.unscale_together import unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
+LOWERED_ON_CUDA = (lay_low_images, unscale_together)
+IMAGES = JointPasses(lowered=(lay_low_images,))
+CHECKS = JointPasses(lowered=(unscale_together,))
 OURS = JointPasses(joint=(widen_weight_gradients,))
+ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA)
+WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA)
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
@@ -75,9 +82,9 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 
 
 def test_on_cuda_below_o2() -> None:
-    assert passes_for() == OURS
+    assert passes_for() == ON_CUDA
     for level in (Level.O2, Level.O3):
-        assert passes_for(level=level) == NO_PASSES
+        assert passes_for(level=level) == WITHOUT_GEMMS
 
 
 def test_on_a_cpu_at_every_level() -> None:
@@ -88,24 +95,36 @@ def test_on_a_cpu_at_every_level() -> None:
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
         assert passes_for("cpu", level, whole=True).lowered == (*ZEROS, lay_channels_last)
-        assert passes_for("cuda", level, whole=True).lowered == ZEROS
+        assert passes_for("cuda", level, whole=True).lowered == (*ZEROS, lay_low_images)
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
     assert passes_for("cpu", whole=True).lowered == ZEROS
 
 
 def test_graphs_with_transforms_have_one_more() -> None:
-    assert passes_for(transformed=True) == dataclasses.replace(OURS, lowered=ZEROS)
+    lowered = (*ZEROS, *LOWERED_ON_CUDA)
+    assert passes_for(transformed=True) == dataclasses.replace(OURS, lowered=lowered)
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert passes_for() == NO_PASSES
+    assert passes_for() == CHECKS
     monkeypatch.undo()
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert passes_for() == NO_PASSES
+        assert passes_for() == WITHOUT_GEMMS
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+def test_no_layouts_where_inductor_may_choose_none() -> None:
+    assert with_joint_passes({"layout_optimization": False}, IMAGES) == {
+        "layout_optimization": False
+    }
+    with inductor.patch(layout_optimization=False):
+        assert with_joint_passes(None, IMAGES) is None
+    given = with_joint_passes(None, IMAGES)
+    assert given is not None
+    assert [one.pass_ for one in given[LOWERED].passes] == [lay_low_images]
 
 
 def test_without_passes_options_are_the_users() -> None:
@@ -121,9 +140,15 @@ def test_without_passes_options_are_the_users() -> None:
     "options", [{"cpp_wrapper": True}, {"max_autotune_gemm_backends": "TRITON,CUTLASS"}], ids=str
 )
 def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None:
-    assert with_joint_passes(options, OURS) == options
+    passes = JointPasses(joint=OURS.joint)
+    assert with_joint_passes(options, passes) == options
     with inductor.patch(**options):
-        assert with_joint_passes(None, OURS) is None
+        assert with_joint_passes(None, passes) is None
+
+
+def test_no_operator_of_ours_in_a_wrapper_in_cpp() -> None:
+    assert with_joint_passes({"cpp_wrapper": True}, CHECKS) == {"cpp_wrapper": True}
+    assert LOWERED in (with_joint_passes(None, CHECKS) or {})
 
 
 def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

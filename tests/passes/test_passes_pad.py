@@ -47,8 +47,19 @@ def test_auto_pads_what_pays() -> None:
     assert found["linear"].padded == {"n": 1008, "k": 1008}
     assert found["linear"].reason == "padded"
     assert found["linear_1"].padded == {}
-    assert found["linear_1"].reason.startswith("a copy of its operands takes ")
+    assert found["linear_1"].reason == "bound by memory: it takes as long unaligned"
     assert found["linear_1"].after == ("n", "k")
+
+
+def test_auto_pads_no_operand_whose_copy_takes_longer() -> None:
+    def attend(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w.softmax(1))
+
+    cores = TensorCores(slowdown=2.0, balance=200.0)
+    stage = placed(attend, leaf(500, 1001), leaf(1003, 1001), pad="auto", cores=cores)
+    (found,) = alignments(stage).values()
+    assert found.padded == {}
+    assert found.reason == "a copy of its operands takes 1.2 times what alignment saves"
 
 
 def test_auto_leaves_attention_to_its_kernels() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from mpcompile import ir, mpcompile
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.cpu import CPU
 from mpcompile.lower.emitter import emit
 from mpcompile.lower.joint import JointPasses

@@ -185,7 +185,12 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
         ({"level": "01"}, "unknown level '01'.*the letter O"),
         ({"level": 1}, "unknown level 1"),
         ({"dtype": "float15"}, "did you mean 'float16'"),
-        ({"dtype": torch.float64}, "unknown dtype torch.float64"),
+        ({"dtype": torch.float64}, "unknown dtype torch.float64: use torch.float16"),
+        ({"dtype": "fp17"}, "unknown dtype 'fp17'.*torch.bfloat16"),
+        ({"dtype": "fp32"}, "unknown dtype 'fp32': for FP32 without any cast use level='O0'"),
+        ({"precision": "16-mixed"}, "unknown option 'precision'; did you mean 'dtype'"),
+        ({"opt_level": "O1"}, "unknown option 'opt_level'; did you mean 'level'"),
+        ({"dynamc": True}, "did you mean 'dynamic'.*known: dtype, .*fullgraph"),
         ({"emit": "inducter"}, "did you mean 'inductor'"),
         ({"pad": "sometimes"}, "pad='sometimes'"),
         ({"pad": "alway"}, "did you mean .always."),
@@ -207,13 +212,26 @@ def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str)
         mpcompile(Net(), **arguments)
 
 
+def test_a_model_that_was_moved_to_where_nothing_runs() -> None:
+    model = mpcompile(Net(), emit="eager").to("meta")
+    with pytest.raises(MPCompileError, match=r"is on meta.*It was moved there after mpcompile"):
+        model(torch.randn(2, 8, device="meta"))
+
+
+@pytest.mark.parametrize("word", ["fp16", "half", "16-mixed", "FP16", "bf16", "bf16-mixed"])
+def test_the_low_dtype_in_other_words(word: str) -> None:
+    """Those of torch, Lightning and Hugging Face."""
+    _, (plan,) = run(Net(), dtype=word)
+    assert plan.dtype == ("bfloat16" if word.startswith("bf") else "float16")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Policy(low=["sofmax"]), r"no operator 'aten::sofmax'; did you mean 'softmax'"),
         (
             lambda: Policy(modules={"fc3": "fp32"}),
-            r"'fc3' matches no module; did you mean 'fc[12]'",
+            r"'fc3' matches no module; did you mean 'fc[12]'.; the modules of Net: fc1, ",
         ),
         (lambda: Policy(modules={"fc(": "fp32"}), "bad regex"),
         (lambda: Policy(modules={"fc1": "fp23"}), "unknown precision 'fp23'"),
@@ -237,7 +255,9 @@ def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
         (nn.Linear(4, 4).half(), r"already in half precision.*model.float\(\)"),
         (nn.Linear(4, 4).double(), r"no FP32 parameters"),
         (nn.Linear(4, 4, device="meta"), "supported devices: cuda, cpu"),
-        (3, "give an nn.Module or a function"),
+        (3, "give an nn.Module or a function$"),
+        (torch.randn(2), r"give an nn.Module or a function. \(Was the model None\?"),
+        (nn.Linear, r"Linear\): this is a class; give an instance, such as mpcompile\(Linear\("),
     ],
 )
 def test_bad_models_fail_at_the_call(model: Any, message: str) -> None:

@@ -145,6 +145,17 @@ def test_the_scale_that_the_first_backward_finds(facts: Facts) -> None:
     assert facts("scale") == [{"event": "found", "scale": found}]
 
 
+def test_a_start_that_no_search_finds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpcompile.graph_function.replays", lambda *how: how[0] is not None)
+    model = mpcompile(net(), dtype=FP16, mode="reduce-overhead")
+    for batch in (8, 9):  # said once for two graphs
+        model(torch.randn(batch, 16)).square().mean().backward()
+    assert facts("scale") == [{"event": "unsearched", "start": 2.0**16}]
+    other = mpcompile(net(), dtype=FP16, mode="reduce-overhead", loss_scale=LossScale.dynamic(8.0))
+    other(torch.randn(8, 16)).square().mean().backward()
+    assert len(facts("scale")) == 1, "this one was given its start"
+
+
 def test_a_search_in_vain(facts: Facts) -> None:
     model = mpcompile(net(), dtype=FP16, emit="eager")
     model(torch.full((8, 16), torch.inf)).sum().backward()

@@ -288,7 +288,7 @@ def test_strict_raises() -> None:
 def test_later_calls_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Loop()
     said(net, calls=4)
-    monkeypatch.setattr("mpcompile.runtime.looking.Outside", None)  # fails if it is called
+    monkeypatch.setattr("mpcompile.runtime.left_to_python.Outside", None)  # fails if it is called
     with torch.no_grad():
         net(X)
     net(X).sum().backward()

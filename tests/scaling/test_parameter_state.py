@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from repository import ROOT
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, mpcompile
@@ -164,3 +165,27 @@ def test_gradients_that_a_step_must_not_see_are_back_after_it() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert not optimizers.state_of(plain).hidden
+
+
+ENDS = """
+import torch
+from mpcompile.scaling import parameters
+
+class Owner:
+    pass
+
+weight = torch.nn.Parameter(torch.zeros(2))
+owner = Owner()
+parameters.own([weight], owner)
+for name in list(vars(parameters)):
+    setattr(parameters, name, None)
+del owner
+"""
+
+
+def test_nothing_is_printed_where_an_optimizer_outlives_the_globals() -> None:
+    """When Python ends, it sets the globals of modules to None before the last objects go."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not done.stderr

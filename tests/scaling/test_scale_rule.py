@@ -24,7 +24,7 @@ from mpcompile.ir.scale import (
 )
 from mpcompile.ir.step import Slot, StepConfig
 from mpcompile.passes.step.move_scale import move_scale
-from mpcompile.scaling.said import Said
+from mpcompile.scaling.messages import Said
 
 OVERFLOW = Slot("result", key="skipped")
 

@@ -18,7 +18,7 @@ from mpcompile.observe.watch import Watch
 from mpcompile.records import repairs_of
 from mpcompile.scaling.live_scale import LiveScale
 from mpcompile.scaling.scale_search import after_backward
-from mpcompile.scaling.trouble import EVERY, FIRST_LOOK, Trouble, Verdict
+from mpcompile.scaling.skips_in_a_row import EVERY, FIRST_LOOK, Trouble, Verdict
 
 # -- counting --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from mpcompile import loss_scale_of, mpcompile
 from mpcompile.ir.inputs import SCALE
 from mpcompile.observe.watch import Watch
-from mpcompile.scaling.trouble import Trouble
+from mpcompile.scaling.skips_in_a_row import Trouble
 
 DEPTH = 4
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from mpcompile import ir, pipeline
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
 from mpcompile.rules.formats import Format

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.fakecuda.counting import Counter, count
-from benchmarks.fakecuda.eager import _launches
+from benchmarks.fakecuda.multi_tensor import launches_of
 from mpcompile import MPOptimizer, mpcompile
 
 
@@ -86,6 +86,44 @@ def step_of_many(counter: Counter) -> list[list[Any]]:
     return counted(counter, step)
 
 
+class Blocks(nn.Module):
+    """A network of many small parameters."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for product, norm in zip(self.products, self.norms, strict=True):
+            x = F.gelu(norm(product(x)))
+        return x.float().sum()
+
+
+def trained(counter: Counter, level: str) -> list[list[Any]]:
+    """A step of training at a level, or (no level) under autocast."""
+    model = Blocks(512, 6)
+    if level:
+        scaled = {"loss_scale": "grad_scaler", "dtype": torch.float16}
+        model = mpcompile(model, level=level, strict=True, **scaled)
+    else:
+        model.compile()
+    x = torch.randn(4096, 512)
+    adam = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=not level)
+
+    def train() -> None:
+        with torch.autocast("cuda", torch.float16, enabled=not level):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(adam)
+        scaler.update()
+        adam.zero_grad()
+
+    train()
+    return counted(counter, train)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor|TensorFloat32")
     device = fakecuda.become(sys.argv[1])
@@ -99,10 +137,11 @@ def main() -> None:
             "fused step, scaled": fused_step(counter, scaled=True),
             "generated step": generated_step(counter),
             "step of many": step_of_many(counter),
+            "trained": {level: trained(counter, level) for level in ("", "O1", "O2")},
         }
     block = 65536
     found["launches"] = [
-        _launches(sizes, 252)
+        launches_of(sizes, 252)
         for sizes in ([], [1] * 252, [1] * 253, [block * 2240], [block * 2240 + 1], [0, 1])
     ]
     print(json.dumps(found))

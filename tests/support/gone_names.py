@@ -46,13 +46,13 @@ def seen(path: str) -> Seen:
     how = take_away(path)
     from mpcompile.check import run
     from mpcompile.check.programs import PROGRAMS
-    from mpcompile.torch_inside import reach
-    from mpcompile.torch_inside.reach import NAMES, Part
+    from mpcompile.torch_inside import private_names
+    from mpcompile.torch_inside.private_names import NAMES, Part
 
-    if how == "hidden" and NAMES[path].probe.__module__ != reach.__name__:
+    if how == "hidden" and NAMES[path].probe.__module__ != private_names.__name__:
         return Seen("kept")  # an attribute that is read where it is used
 
-    reach.take_all()
+    private_names.take_all()
     found = [str(f) for name in NAMES.values() if (f := run._tried_name(name)) is not None]
     parts = {Part.COMPILE, NAMES[path].part}
     programs = [next((p for p in PROGRAMS if p.part is part), None) for part in parts]
@@ -116,7 +116,7 @@ def hide(module: str, names: str) -> None:
 
     def import_module(name: str, package: str | None = None) -> Any:
         found = real(name, package)
-        asked = sys._getframe(1).f_code.co_filename.endswith("reach.py")
+        asked = sys._getframe(1).f_code.co_filename.endswith("private_names.py")
         return without(found, names.split(".")) if asked and name == module else found
 
     importlib.import_module = import_module

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from mpcompile import ir, pipeline
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 

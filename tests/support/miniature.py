@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from mpcompile.capture.around import around_now
 from mpcompile.capture.capture import capture
+from mpcompile.capture.surroundings import around_now
 from mpcompile.lower.emitter import emit
 from mpcompile.lower.islands import RNN_OPS
 

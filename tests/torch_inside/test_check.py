@@ -18,7 +18,7 @@ from mpcompile.check.sides import Side, error_between
 from mpcompile.torch_inside import checked
 from mpcompile.torch_inside.failures import Failure, Health
 from mpcompile.torch_inside.health import this_health
-from mpcompile.torch_inside.reach import NAMES, Name, Part
+from mpcompile.torch_inside.private_names import NAMES, Name, Part
 
 BY_NAME = {program.about: program for program in PROGRAMS}
 
@@ -104,7 +104,7 @@ def test_a_training_that_mpcompile_leaves_in_fp32_is_seen() -> None:
 
 
 def test_a_repair_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpcompile.scaling.trouble.Trouble._may_look", lambda self: False)
+    monkeypatch.setattr("mpcompile.scaling.skips_in_a_row.Trouble._may_look", lambda self: False)
     failure = run.tried(BY_NAME["repair=True"])
     assert failure == Failure("repair=True", Part.WATCH, "AssertionError: nothing was repaired")
 

@@ -20,7 +20,7 @@ from mpcompile import MPCompileError, MPCompileWarning, cli, mpcompile
 from mpcompile.torch_inside import checked, health
 from mpcompile.torch_inside.failures import Failure, Health
 from mpcompile.torch_inside.health import this_health
-from mpcompile.torch_inside.reach import Part
+from mpcompile.torch_inside.private_names import Part
 
 ILL = Health((Failure("a program", Part.EXPLAIN, "it differs"),), tried=7)
 

@@ -13,7 +13,7 @@ import pytest
 from gone_names import Seen
 from repository import ROOT, SUPPORT
 
-from mpcompile.torch_inside.reach import NAMES, take_all
+from mpcompile.torch_inside.private_names import NAMES, take_all
 
 take_all()
 REFUSED = ("MPCompileError: ", "MissingInTorch: ", "BackendCompilerFailed: MissingInTorch")

@@ -30,7 +30,7 @@ from mpcompile import (
 from mpcompile.records import repairs_of
 from mpcompile.torch_inside.failures import Failure, Health
 from mpcompile.torch_inside.health import assumed, why_off
-from mpcompile.torch_inside.reach import GONE, NAMES, MissingInTorch, Part, private
+from mpcompile.torch_inside.private_names import GONE, NAMES, MissingInTorch, Part, private
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
 WHY = "a program: it differs"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from repository import PACKAGE, ROOT, sources
 
-from mpcompile.torch_inside.reach import NAMES
+from mpcompile.torch_inside.private_names import NAMES
 
 ROOM = PACKAGE / "torch_inside"
 # Attributes of torch's objects that something of ours is called, too.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils import _pytree as pytree
 
-from mpcompile.torch_inside.reach import NAMES, MissingInTorch, Part, private
+from mpcompile.torch_inside.private_names import NAMES, MissingInTorch, Part, private
 from mpcompile.torch_inside.replace import Replacement, calls_of, method, reads_of
 
 GONE = "torch.utils._pytree:tree_that_never_was"

@@ -17,7 +17,7 @@ from torch import nn
 from mpcompile import MPCompileError, MPCompileWarning, mpcompile
 from mpcompile.capture import rebound
 from mpcompile.torch_inside import replace
-from mpcompile.torch_inside.reach import MissingInTorch
+from mpcompile.torch_inside.private_names import MissingInTorch
 from mpcompile.whole_step import tracing
 
 Step = Callable[[torch.Tensor], torch.Tensor]

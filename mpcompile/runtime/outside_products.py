@@ -3,7 +3,7 @@
 Dynamo leaves a frame to Python where it can't break the graph: in a loop, above all. It goes on
 with the frames that are called there, but not with those of torch's own layers: no graph knows of
 them. So the first training calls of a model, and the first in evaluation, are looked at
-(`looking.py`): the operators that reach PyTorch from Python while no graph runs, and nothing
+(`left_to_python.py`): the operators that reach PyTorch from Python while no graph runs, and nothing
 compiles, run outside.
 """
 

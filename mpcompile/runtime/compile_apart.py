@@ -16,7 +16,7 @@ from torch import nn
 
 from ..torch_inside.dynamo_names import get_code_state, no_recompile_limit
 from ..torch_inside.modules import plain_call
-from .looking import entry
+from .left_to_python import entry
 
 __all__ = ["compiled_apart", "nothing_happened"]
 

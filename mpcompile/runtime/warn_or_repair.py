@@ -15,7 +15,7 @@ from ..scaling import guard
 from ..scaling.loss_scale import LossScale
 from ..scaling.not_finite import came_in, outside
 from ..scaling.repairs import MOST
-from ..scaling.trouble import Verdict
+from ..scaling.skips_in_a_row import Verdict
 from ..torch_inside.dynamo import reset_code
 from .watched_call import Look, Watched
 

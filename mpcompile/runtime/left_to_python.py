@@ -29,7 +29,7 @@ from ..plans.graph_plan import GraphPlan
 from ..plans.plan import ENOUGH
 from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
-from .outside import Outside
+from .outside_products import Outside
 from .own_code import with_own_code
 
 __all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]

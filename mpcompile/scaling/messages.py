@@ -19,10 +19,11 @@ class Said:
 
     Attributes:
         floor, skips: whether it has spoken of the lowest scale, and of skipped steps.
+        start: whether it has spoken of a start that no search will find.
     """
 
     def __init__(self, *, floor: bool = False, skips: bool = False) -> None:
-        self.floor, self.skips = floor, skips
+        self.floor, self.skips, self.start = floor, skips, False
         self._skipped = 0  # steps since one was taken
         self._calls: list[tuple[int, Seen]] = []
         self._others = False  # whether it has spoken of what is not the scale's, since then
@@ -41,6 +42,18 @@ class Said:
                 steps=self._skipped,
             )  # fmt: skip
         self._skipped, self._others = 0, False
+
+    def unsearched(self, start: float) -> None:
+        """Log that graphs begin at this scale, since none of their backward passes can search."""
+        if not self.start:
+            self.start = True
+            logs.event(
+                "scale", logging.INFO, "unsearched",
+                "the loss scale starts at %(start)g, and steps are skipped until it fits: CUDA "
+                "graphs can't be run again to search for it. A training step that is compiled as a "
+                "whole finds it; LossScale.dynamic(init_scale) gives another start",
+                start=start,
+            )  # fmt: skip
 
     def hopeless(self, number: int, call: Seen) -> None:
         """The gradients of a call are finite at no scale: say why, once its backward has ended. The

@@ -2,7 +2,7 @@
 
     4 steps in a row skipped    the next step is *watched*: each graph of this scale runs node by
                                 node, and records its numbers (runtime/watched_call.py)
-    its optimizer step          *concludes*: what was recorded is judged (runtime/verdict.py)
+    its optimizer step          *concludes*: what was recorded is judged (runtime/warn_or_repair.py)
     nothing to be done yet      the next look comes when twice as many steps were skipped
 
 Nothing is kept of a step that is not watched. What a generated step on a device has come to is
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.health import why_off
-from ..torch_inside.reach import Part
+from ..torch_inside.private_names import Part
 from .live_scale import LiveScale, Stepped
 from .scale_search import after_backward
 

@@ -1,0 +1,296 @@
+"""Unscale the gradients that leave a graph in few kernels, and look for overflows in them on the
+way. A rewriting pass, on a backward as Inductor lowers it.
+
+    w, b, c: f32 = mm(...), sum(...), cast(...)      w, b, c: f32 = mm(...), sum(...), cast(...)
+    bad_w = cast(any(not(isfinite(w))))              rows = cat([any(not(isfinite(c)), -1), ...])
+    bad_b, bad_c = ...                         ->    found = cast(any(rows))
+    found = bad_w + bad_b + bad_c                    unscale_all([w, b], found, 1 / scale)
+    return (w * (1 / scale), b * ..., found)         return (w, b, c * (1 / scale), found)
+
+On a GPU a kernel that is shorter than its launch costs the launch. A sum over all elements of a
+gradient takes one such kernel, or two, and no kernel of a library can multiply by the scale.
+
+* What a library wrote, a sum, or a scatter lies in memory of its own: all of these are unscaled in
+  place by one kernel for many tensors, which looks at them as well.
+* Any other gradient is written by a kernel that Inductor generates, and unscaled there. A sum over
+  its rows only goes along in that kernel. What the rows of all gradients found is one short vector.
+
+Contract. Each value carries its FakeTensor. A gradient whose check doesn't look as `unscale_grad`
+makes it, that is read once unscaled, or of a size that is no number, stays as it is. `found` is
+nonzero exactly if it was; it no longer is the number of gradients that overflowed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.torch_inside.ops import OpOverload
+
+CAST = torch.ops.prims.convert_element_type.default
+# Each makes its result in memory of its own: no kernel that Inductor generates writes it together
+# with what reads it.
+_ALONE = {
+    aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype, aten.addmm.default,
+    aten.sum.default, aten.sum.dim_IntList, aten.convolution_backward.default,
+}  # fmt: skip
+# So do these, where they add to zeros.
+_SCATTERS = {
+    "aten::index_put", "aten::scatter_add", "aten::_unsafe_index_put", "aten::index_add",
+    "aten::_unsafe_masked_index_put_accumulate",
+}  # fmt: skip
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default,
+}  # fmt: skip
+_FEWEST = 2  # gradients that are worth it
+# At least so many rows, where the shape allows: they run side by side. A longer row Inductor cuts,
+# in a kernel of its own.
+_ROWS, _LONGEST = 64, 8192
+
+
+def unscale_together(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    counts = [r for r in results if isinstance(r, fx.Node) and _is_count(r)]
+    for count in dict.fromkeys(counts):
+        leaves = _summands(count)
+        known = {leaf: g for leaf in leaves if (g := _Leaving.of(leaf)) is not None}
+        if len(known) < _FEWEST or len({_scale(g.inverse) for g in known.values()}) > 1:
+            continue
+        rest = [leaf for leaf in leaves if leaf not in known]
+        with graph.inserting_before(output):
+            found, renamed = _together(graph, list(known.values()), rest)
+        renamed[count] = found
+        results = [renamed.get(r, r) if isinstance(r, fx.Node) else r for r in results]
+        output.args = (tuple(results),)
+        graph.eliminate_dead_code()
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A gradient that leaves the graph.
+
+    Attributes:
+        scaled: its node.
+        unscaled: the same times `inverse`, which is a result of the graph.
+        inverse: one over the loss scale.
+        bad: for each of its elements whether it is inf or nan.
+        is_read: whether something else reads the scaled one.
+    """
+
+    scaled: fx.Node
+    unscaled: fx.Node
+    inverse: fx.Node
+    bad: fx.Node
+    is_read: bool
+
+    @classmethod
+    def of(cls, leaf: fx.Node) -> _Leaving | None:
+        """The gradient whose overflow is counted by this summand, if it is as `unscale_grad` makes
+        it.
+        """
+        some = _operand(leaf, CAST)
+        bad = _operand(some, aten.any.default)
+        finite = _operand(bad, aten.logical_not.default)
+        if bad is None or finite is None or finite.target is not aten.mul.Tensor:
+            return None
+        equal, unequal = finite.args
+        scaled = _operand(equal, aten.eq.Tensor)
+        size = _operand(unequal, aten.ne.Scalar)
+        if size is None or scaled is None or equal.args[1] is not scaled:  # type: ignore[union-attr]
+            return None
+        if _operand(size, aten.abs.default) is not scaled or unequal.args[1] != math.inf:  # type: ignore[union-attr]
+            return None
+        others = [user for user in scaled.users if user not in (equal, size)]
+        for unscaled in others:
+            inverse = _inverse(unscaled, scaled)
+            if inverse is not None and _is_plain(scaled, unscaled):
+                return cls(scaled, unscaled, inverse, bad, len(others) > 1)
+        return None
+
+
+def _operand(node: object, target: OpOverload) -> fx.Node | None:
+    """The first operand of a call of `target`; None if the node is none."""
+    if not isinstance(node, fx.Node) or node.target is not target:
+        return None
+    first = node.args[0]
+    return first if isinstance(first, fx.Node) else None
+
+
+def _inverse(unscaled: fx.Node, scaled: fx.Node) -> fx.Node | None:
+    """One over the scale, if that is what `scaled` is multiplied by for a result of the graph."""
+    if unscaled.target is not aten.mul.Tensor or {u.op for u in unscaled.users} != {"output"}:
+        return None
+    inverse = next((a for a in unscaled.all_input_nodes if a is not scaled), None)
+    return inverse if inverse is not None and _scale(inverse) is not None else None
+
+
+def _scale(inverse: fx.Node) -> fx.Node | None:
+    return inverse.all_input_nodes[0] if inverse.target is aten.reciprocal.default else None
+
+
+def _is_plain(scaled: fx.Node, unscaled: fx.Node) -> bool:
+    """Whether it is FP32, with elements, and sizes that are numbers."""
+    before, after = ir.tensor(scaled), ir.tensor(unscaled)
+    return (
+        before is not None
+        and after is not None
+        and before.layout is torch.strided
+        and all(isinstance(n, int) for n in (*before.shape, *before.stride()))
+        and before.numel() > 0
+        and before.dtype is after.dtype is torch.float32
+        and before.device == after.device
+    )
+
+
+# -- the count -------------------------------------------------------------------------------------
+
+
+def _is_count(node: fx.Node) -> bool:
+    value = ir.tensor(node)
+    return (
+        value is not None
+        and value.dim() == 0
+        and node.target in (aten.add.Tensor, CAST)
+        and {user.op for user in node.users} == {"output"}
+    )
+
+
+def _summands(count: fx.Node) -> list[fx.Node]:
+    """What is added up to it; nothing if one of these is read for something else. A summand may
+    come twice, where two gradients are the same.
+    """
+    found: dict[fx.Node, None] = {}
+    sums, waiting = {count}, [count]
+    while waiting:
+        node = waiting.pop()
+        if not _adds_two(node):
+            found[node] = None
+            continue
+        sums.add(node)
+        waiting += node.all_input_nodes
+    own = all(user in sums for node in (*sums, *found) if node is not count for user in node.users)
+    return list(found) if own else []
+
+
+def _adds_two(node: fx.Node) -> bool:
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(a, fx.Node) and ir.value(a).dim() == 0 for a in node.args)
+    )
+
+
+# -- rewriting -------------------------------------------------------------------------------------
+
+
+def _together(
+    graph: fx.Graph, gradients: Sequence[_Leaving], rest: Sequence[fx.Node]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Unscale these gradients and look at them. Returns what is nonzero if one overflowed, or is
+    counted by `rest`; and what each result of the graph has become.
+    """
+    inverse = gradients[0].inverse
+    renamed: dict[fx.Node, fx.Node] = {}
+    alone, rows, counts = [], [], list(rest)
+    for gradient in gradients:
+        if _is_alone(gradient):
+            alone.append(gradient.scaled)
+            renamed[gradient.unscaled] = gradient.scaled
+        else:
+            rows.append(_in_rows(graph, gradient.bad))
+    if rows:
+        bad = _call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]
+        counts.append(_call(graph, CAST, _call(graph, aten.any.default, bad), torch.float32))
+    else:  # memory of its own, in any case
+        zero = {"dtype": torch.float32, "device": ir.value(inverse).device}
+        counts.append(_call(graph, aten.full.default, [], 0, **zero))
+    found, *others = counts
+    for other in others:
+        found = _call(graph, aten.add.Tensor, found, other)
+    if alone:  # it sets `found` and never clears it
+        _call(graph, torch.ops.mpcompile.unscale_all.default, alone, found, inverse)
+    return found, renamed
+
+
+def _in_rows(graph: fx.Graph, bad: fx.Node) -> fx.Node:
+    """For each row whether some element of it is bad, as a vector."""
+    shape = ir.value(bad).shape
+    kept = _dims_kept(shape)
+    with graph.inserting_before(bad.next):  # Inductor fuses no nodes that stand far apart
+        if kept < len(shape):
+            bad = _call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
+        return _call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
+
+
+def _dims_kept(shape: Sequence[int]) -> int:
+    """How many dims make a number of rows that suffices, none of them too long."""
+    rows = [math.prod(shape[:kept]) for kept in range(len(shape) + 1)]
+    enough = [kept for kept, number in enumerate(rows) if number >= _ROWS]
+    short = [kept for kept in enough if rows[-1] <= _LONGEST * rows[kept]]
+    if rows[-1] > _LONGEST and short == [len(shape)]:
+        short = []  # an answer for each element would be as much to write as the gradient
+    return (short or enough or [len(shape)])[0]
+
+
+def _is_alone(gradient: _Leaving) -> bool:
+    """Whether it may be written in place: it lies, without gaps, in memory that one operator has
+    made for it, and nothing else shows that memory or reads what was there.
+    """
+    first, *further = way = list(_way_up(gradient.scaled))
+    value, made = ir.value(first), way[-1]
+    return (
+        not gradient.is_read
+        and all(len(node.users) == 1 for node in further)
+        and (made.target in _ALONE or _part_of_alone(made) or _adds_to_zeros(made))
+        and _is_dense(value)
+        and value.stride() == ir.value(gradient.unscaled).stride()
+    )
+
+
+def _way_up(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and, if it is a view, what it is a view of, up to what made the memory."""
+    yield node
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    dims = sorted(zip(value.stride(), value.shape, strict=True))
+    expected = 1
+    for stride, size in dims:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _part_of_alone(node: fx.Node) -> bool:
+    """Whether it is one of several results, each in memory of its own."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target in _ALONE
+
+
+def _adds_to_zeros(node: fx.Node) -> bool:
+    if ir.op_name(node) not in _SCATTERS:
+        return False
+    zeros = node.args[0]
+    return isinstance(zeros, fx.Node) and zeros.target is aten.full.default
+
+
+def _call(graph: fx.Graph, target: OpOverload, *args: object, **kwargs: object) -> fx.Node:
+    node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    ir.refresh(node)
+    return node
