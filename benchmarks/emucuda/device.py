@@ -5,7 +5,6 @@ Torch internals used here were read in torch 2.13.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ def _answer(answers: dict[str, Any]) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
         for module in (torch.cuda.memory, torch.cuda.random):
-            if isinstance(module, ModuleType) and hasattr(module, name):
+            if hasattr(module, name):
                 setattr(module, name, answer)
 
 
@@ -147,8 +146,8 @@ def _random() -> dict[str, Any]:
 def _streams() -> dict[str, Any]:
     stream = Stream()
     # A function of its own: Dynamo lists both, and takes no function twice.
-    torch.accelerator.synchronize = lambda device=None: synchronize()  # type: ignore[assignment]
-    torch.accelerator.current_stream = lambda device=None: stream  # type: ignore[assignment]
+    torch.accelerator.synchronize = lambda device=None: synchronize()
+    torch.accelerator.current_stream = lambda device=None: stream  # type: ignore[return-value]
     return {
         "Event": Event, "Stream": Stream, "synchronize": synchronize,
         "current_stream": lambda device=None: stream,
@@ -209,4 +208,4 @@ def _make_storages() -> None:
         size = args[0] if args else 0
         return torch.empty(size, dtype=torch.uint8, device="cuda").untyped_storage()
 
-    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]

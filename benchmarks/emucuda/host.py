@@ -35,7 +35,7 @@ def gradients(
             leaf.requires_grad_()
         results = function(*leaves)
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
-        found = torch.autograd.grad(
+        found: Sequence[Tensor | None] = torch.autograd.grad(
             [r for r, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
         )
         return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
