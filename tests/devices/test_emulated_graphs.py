@@ -42,6 +42,7 @@ def test_an_input_that_stays_must_stay() -> None:
     assert found["results"] == [three(step + (10.0 if step > 2 else 1.0)) for step in range(5)]
     assert (found["recordings"], found["replays"]) == (2, 2)
     assert found["rerecorded"] == [[1]]
+    assert found["copied"] == 2, "Inductor's count: of two inputs, one in each recording"
 
 
 def test_only_what_stays_may_be_written_to() -> None:

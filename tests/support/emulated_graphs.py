@@ -66,6 +66,7 @@ def kept_results() -> dict[str, Any]:
 
 
 def moved_inputs() -> dict[str, Any]:
+    counters.clear()
     graph = handed(lambda inputs: [inputs[0] + inputs[1]], static_input_idxs=(1,))
     weight, results = torch.ones(3, device=CUDA), []
     for step in range(5):
@@ -74,7 +75,8 @@ def moved_inputs() -> dict[str, Any]:
             weight = weight.clone() * 10  # the first one still holds its place
         x = torch.full((3,), float(step), device=CUDA)
         results.append(graph(x, weight)[0].tolist())
-    return {"results": results, **counted()}
+    copied = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+    return {"results": results, "copied": copied, **counted()}
 
 
 def written_inputs() -> dict[str, Any]:
