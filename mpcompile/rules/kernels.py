@@ -7,7 +7,9 @@ An error alone doesn't say what is refused, the dtype or the shrunken shapes. So
 in FP32 as well: if that works, it was the dtype. If it doesn't, it is tried without gradients
 (batch norm writes to its statistics), and at larger sizes. What can't be tried at any stays in
 FP32. A recurrent kernel raises no error: oneDNN reads past the end of weights that don't fit
-together. So it runs in a real layer.
+together. So it runs in a real layer. Nor does torch say that it leaves cuDNN: in a dtype that cuDNN
+is not asked to run such a layer in, it goes step by step, in many kernels for each. So that is
+asked by itself.
 
 Only torch's own operators are run. A custom operator is never run behind its author's back: the
 author who registers it as low promises the kernels.
@@ -90,6 +92,8 @@ def _is_accepted(
     try:
         with _aside(device):
             if (recurrent := rule_for(target).recurrent) is not None:
+                if _leaves_cudnn(device, dtype):
+                    return False
                 made = recurrent.module(_CAP, _CAP).to(device, dtype)
                 results = [made(torch.rand(1, 1, _CAP, device=device, dtype=dtype))[0]]
             else:
@@ -102,6 +106,12 @@ def _is_accepted(
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False
     return True
+
+
+def _leaves_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether cuDNN runs a recurrent layer in FP32 on this device, and not in `dtype`."""
+    full, low = (torch.empty(1, device=device, dtype=d) for d in (torch.float32, dtype))
+    return torch.cudnn_is_acceptable(full) and not torch.cudnn_is_acceptable(low)
 
 
 @contextmanager

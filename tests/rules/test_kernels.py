@@ -242,3 +242,26 @@ def test_without_a_kernel_it_runs_in_fp32() -> None:
     assert (rrelu.precision, rrelu.rule) == ("FULL", "kernel")
     assert rrelu.reason == "no f16 kernel on cpu"
     assert [n.precision for n in plan.nodes if n.op == "aten::linear"] == ["LOW", "LOW"]
+
+
+# -- recurrent layers ------------------------------------------------------------------------------
+
+
+def lstm() -> fx.Node:
+    layer, x = nn.LSTM(8, 8), torch.ones(3, 2, 8)
+    state = [torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)]
+    weights = [w.detach() for w in layer.parameters()]
+    node = call(aten.lstm.input, x)
+    inputs = [*node.args]
+    placed = [call(aten.lstm.input, value).args[0] for value in (*state, *weights)]
+    node.args = (*inputs, placed[:2], placed[2:], True, 1, 0.0, False, False, False)
+    return node
+
+
+def test_a_layer_that_would_leave_cudnn_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own LSTM then runs each step in kernels of its own, whatever the dtype."""
+    assert kernels.has_kernel(lstm(), torch.bfloat16, CPU)
+    kernels._answers.clear()
+    taken = (torch.float32, torch.float16)
+    monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda x: x.dtype in taken)
+    assert not kernels.has_kernel(lstm(), torch.bfloat16, CPU)
