@@ -156,8 +156,10 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     torch.manual_seed(0)
     words = sized(50257, 2057)
     reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, words)).cuda()
-    x = torch.randn(64, 257, device="cuda")
-    y = torch.randint(words, (64,), device="cuda")
+    x = torch.randn(
+        256, 257, device="cuda"
+    )  # with fewer rows, memory is what the products wait for
+    y = torch.randint(words, (256,), device="cuda")
     found = {}
     for pad in ("never", "auto", "always"):
         model = mpcompile(
@@ -176,7 +178,7 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     for losses, _ in found.values():
         torch.testing.assert_close(losses, found["never"][0], rtol=1e-2, atol=0)
     assert found["always"][1].share >= 0.995
-    assert found["auto"][1].share >= 0.9  # a product of this size pays for any copy
+    assert found["auto"][1].share >= sized(0.9, 0.85)  # the head, which pays for any copy
 
 
 @pytest.mark.parametrize("channels", [64, 128])
