@@ -156,9 +156,7 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     torch.manual_seed(0)
     words = sized(50257, 2057)
     reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, words)).cuda()
-    x = torch.randn(
-        256, 257, device="cuda"
-    )  # with fewer rows, memory is what the products wait for
+    x = torch.randn(256, 257, device="cuda")  # with fewer rows, the products wait for memory
     y = torch.randint(words, (256,), device="cuda")
     found = {}
     for pad in ("never", "auto", "always"):
