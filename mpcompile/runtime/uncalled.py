@@ -8,7 +8,6 @@ them. Once a module is called in training, or the warning is given, nothing is c
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -16,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
+from ..scaling import hooks
 
 # compiled modules not called yet -> optimizers known to hold none of their parameters
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
@@ -26,18 +26,10 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
 )
 
 
-@functools.cache
-def _register() -> None:
-    """Install the hook, for good: torch goes through its hooks in each step of any thread, and one
-    that is added or removed meanwhile makes that step fail.
-    """
-    register_optimizer_step_pre_hook(_before_step)
-
-
 def expect(module: nn.Module) -> None:
     """Note a compiled module: it should be called before its parameters are updated."""
     if any(True for _ in module.parameters()):
-        _register()
+        hooks.look_before_steps(_look)
         _waiting[module] = weakref.WeakSet()
 
 
@@ -57,8 +49,10 @@ def reached(inputs: Iterable[Any]) -> None:
                 called(module)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _look(optimizer: Optimizer) -> None:
+    """An optimizer is about to step."""
+    if not _waiting:
+        return
     held = None
     for module, others in list(_waiting.items()):
         if optimizer in others:
@@ -89,5 +83,5 @@ def _warn(module: nn.Module, optimizer: Optimizer) -> None:
         "the submodule that it calls, self.net = mpcompile(self.net), or that method: "
         "module.training_step = mpcompile(module.training_step)",
         MPCompileWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
