@@ -83,5 +83,5 @@ def _warn(module: nn.Module, optimizer: Optimizer) -> None:
         "the submodule that it calls, self.net = mpcompile(self.net), or that method: "
         "module.training_step = mpcompile(module.training_step)",
         MPCompileWarning,
-        stacklevel=5,
+        stacklevel=6,  # where the user calls `step`
     )
