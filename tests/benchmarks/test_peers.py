@@ -32,7 +32,10 @@ def test_a_language_model_of_transformers() -> None:
     rows = measure_all(work, torch.device("cpu"))
     (row,) = rows.values()
     arms = {COMPILED, AUTOCAST, *OURS}
-    assert set(row.seconds) == set(row.first) == set(row.peak) == arms
+    assert set(row.first) == arms
+    left = set(row.left_out)  # a peer whose one step took ten times as long as the fastest
+    assert left <= {COMPILED, AUTOCAST}
+    assert set(row.seconds) == set(row.peak) == arms - left
     assert all(len(samples) == work.rounds for samples in row.seconds.values())
     report = make_report("real_models", "Models", torch.device("cpu"), work, rows, [], {}, None)
     assert report.name == "real_models_cpu"
