@@ -154,7 +154,7 @@ def test_the_step_equals_eager(optimizer: str) -> None:
 def test_padding_changes_no_result(level: str, generated: bool) -> None:
     """A vocabulary of 50257 and a width of 257, padded where it pays and everywhere."""
     torch.manual_seed(0)
-    words = sized(50257, 2057)
+    words = sized(50257, 2569)
     reference = nn.Sequential(nn.Linear(257, 1001), nn.GELU(), nn.Linear(1001, words)).cuda()
     x = torch.randn(256, 257, device="cuda")  # with fewer rows, the products wait for memory
     y = torch.randint(words, (256,), device="cuda")
@@ -176,7 +176,7 @@ def test_padding_changes_no_result(level: str, generated: bool) -> None:
     for losses, _ in found.values():
         torch.testing.assert_close(losses, found["never"][0], rtol=1e-2, atol=0)
     assert found["always"][1].share >= 0.995
-    assert found["auto"][1].share >= sized(0.9, 0.85)  # the head, which pays for any copy
+    assert found["auto"][1].share >= 0.9  # the head, which pays for any copy
 
 
 @pytest.mark.parametrize("channels", [64, 128])

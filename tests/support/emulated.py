@@ -20,8 +20,8 @@ EMULATED = "benchmarks.emucuda" in sys.modules
 """Whether this process sees an emulated GPU. It does from its start on, or never."""
 
 
-def sized(real: float, emulated: float) -> Any:
-    """A size, or a smaller one where the host computes what a GPU would; or what follows of it."""
+def sized(real: int, emulated: int) -> int:
+    """A size, or a smaller one where the host computes what a GPU would."""
     return emulated if EMULATED else real
 
 
