@@ -102,7 +102,7 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     known = "use torch.float16, torch.bfloat16 or 'auto'"
     if str(dtype).removeprefix("torch.") in ("float32", "fp32", "32", "float", "32-true"):
         known = "for FP32 without any cast use level='O0'"
-    hint = did_you_mean(str(dtype), [*LOW_DTYPES, "auto"])
+    hint = did_you_mean(str(dtype), [*_DTYPE_WORDS, "auto"])
     raise MPCompileError(f"unknown dtype {dtype!r}: {known}{hint}")
 
 
