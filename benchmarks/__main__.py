@@ -34,6 +34,7 @@ from .harness.report import RESULTS, SCRATCH, Report, Settings, Table
 
 _BESIDE = (
     "__main__",
+    "before_after",
     "cuda_parts",
     "digits",
     "emucuda",
