@@ -77,8 +77,7 @@ class Later:
         if self._numbers is None:
             if self._place is not None and not self._place.event.query():
                 return None
-            # Read the memory directly: the tensor's `.item()` would synchronise.
-            self._numbers = tuple(mirror.numpy().item() for mirror in self._mirrors)
+            self._numbers = tuple([mirror.item() for mirror in self._mirrors])  # of the host
             if self._place is not None and self._looks is not None:
                 self._looks.take_back(self._place)
             self._place, self._mirrors = None, ()

@@ -53,6 +53,8 @@ class LiveScale:
         self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
+        self._asked: tuple[torch.Tensor, ...] = ()  # those of them that `stepped` reads
+        self._must_wait = False  # whether reading one waits for the device
         self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
         self.forwards = self.replaced = 0
         self._moved_at = 0
@@ -161,6 +163,8 @@ class LiveScale:
                 name: torch.tensor(getattr(self._numbers, name), dtype=dtype, device=device)
                 for name, dtype in STATE_DTYPES.items()
             }
+            self._asked = tuple(self._resident[n] for n in ("scale", "skipped_steps", "floor"))
+            self._must_wait = capabilities(device).asynchronous
         return self._resident
 
     def stepped(self) -> Stepped | None:
@@ -174,16 +178,15 @@ class LiveScale:
         self._forwards += self._stepped_at != self.forwards
         self._stepped_at = self.forwards
         if self._arriving is None:
-            if not self._resident:
+            if not self._asked:
                 return None
-            asked = [self._resident[name] for name in ("scale", "skipped_steps", "floor")]
             if (
-                self._steps % _EVERY
-                and capabilities(asked[0].device).asynchronous
+                self._must_wait
+                and self._steps % _EVERY
                 and not logs.is_heard("scale", logging.INFO)
             ):
                 return None
-            self._arriving = (self._steps, self._forwards), self._looks.at(*asked)
+            self._arriving = (self._steps, self._forwards), self._looks.at(*self._asked)
         now, later = self._arriving
         if (numbers := later.read()) is None:
             return None
