@@ -3,7 +3,8 @@
 A kernel that Inductor generates is a node of the scheduler, after fusion. Its bytes are what the
 node reads and writes, each buffer once and no more than there is of it: Inductor's own count
 (`get_read_write_buffer_accesses`). A library's kernel (a matrix product, a convolution, attention)
-moves its operands and results.
+moves its operands and results; the images of a convolution may have to be transposed beside it
+(`transposes.py`).
 
 Torch internals used here were read in torch 2.13.
 """
@@ -23,6 +24,8 @@ from torch._inductor.dependencies import Dep, MemoryDep, StarDep
 from torch._inductor.fx_utils import count_flops_fx
 from torch._inductor.runtime.runtime_utils import last_power_of_2
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+from benchmarks.cuda_parts.transposes import transposed
 
 from .multi_tensor import TENSORS, launches_of, short_ones
 
@@ -73,6 +76,7 @@ def _of(node: BaseSchedulerNode) -> Iterator[Launch]:
     if node.is_extern():
         if not isinstance(node.node, _NO_KERNEL):
             yield from in_parts(_library(node), _parts(node))
+            yield from _transposes(node)
     elif isinstance(node, scheduler.ForeachKernelSchedulerNode):
         for group in _partitions(node):
             moved = sum(_moved(part) for part in group)
@@ -121,6 +125,14 @@ def _parts(node: BaseSchedulerNode) -> int:
     if not any(name in str(origin.target) for name in ("_foreach_", "unscale_all")):
         return 1
     return launches_of([n.meta["val"].numel() for n in origin.args[0]], TENSORS[0])
+
+
+def _transposes(node: BaseSchedulerNode) -> Iterator[Launch]:
+    """What cuDNN, or torch for it, lays out in another way around a convolution."""
+    origin = _origin(node.node)
+    if origin is not None:
+        for moved in transposed(node.node, origin.target, origin.args):
+            yield Launch("transpose around a convolution", "library", moved)
 
 
 def _origin(operation: Any) -> fx.Node | None:
