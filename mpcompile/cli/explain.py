@@ -16,6 +16,7 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..plans.plan import ENOUGH, Plan
 from ..plans.plan_text import outside
+from ..plans.summary import verdict
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
 from .common import (
@@ -102,6 +103,9 @@ def _add_options(parser: argparse.ArgumentParser, **own: Any) -> None:
     parser.add_argument(
         "--mp-optimizer", action="store_true", help="an MPOptimizer holds the parameters", **own
     )
+    parser.add_argument(
+        "--all", action="store_true", help="print each node, with casts and the backward"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -126,8 +130,18 @@ def _planned(options: argparse.Namespace) -> Plan:
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
     found = _planned(options)
-    show(console, _json(found.to_dict()) if options.json else str(found))
+    if options.json:
+        show(console, _json(found.to_dict()))
+    else:
+        _show_plan(console, found, all=options.all)
     return 0
+
+
+def _show_plan(console: Console, plan: Plan, *, all: bool) -> None:
+    if all:
+        show(console, plan.full())
+    else:
+        show_tables(console, plan)
 
 
 def _explain(options: argparse.Namespace, console: Console) -> int:
@@ -138,12 +152,15 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     if options.why:
         why = plan.why(options.why)
         show(console, _json({"why": why}) if options.json else why)
+    elif options.json:
+        show(console, _json((other.diff(plan) if other else plan).to_dict()))
+    elif other is not None:
+        show_tables(console, other.diff(plan))
+    elif options.html:
+        console.print("\n".join(verdict(plan)), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"written to {options.html}", highlight=False, markup=False, soft_wrap=True)
     else:
-        shown = plan if other is None else other.diff(plan)
-        if options.json:
-            show(console, _json(shown.to_dict()))
-        else:
-            show_tables(console, shown)
+        _show_plan(console, plan, all=options.all)
     return failed(_conditions(options, plan))
 
 

@@ -45,6 +45,7 @@ class Capabilities:
             channels-last, and Inductor lays out so what some of them read only.
         unscales_together: whether a launch costs more than a look at a small gradient, so that
             gradients are unscaled many at once, by the kernel that a GradScaler launches.
+        wants_alignment: whether products of unaligned sizes take longer.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
@@ -61,6 +62,7 @@ class Capabilities:
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False
     unscales_together: ClassVar[bool] = False
+    wants_alignment: ClassVar[bool] = True
     large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:

@@ -33,6 +33,7 @@ class CPU(Capabilities):
     turn = 1e-4
     slow_bools = True
     convolves_channels_last = True  # for oneDNN
+    wants_alignment = False
     large_sizes = False  # they would take minutes
 
     def units(self) -> str:

@@ -7,16 +7,23 @@ from collections.abc import Iterable
 from .graph_data import PlanNode
 from .grid import ADDED, STYLES, Grid
 
-HEADS = ("node", "op", "before -> after", "precision", "rule", "module", "source", "reason")
+HEADS = ("node", "op", "before -> after", "runs in", "rule", "module", "source", "reason")
 
 
-def node_grid(nodes: Iterable[PlanNode]) -> Grid:
-    """One row for each node."""
+def node_grid(nodes: Iterable[PlanNode], dtype: str) -> Grid:
+    """One row for each node of a plan whose low dtype is `dtype`, "float16"."""
     grid = Grid(HEADS)
     for node in nodes:
-        what = (node.precision, node.rule, node.module, node.source, node.reason)
+        how = runs_in(node.precision, dtype)
+        what = (how, node.rule, node.module, node.source, node.reason)
         grid.add(node.name, short(node.op), types(node), *what, style=style(node))
     return grid
+
+
+def runs_in(precision: str, dtype: str) -> str:
+    """The precision of a node in words: `("LOW", "float16")` -> `"FP16"`."""
+    low = {"float16": "FP16", "bfloat16": "BF16"}.get(dtype, dtype)
+    return {"LOW": low, "FULL": "FP32", "KEEP": "as is"}.get(precision, precision)
 
 
 def types(node: PlanNode) -> str:

@@ -35,6 +35,12 @@ class Plan(PlanData):
         modules = [module.path for module in self.modules]
         return answer(dict(enumerate(self.graphs)), name, modules)
 
+    def full(self) -> Answer:
+        """The plan node by node, with casts, what scales gradients, and the backward: text to
+        print. `print(plan)` says what matters of it.
+        """
+        return Answer(as_text(plan_text.full_parts(self)))
+
     def diff(self, other: Plan) -> PlanDiff:
         """What differs from another plan: of another level, policy, device or version.
 

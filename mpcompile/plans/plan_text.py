@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: each graph node by node, its backward, then the totals."""
+"""A plan as text: in short (`print(plan)`), or node by node with the backward (`plan.full()`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..devices.cuda import AbsentGPU
+from ..devices.registry import capabilities
 from ..ir import SHORT
+from . import summary
 from .graph_data import GraphData
 from .grid import Grid, Part, scaled
 from .node_text import node_grid, short
@@ -14,13 +16,33 @@ from .plan_data import PlanData
 
 
 def parts(plan: PlanData) -> Iterator[Part]:
-    """The text of a plan, part by part."""
+    """The text of a plan in short, part by part."""
+    yield from summary.verdict(plan)
+    yield f"on {_where(plan)}"
+    for number, graph in enumerate(plan.graphs):
+        if graph.left is None:
+            yield ""
+            if len(plan.graphs) > 1:
+                yield f"graph {number}"
+            yield from summary.graph(graph, units=_has_units(plan))
+    yield ""
+    yield from totals(plan)
+
+
+def full_parts(plan: PlanData) -> Iterator[Part]:
+    """The text of a plan node by node, casts and the backward included."""
     yield _where(plan)
     for number, graph in enumerate(plan.graphs):
         if graph.left is None:
-            yield from _graph(graph, f", graph {number}" if len(plan.graphs) > 1 else "")
+            number_text = f", graph {number}" if len(plan.graphs) > 1 else ""
+            yield from _graph(graph, number_text, units=_has_units(plan))
             yield ""
     yield from totals(plan)
+
+
+def _has_units(plan: PlanData) -> bool:
+    """Whether sizes matter to the device's units for products."""
+    return plan.gpu is not None or capabilities(plan.device).wants_alignment
 
 
 def _where(plan: PlanData) -> str:
@@ -29,11 +51,12 @@ def _where(plan: PlanData) -> str:
     return f"{plan.gpu.name}; Tensor Cores: {AbsentGPU(plan.gpu).units()}"
 
 
-def _graph(graph: GraphData, number: str) -> Iterator[Part]:
+def _graph(graph: GraphData, number: str, *, units: bool) -> Iterator[Part]:
     yield graph.head(number)
     if graph.nodes:
-        yield node_grid(graph.nodes)
-    yield str(graph.tensor_cores)
+        yield node_grid(graph.nodes, graph.dtype)
+    if units:
+        yield str(graph.tensor_cores)
     yield from backward(graph)
 
 
@@ -55,7 +78,7 @@ def totals(plan: PlanData) -> Iterator[str]:
     """What holds for all graphs together, and what is not known."""
     shares = plan.tensor_cores
     yield f"Casts: {plan.casts}"
-    if shares.ops:
+    if shares.ops and _has_units(plan):
         yield f"Tensor Core share of the FLOPs: {shares.share_before:.1%} -> {shares.share:.1%}"
     for reason in plan.left:
         yield f"a graph stays in FP32: {reason}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .. import ir
-from ..ir.shapes import Alignment, Size
+from ..ir.shapes import Alignment, Product, Size
 from ..rules.policy import Precision
 from .grid import scaled
 
@@ -47,6 +47,15 @@ class TensorCoreOp:
     eligible_before: bool
     eligible: bool
     reason: str
+
+    @property
+    def sizes(self) -> str:
+        """`"m 128, n 50257 -> 50264, k 768"`; a batch and groups of 1 are left out."""
+        return ", ".join(
+            f"{dim} {size}" + (f" -> {self.after[dim]}" if self.after[dim] != size else "")
+            for dim, size in self.before.items()
+            if not (dim in ("batch", "groups") and size == self.after[dim] == 1)
+        )
 
     def __str__(self) -> str:
         dims = ", ".join(
@@ -133,7 +142,10 @@ def _share(ops: Iterable[TensorCoreOp], counted: Iterable[bool]) -> float:
 
 
 def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable[str]:
-    """One sentence for each unaligned size that the model itself sets, most FLOPs first."""
+    """One sentence for each unaligned size that the model itself sets, most FLOPs first: not for
+    those of its data (the channels of an image) and of what it tells (classes).
+    """
+    told = _told_sizes(graph, [node for node, _ in found])
     places: dict[tuple[int, int], list[str]] = defaultdict(list)
     flops: dict[tuple[int, int], int] = defaultdict(int)
     left: dict[tuple[int, int], int] = defaultdict(int)  # FLOPs that stay unaligned
@@ -143,6 +155,8 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
         for dim in alignment.before:
             size = alignment.product.measured()[dim]
             if dim in alignment.product.rows or not isinstance(size, int):
+                continue
+            if _is_of_data(node, alignment.product, dim) or (node, dim) in told:
                 continue
             wanted = math.ceil(size / alignment.multiple) * alignment.multiple
             if wanted != size:
@@ -161,6 +175,45 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
             yield f"{size} -> {wanted} ({where}) would {gain}"
 
 
+def _is_of_data(node: fx.Node, product: Product, dim: str) -> bool:
+    """Whether a dim is one of an input of the graph that is no parameter."""
+    labels, operands = set(product.dims[dim]), ir.operands(node)
+    read = (operands[path] for path, own in product.operands.items() if labels & set(own))
+    sources = [_unadded(operand) for operand in read]
+    return any(one.op == "placeholder" and not ir.is_parameter(one) for one in sources)
+
+
+def _told_sizes(graph: fx.Graph, products: list[fx.Node]) -> set[tuple[fx.Node, str]]:
+    """The dims of results that no other product reads, but those of a vocabulary: an embedding has
+    as many rows, and some of them may be of no token.
+    """
+    read, feeds = set(products), set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if any(user in feeds or user in read for user in node.users):
+            feeds.add(node)
+    tables = [n.all_input_nodes[0] for n in graph.nodes if ir.op_name(n) == "aten::embedding"]
+    rows = [ir.shape(_unadded(table))[0] for table in tables]
+    found = set()
+    for node in products:
+        alignment = ir.alignment(node)
+        if node in feeds or alignment is None:
+            continue
+        product = alignment.product
+        result = set(product.result or ())
+        for dim, size in product.measured().items():
+            vocabulary = any(ir.known_equal(size, number) for number in rows)
+            if result & set(product.dims[dim]) and not vocabulary:
+                found.add((node, dim))
+    return found
+
+
+def _unadded(node: fx.Node) -> fx.Node:
+    """What a pass has cast, padded or scaled to make this."""
+    while ir.role(node) in ir.ADDED and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
     """Unpadded size -> how many pads and slices of values that are not weights it causes."""
     counts: dict[int, dict[str, int]] = defaultdict(lambda: {"slice": 0, "pad": 0})
@@ -170,9 +223,7 @@ def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
         name = ir.op_name(node).removeprefix("aten::").removeprefix("constant_")
         kind = {"slice": "slice", "pad_nd": "pad"}.get(name)
         source = node.all_input_nodes[0]
-        while ir.is_cast(source) or ir.role(source) is ir.Role.SCALE:
-            source = source.all_input_nodes[0]
-        if kind is None or ir.is_parameter(source):
+        if kind is None or ir.is_parameter(_unadded(source)):
             continue
         for old, new in zip(ir.shape(node.all_input_nodes[0]), ir.shape(node), strict=True):
             if isinstance(old, int) and isinstance(new, int) and old != new:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import MPCompileError, did_you_mean
 from .graph_data import BackwardNode, GraphData, PlanNode
 from .grid import Grid, Part, as_text
-from .node_text import node_grid, short
+from .node_text import node_grid, runs_in, short
 
 Graphs = Mapping[int | None, GraphData]
 
@@ -75,7 +75,8 @@ def _named(graph: GraphData, number: int | None, name: str) -> Iterator[Part]:
 def _node(
     graph: GraphData, nodes: Mapping[str, PlanNode], node: PlanNode, where: str
 ) -> Iterator[Part]:
-    yield f"{node.name}{where}: {node.precision}, decided by {node.rule}: {node.reason}"
+    how = runs_in(node.precision, graph.dtype)
+    yield f"{node.name}{where}: {how}, decided by {node.rule}: {node.reason}"
     facts = [*_lines(graph, node.name), ("operator", node.op), ("module", node.module)]
     facts += [("source", frame) for frame in node.frames or (node.source,)]
     facts += [("Tensor Cores", str(op)) for op in graph.tensor_cores.ops if op.name == node.name]
@@ -152,7 +153,7 @@ def _module(graphs: Graphs, path: str) -> Iterator[Part]:
         nodes = [n for n in graph.nodes if n.module == path or n.module.startswith(inside)]
         if nodes:
             yield title if number is None else f"{title} in graph {number}"
-            yield node_grid(nodes)
+            yield node_grid(nodes, graph.dtype)
             empty = False
     if empty:
         left = [graph.left for graph in graphs.values() if graph.left is not None]

@@ -182,7 +182,7 @@ _row(FULL, _WHY, """
 
 # The running statistics are written in place: a cast would update a copy. Kernels take FP32
 # parameters beside an FP16 input, and keep the arithmetic in FP32.
-_row(FOLLOW, "statistics in FP32 inside the kernel; FP16 only at input and output",
+_row(FOLLOW, "statistics in FP32 inside the kernel; the low dtype only at input and output",
      "batch_norm instance_norm", uncast="weight bias running_mean running_var",
      writes="running_mean running_var")
 

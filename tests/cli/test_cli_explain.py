@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def test_the_plan(factory: str, capsys: Captured) -> None:
     arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
     assert cli.main(["explain", f"some_nets:{factory}", *arguments]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta")
-    assert "f32[8, 8] -> f16[8, 8]" in captured.out
+    assert captured.out.startswith("Net at O2: 2 of 2 products in FP16, 100.0% of ")
+    assert "\non Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta" in captured.out
+    assert "_f16 " not in captured.out
     assert captured.err == ""
 
 
@@ -61,7 +63,18 @@ def test_json_why_and_diff(tmp_path: Path, capsys: Captured) -> None:
 def test_html(tmp_path: Path, capsys: Captured) -> None:
     assert cli.main(["explain", "some_nets:good", "--html", "plan.html"]) == 0
     assert "<title>Net: mixed-precision plan</title>" in (tmp_path / "plan.html").read_text()
-    assert "linear" in capsys.readouterr().out
+    verdict, written = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Net at O1: ")
+    assert written == "written to plan.html"
+
+
+@pytest.mark.usefixtures("nets")
+def test_all_of_it(capsys: Captured) -> None:
+    assert cli.main(["explain", "some_nets:good", "--device", "t4", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^linear +linear +f32\[8, 8\] -> f16\[8, 8\] +FP16 ", out, re.M)
+    assert "_f16 " in out
+    assert "\nbackward: " in out
 
 
 # -- what it hands over ----------------------------------------------------------------------------

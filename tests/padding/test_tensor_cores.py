@@ -64,9 +64,7 @@ yes    6.4 MFLOP  linear_3 (top.0): batch 1, m 16, n 479 -> 480, k 415 -> 416; p
 yes    5.6 MFLOP  linear_4 (top.2): batch 1, m 16, n 367 -> 368, k 479 -> 480; padded
 yes   11.7 kFLOP  linear_5 (top.4): batch 1, m 16, n 1 -> 8, k 367 -> 368; padded
 415 -> 416 (k of top.0) would save one pad
-27 -> 32 (n of bmm) would save 2 slices and 2 pads
-13 -> 16 (k of bottom.0) would save one pad
-1 -> 8 (n of top.4) would save one slice""",
+27 -> 32 (n of bmm) would save 2 slices and 2 pads""",
     )
 
 
@@ -126,15 +124,21 @@ def test_a_graph_without_products() -> None:
 
 
 def test_advice_names_the_size_where_it_is_set_and_what_it_costs() -> None:
-    assert (
-        report(*tiny()).advice
-        == (
-            "13 -> 16 (k of 0) would save one pad",
-            "21 -> 24 (n of 2) would save one slice",
-        )[::-1]
+    model, x = nn.Sequential(nn.Linear(16, 21), nn.Softmax(-1), nn.Linear(21, 16)), randn(8, 16)
+    assert report(model, x).advice == (
+        "21 -> 24 (n of 0, k of 2) would save one slice and one pad",
     )
-    (left, *_) = report(*tiny(), pad="never").advice
-    assert left == "21 -> 24 (n of 2) would align 5.4 kFLOP"
+    (left,) = report(model, x, pad="never").advice
+    assert left == "21 -> 24 (n of 0, k of 2) would align 10.8 kFLOP"
+
+
+def test_no_advice_to_change_the_data_or_the_classes() -> None:
+    assert report(*tiny()).advice == ()
+
+
+def test_a_vocabulary_may_have_tokens_that_nobody_uses() -> None:
+    model = nn.Sequential(nn.Embedding(21, 16), nn.Linear(16, 21))
+    assert report(model, tokens(8) % 21).advice == ("21 -> 24 (n of 1) would save one slice",)
 
 
 def test_the_plan_holds_it_as_text_and_as_json(tmp_path: Path) -> None:

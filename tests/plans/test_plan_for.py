@@ -162,16 +162,17 @@ def test_the_text_tells_all() -> None:
     model, x = two()
     text = str(plan_for(model, x, device="t4"))
     assert text.startswith(
-        "Tesla T4; Tensor Cores: FP16 (Turing, compute capability 7.5)\nO1 float16"
+        "Sequential at O1: 2 of 2 products in FP16, 100.0% of 2.1 MFLOP\n"
+        "on Tesla T4; Tensor Cores: FP16 (Turing, compute capability 7.5)\n"
     )
-    assert "Tensor Cores: 100.0% of 2.1 MFLOP eligible as captured, 100.0% as compiled" in text
+    assert "Tensor Core share of the FLOPs: 100.0% -> 100.0%\n" in text
     assert "Saved for the backward: 69.63 kB (f16 69.63 kB, of it copies" in text
     assert "Not known without the GPU:\n  times: " in text
 
 
 def test_a_size_worth_changing() -> None:
-    layer = nn.Linear(64, 61)
-    assert "61 -> 64 (n of " in str(plan_for(layer, torch.ones(64, 64), device="t4"))
+    layers = nn.Sequential(nn.Linear(64, 61), nn.Linear(61, 64))
+    assert "61 -> 64 (n of 0, k of 1) " in str(plan_for(layers, torch.ones(64, 64), device="t4"))
 
 
 # -- what it leaves alone --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import rich
 from effort import lines_run
@@ -12,42 +13,101 @@ from rich.console import Console
 from small_calls import Calls, X, in_two_graphs
 
 from mpcompile import plan_for
-from mpcompile.plans.graph_plan import BackwardNode
+from mpcompile.devices.gpus import gpu
+from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 from mpcompile.plans.grid import Grid
+from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
+
+
+def products(*ops: TensorCoreOp, **facts: Any) -> GraphPlan:
+    """A graph of these products, low but those whose reason says otherwise."""
+    nodes = [
+        node(
+            op.name, module=op.module, precision="FULL" if op.reason else "LOW",
+            reason=f"matrix product; but {op.reason}" if op.reason else "matrix product",
+        )
+        for op in ops
+    ]  # fmt: skip
+    return graph(*nodes, tensor_cores=TensorCoreReport(ops), **facts)
+
+
+def product(module: str, flops: int = 1000, why: str = "") -> TensorCoreOp:
+    sizes: dict[str, int | str] = {"batch": 1, "m": 8, "n": 4, "k": 4}
+    name = module.replace(".", "_")
+    return TensorCoreOp(
+        name, "aten::linear", module, "gemm", sizes, sizes, flops, not why, not why, why
+    )
+
+
+def test_it_begins_with_a_verdict() -> None:
+    made = plan(products(product("a", 3000), product("b", 500, "slow"), product("c", 500, "odd")))
+    assert str(made).splitlines()[:3] == [
+        "Net at O1: 1 of 3 products in FP16, 75.0% of 4.0 kFLOP",
+        "  in FP32: b: slow",
+        "  in FP32: c: odd",
+    ]
+
+
+def test_the_verdict_names_the_costliest_and_counts_the_rest() -> None:
+    alike = [product(f"layer{i}", 100 + i, "small") for i in range(5)]
+    rare = [product(f"other{i}", 10 + i, f"reason {i}") for i in range(4)]
+    text = str(plan(products(*alike, *rare))).splitlines()
+    assert text[1] == "  in FP32: layer4, layer3, layer2 and 2 more: small"
+    assert text[4] == "  in FP32: 2 for other reasons"
+
+
+def test_products_in_calls_that_are_not_rewritten_count() -> None:
+    text = str(plan(graph(node("call", products=2, precision="KEEP"))))
+    assert text.startswith("Net at O1: 0 of 2 products in FP16\n  in FP32: 2 in calls")
+
+
+def test_alike_layers_are_one_row() -> None:
+    text = str(plan(products(*(product(f"blocks.{i}.fc") for i in range(12)))))
+    (row,) = [line for line in text.splitlines() if "blocks." in line]
+    assert row.split()[:4] == ["blocks.*.fc", "(12)", "net.py:7", "FP16"]
+    assert "m 8, n 4, k 4" in row
+
+
+def test_casts_and_the_backward_are_told_in_full_alone() -> None:
+    backward = (BackwardNode("mm_1", "aten::mm", "f16[4, 4]", "linear"),)
+    made = plan(graph(node("linear"), cast("linear_f32", "linear"), backward=backward))
+    assert "linear_f32" not in str(made)
+    assert "mm_1" not in str(made)
+    assert "linear_f32" in made.full()
+    assert "\nbackward: 1 operators\n" in made.full()
+
+
+def test_a_cpu_has_no_tensor_cores() -> None:
+    one = product("a")
+    assert "Tensor Core" not in str(plan(products(one)))
+    assert "Tensor Core" not in plan(products(one)).full()
+    assert "Tensor Cores" in str(plan(products(one), gpu=gpu("t4")))
 
 
 def test_columns_are_aligned_and_whole() -> None:
     reason = "a reason as long as reasons can be, " * 12
-    text = str(plan(graph(node("a", reason=reason), node("a_long_name_層", planned="f32[8, 4]"))))
-    head, first, second = text.splitlines()[2:5]
-    assert head.split() == [
-        "node",
-        "op",
-        "before",
-        "->",
-        "after",
-        "precision",
-        "rule",
-        "module",
-        "source",
-        "reason",
-    ]
+    made = plan(graph(node("a", reason=reason), node("a_long_name_層", planned="f32[8, 4]")))
+    head, first, second = made.full().splitlines()[2:5]
+    assert head.split("  ")[0] == "node"
+    assert re.split(r"  +", head) == [
+        "node", "op", "before -> after", "runs in", "rule", "module", "source", "reason",
+    ]  # fmt: skip
     assert first.endswith(reason.rstrip())
     assert first.index("linear") == head.index("op")
     assert second.index("linear") == head.index("op") - 1  # the sign is two cells wide
-    assert first[head.index("before") :].startswith("f32[8, 4] -> f16[8, 4]  LOW")
+    assert first[head.index("before") :].startswith("f32[8, 4] -> f16[8, 4]  FP16")
 
 
 def test_a_type_that_stays_stands_once() -> None:
-    text = str(plan(graph(node("a", planned="f32[8, 4]"), cast("b", "a"))))
+    text = plan(graph(node("a", planned="f32[8, 4]"), cast("b", "a"))).full()
     assert "->" not in text.splitlines()[3]
     assert "->" not in text.splitlines()[4]
 
 
 def test_each_graph_has_its_number() -> None:
-    text = str(plan_for(Calls(in_two_graphs), X, device="t4"))
-    numbers = re.findall(r"^O1 float16 on cuda:0, graph (\d): ", text, re.M)
-    assert numbers == ["0", "1"]
+    planned = plan_for(Calls(in_two_graphs), X, device="t4")
+    numbers = re.findall(r"^O1 float16 on cuda:0, graph (\d): ", planned.full(), re.M)
+    assert numbers == re.findall(r"^graph (\d)$", str(planned), re.M) == ["0", "1"]
     assert "graph 0" not in str(plan(graph(node("a"))))
 
 
@@ -56,7 +116,7 @@ def test_the_backward_follows_the_forward() -> None:
         BackwardNode("gelu_1", "aten::gelu", "f16[8, 4]", "gelu", recomputed=True),
         BackwardNode("mm_1", "aten::mm", "f16[4, 4]", "linear"),
     )
-    text = str(plan(graph(node("linear"), backward=backward)))
+    text = plan(graph(node("linear"), backward=backward)).full()
     assert "backward: 2 operators, 1 of them compute a value of the forward again\n" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("  ")]
     assert rows[1:] == [
@@ -64,7 +124,7 @@ def test_the_backward_follows_the_forward() -> None:
         ["mm_1", "mm", "f16[4,", "4]", "linear"],
     ]
     assert text.index("\nlinear ") < text.index("\nbackward:") < text.index("Casts: ")
-    assert "\nbackward:" not in str(plan(graph(node("linear"))))
+    assert "\nbackward:" not in plan(graph(node("linear"))).full()
 
 
 def test_totals() -> None:
@@ -83,12 +143,11 @@ def test_totals() -> None:
 def test_rich_colours_it() -> None:
     shown = io.StringIO()
     console = Console(file=shown, width=80, force_terminal=True, color_system="standard")
-    made = plan(graph(node("low"), node("full", precision="FULL"), cast("added", "low")))
+    made = plan(graph(node("a", module="low"), node("b", module="full", precision="FULL")))
     console.print(made)
     text = shown.getvalue()
     assert re.search(r"\x1b\[32mlow", text)
     assert re.search(r"\x1b\[33mfull", text)
-    assert re.search(r"\x1b\[2madded", text)
     assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", text).splitlines())) <= 80
     assert "\x1b" not in str(made)
 

@@ -46,7 +46,7 @@ def lines(text: str, label: str) -> list[str]:
 def test_a_node() -> None:
     text = PLANNED.why("linear_1")
     found = next(n for n in PLANNED.nodes if n.name == "linear_1")
-    assert text.startswith(f"linear_1 in graph 0: LOW, decided by table: {found.reason}\n")
+    assert text.startswith(f"linear_1 in graph 0: FP16, decided by table: {found.reason}\n")
     assert lines(text, "before")[0].endswith(
         next(b.text for b in PLANNED.graphs[0].before if b.name == "linear_1")
     )
@@ -117,7 +117,7 @@ def test_its_backward() -> None:
     assert lines(found.why("a"), "backward")[0].endswith("mm: f16[4, 4] = mm, of the gradient of a")
     assert found.why("gelu_1").startswith("gelu_1 in the backward in graph 0: ")
     assert "computes again b" in found.why("gelu_1")
-    assert "\nb in graph 0: LOW" in found.why("gelu_1")
+    assert "\nb in graph 0: FP16" in found.why("gelu_1")
     assert found.why("odd").endswith("odd: f32[] = sum")
 
 
@@ -180,7 +180,7 @@ def test_of_one_graph() -> None:
     model = mpcompile(Block(), dtype=torch.float16, emit="eager")
     model(torch.ones(8, 61))
     (compiled,) = compiled_plans(model)
-    assert compiled.why("linear").startswith("linear: LOW, decided by ")
+    assert compiled.why("linear").startswith("linear: FP16, decided by ")
     assert compiled.why("act").startswith("module act\n")
 
 
