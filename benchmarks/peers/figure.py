@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .ways import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
@@ -34,20 +36,30 @@ _COLOURS = {
 }
 
 
-def draw(path: Path, rows: dict[str, Row]) -> None:
+def draw(path: Path, rows: dict[str, Row]) -> Figure:
     """Times of a step and bytes saved, each over compile + autocast; `rows` as in the JSON."""
     import matplotlib as mpl  # only this function needs it
     from matplotlib.figure import Figure
 
     # The same numbers give the same file.
-    with mpl.rc_context({"svg.hashsalt": "peers", "font.size": 8, "axes.titlesize": 9}):
-        figure = Figure(figsize=(12, 6), layout="constrained")
+    with mpl.rc_context({"svg.hashsalt": "peers", "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=(12, 7), layout="constrained")
         times, sizes = figure.subplots(2, 1)
         times.set_title("Steps a second, over compile + autocast: higher is better")
         _bars(times, rows, _speed)
         sizes.set_title("Bytes saved for the backward, over compile + autocast: lower is better")
         _bars(sizes, rows, _saved)
+        labels = {name: bar for a in (times, sizes) for bar, name in zip(*_legend(a), strict=True)}
+        figure.legend(
+            labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False
+        )
         figure.savefig(path, metadata={"Date": None})
+    return figure
+
+
+def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
+    bars, names = axes.get_legend_handles_labels()
+    return list(bars), list(names)
 
 
 def _speed(row: Row, way: str) -> float | None:
@@ -70,8 +82,8 @@ def _bars(axes: Axes, rows: dict[str, Row], value: Callable[[Row, str], float | 
         heights = [value(row, way) or 0.0 for row in rows.values()]
         axes.bar(places, heights, width, color=_COLOURS[way], label=way)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(rows)), list(rows))
-    axes.legend(frameon=False, ncols=len(ways), loc="upper left", fontsize=7)
+    axes.set_xticks(range(len(rows)), [textwrap.fill(name, 14) for name in rows])
+    axes.set_xlim(-0.6, len(rows) - 0.4)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.text import Text
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from ..preview.factory import CONTRACT, Made, made_by
+from ..rules.policy import parse_dtype
 from ..settings import OPTIONS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -31,11 +32,31 @@ DEFAULTS = (
 )
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but no "(default: None)"."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, ()):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _dtype(word: str) -> str:
+    """A word for a dtype: `float16`, and all others that `mpcompile(dtype=)` takes."""
+    try:
+        parse_dtype(word)
+    except MPCompileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return word
+
+
 def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
     """Add the flag of one of `mpcompile()`'s options; `own` replaces parts of its declaration."""
     option = OPTIONS[name]
     how: dict[str, Any] = {"help": option.help, "default": option.default}
-    if isinstance(option.default, bool):
+    if name == "dtype":
+        how |= {"type": _dtype, "metavar": "DTYPE"}
+    elif isinstance(option.default, bool):
         how["action"] = "store_true"
     elif isinstance(option.default, tuple):
         how |= {"nargs": "+", "choices": option.words, "metavar": "NAME"}
@@ -64,7 +85,7 @@ def command(commands: Commands, name: str, *, help: str, about: str) -> argparse
         name,
         help=help,
         description=f"{about} {CONTRACT}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
     return parser

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..demo.run import DemoSettings
 from ..demo.run import run as run_demo
-from .common import Commands, add_option, known_device
+from .common import Commands, Help, add_option, known_device
 
 
 def add(commands: Commands) -> None:
@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small GPT in FP32 and in mixed precision, side by side",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     defaults = DemoSettings()
     demo.add_argument("--steps", type=_steps, default=defaults.steps, help="training steps")

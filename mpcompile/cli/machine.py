@@ -23,7 +23,7 @@ from ..profile.measure import measure
 from ..profile.model import KINDS, flops
 from ..torch_inside.checked import last
 from .check import verdict
-from .common import Commands, known_device, show
+from .common import Commands, Help, known_device, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 # What changes a compile from outside of the program.
@@ -46,7 +46,7 @@ def _add_profile(commands: Commands) -> None:
     profile = commands.add_parser(
         "profile",
         help="measure how fast this device is in each dtype, for the planner",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     profile.add_argument("--seconds", type=_seconds, default=100.0, help="about how long it takes")

@@ -92,7 +92,7 @@ def test_a_device_that_cannot_be(
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--steps", "1"], "1: a whole number from 2 is needed"),
         (["demo", "--steps", "many"], "many: a whole number from 2 is needed"),
-        (["demo", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (["demo", "--dtype", "float8"], "unknown dtype 'float8'"),
         (["demo", "--level", "O0"], "invalid choice: 'O0'"),
         (["profile", "--seconds", "0"], "0: a number of seconds above 0 is needed"),
         (["profile", "--seconds", "soon"], "soon: a number of seconds above 0 is needed"),
