@@ -15,15 +15,14 @@ pytest.importorskip("matplotlib")
 
 
 def test_words_of_the_peers_figure(tmp_path: Path) -> None:
-    figure = draw(
-        tmp_path / "peers.svg", json.loads((RESULTS / "peers_cpu.json").read_text())["rows"]
-    )
+    rows = json.loads((RESULTS / "peers_cpu.json").read_text())["rows"]
+    figure = draw(tmp_path / "peers.svg", rows)
     figure.draw_without_rendering()
     words = [
         *(text for axes in figure.axes for text in (axes.title, *axes.get_xticklabels())),
         *(text for legend in figure.legends for text in legend.get_texts()),
     ]
-    assert len(words) == 2 + 2 * len(rows) + 8
+    assert len(words) == 2 + 2 * len(rows) + 9
     boxes = [word.get_window_extent() for word in words]
     assert all(word.get_text().strip() for word in words)
     width, height = figure.bbox.size
