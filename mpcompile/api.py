@@ -123,6 +123,9 @@ def _compiled(
     see_what_trains()
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
+    if isinstance(model, nn.Module):
+        settings = settings.for_weights(model.parameters())
+        request = {**request, "dtype": settings.dtype or "auto"}
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}

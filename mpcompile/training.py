@@ -13,6 +13,7 @@ from torch import fx
 
 from . import ir
 from .capture.surroundings import around_now
+from .ir.dtypes import half_of
 from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level
@@ -93,7 +94,7 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
     Raises:
         CannotRewrite: see `device_of` and `around_now`.
     """
-    target = target_of(device_of(examples), settings.dtype)
+    target = target_of(device_of(examples), settings.dtype or half_of(examples))
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
     facts = Facts(

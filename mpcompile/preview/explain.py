@@ -169,7 +169,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Settings:
         if name == "loss_scale" or (OPTIONS[name].plans and name != "dump")
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return Settings.parse({**compiled, **given})
+    return Settings.parse({**compiled, **given}).for_weights(model.parameters())
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class _CastPlacer:
         self.graph = gm.graph
         self.config = config
         self.casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
-        self.changed: set[fx.Node] = set()
+        self.changed: set[fx.Node] = set(filter(ir.is_low_input, gm.graph.nodes))
 
     def run(self) -> bool:
         for node in list(self.graph.nodes):
