@@ -26,7 +26,7 @@ from .plans.graph_plan import GraphPlan, plan_of_left
 from .plans.log_graph import log_graph
 from .plans.trace import trace_graph
 from .rules.policy import Level
-from .runtime import uncalled
+from .runtime import stalls, uncalled
 from .runtime.outside_products import counted
 from .scaling import hooks
 from .settings import Settings
@@ -57,6 +57,8 @@ def mpcompile_backend(
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     settings = replace(settings, names=names, true_gradients=true)
     uncalled.reached(example_inputs)
+    if settings.level is not Level.O0:
+        stalls.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     log_graph(plan, time.perf_counter() - start)
