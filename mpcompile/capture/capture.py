@@ -18,7 +18,16 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import CannotRewrite
-from ..ir import attribute, is_op, op_name, rule, set_value, storage, written
+from ..ir import (
+    attribute,
+    is_op,
+    op_name,
+    requires_grad,
+    rule,
+    set_value,
+    storage,
+    written,
+)
 from ..ir.fakes import fake_twin, like
 from ..ir.values import is_foreign
 from ..rules import UNKNOWN
@@ -40,7 +49,7 @@ def capture(
 
     A program whose parameters are stored in the low dtype is captured as if they were FP32, and all
     that the program computes of them: so the passes decide alike for it. Its inputs keep the dtype
-    that they have (`ir.is_low_input`), and so do its results.
+    that they have (`ir.is_low_input`), and so do its results (but for FP16 ones that need a gradient).
 
     Args:
         gm: the graph that Dynamo passed to the backend.
@@ -115,6 +124,15 @@ def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> No
                 raise CannotRewrite(f"it writes to {written_to.name}, which is stored low")
     for i, fake in stored.items():
         set_value(inputs[i], fake)
+    if any(fake.dtype is torch.float16 for fake in stored.values()):
+        # The gradients that enter are multiplied by the loss scale behind the results: in FP16,
+        # small ones would be zero before. So results that need a gradient are FP32.
+        known = traced.meta["mp_output_dtypes"]
+        results: list[Any] = list(traced.graph.output_node().args[0])  # type: ignore[arg-type]
+        traced.meta["mp_output_dtypes"] = [
+            None if isinstance(result, fx.Node) and requires_grad(result) else dtype
+            for result, dtype in zip(results, known, strict=True)
+        ]
 
 
 def _note_inputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:

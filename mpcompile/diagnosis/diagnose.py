@@ -125,6 +125,7 @@ def sides_of(
     asked = {**(record.request if record else {}), **options}
     # Pads change no result, and would shift random numbers.
     settings = Settings.parse({**asked, "pad": "never", "dump": None})
+    settings = settings.for_weights(model.parameters())
     if settings.level is Level.O0:
         why = "leaves everything in FP32: there is nothing to"
         raise MPCompileError(f"level='O0' {why} {what_for}")
