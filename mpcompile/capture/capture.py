@@ -49,7 +49,8 @@ def capture(
 
     A program whose parameters are stored in the low dtype is captured as if they were FP32, and all
     that the program computes of them: so the passes decide alike for it. Its inputs keep the dtype
-    that they have (`ir.is_low_input`), and so do its results (but for FP16 ones that need a gradient).
+    that they have (`ir.is_low_input`), and so do its results, but for FP16 ones that need a
+    gradient.
 
     Args:
         gm: the graph that Dynamo passed to the backend.

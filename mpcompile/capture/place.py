@@ -30,8 +30,9 @@ class Place:
 
     @classmethod
     def of(cls, around: Around, stored: torch.dtype | None = None) -> Place:
-        autocasts = [(*autocast, True) for autocast in around.autocasts]
-        return cls(around.devices, autocasts, stored=stored)
+        return cls(
+            around.devices, [(*autocast, True) for autocast in around.autocasts], stored=stored
+        )
 
     @property
     def named(self) -> torch.dtype | None:

@@ -18,7 +18,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def half_of(tensors: Iterable[object]) -> torch.dtype | None:
-    """The half dtype that parameters among these are stored in, or None: the first that is found."""
+    """The half dtype in which parameters among these are stored (the first that is found), or
+    None.
+    """
     parameters = (p for p in tensors if isinstance(p, torch.nn.Parameter))
     return next((p.dtype for p in parameters if p.dtype in HALF), None)
 

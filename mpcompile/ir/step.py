@@ -20,12 +20,12 @@ class Slot:
     """One input of the graph of a step.
 
     Attributes:
-        kind: "param", "grad" or "copy", of the parameter `index` ("param" is its master, and
-            "copy" what it is stored as itself, where `CopyLayout.leads`); "absent": whether it has no
-            gradient in this step (`StepConfig.optional`); "grads", a vector of the gradients of the
-            group `index` (`StepConfig.gathered`); "state", of the parameter `index` at `key`; "lr",
-            of the group `index`; "scale", of the loss scale `index` at `key`; "result", what the
-            step reports at `key`.
+        kind: "param", "grad" or "copy", of the parameter `index` (where `CopyLayout.leads`, "param"
+            is its master, and "copy" the parameter itself); "absent": whether it has no gradient in
+            this step (`StepConfig.optional`); "grads", a vector of the gradients of the group
+            `index` (`StepConfig.gathered`); "state", of the parameter `index` at `key`; "lr", of
+            the group `index`; "scale", of the loss scale `index` at `key`; "result", what the step
+            reports at `key`.
         index: which parameter (in the order of the step), group or loss scale.
         key: which entry.
     """

@@ -31,9 +31,9 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
         updated = [(m.group, wide.get(m.param, m.param)) for m in members if m.updated]
         for group, param in updated if isinstance(optimizer, torch.optim.SGD) else ():
             settings, state = optimizer.param_groups[group], optimizer.state[param]
-            if settings["momentum"] and not settings["dampening"]:
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(param).detach()
+            moves = settings["momentum"] and not settings["dampening"]
+            if moves and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param).detach()
     move_scalar_state(optimizer)
 
 

@@ -7,6 +7,7 @@ optimizers, those of torch are known not to; what a library's own do, nobody her
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -32,8 +33,11 @@ def reached(inputs: Iterable[Any]) -> None:
     for x in inputs:
         if isinstance(x, nn.Parameter) and x.dtype in HALF and x.requires_grad:
             hooks.look_before_steps(_look)
-            key, trained = id(x), _trained
-            trained[key] = weakref.ref(x, lambda _, key=key: trained.pop(key, None))
+            _trained[id(x)] = weakref.ref(x, functools.partial(_forget, id(x), _trained))
+
+
+def _forget(key: int, known: dict[int, Any], _gone: object) -> None:
+    known.pop(key, None)
 
 
 def _look(optimizer: Optimizer) -> None:
@@ -43,11 +47,10 @@ def _look(optimizer: Optimizer) -> None:
     _seen.add(optimizer)
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        known = _trained.get(id(param))
-        if known is not None and known() is param and param.dtype in HALF:
-            _warn(type(optimizer).__name__, param)
-            return
+    low = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
+    held = [p for p in low if (known := _trained.get(id(p))) is not None and known() is p]
+    if held:
+        _warn(type(optimizer).__name__, held[0])
 
 
 def _warn(name: str, param: torch.Tensor) -> None:

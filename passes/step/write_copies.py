@@ -11,8 +11,8 @@ If a copy is stored padded, the graph gets only the part without padding: the ze
 Where the copy is the parameter itself (`CopyLayout.leads`), it may hold what somebody has written
 to it since the last step. Its master then follows, element by element, before all else reads it:
 
-    update(param0, ...)      ->      now = where(eq(to(param0, bf16), copy0), param0, to(copy0, f32))
-                                     update(now, ...)
+    update(param0)      ->      now = where(eq(to(param0, bf16), copy0), param0, to(copy0, f32))
+                                update(now)
 """
 
 from __future__ import annotations
