@@ -48,7 +48,7 @@ def _look(optimizer: Optimizer) -> None:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     low = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
-    held = [p for p in low if (known := _trained.get(id(p))) is not None and known() is p]
+    held = [p for p in low if id(p) in _trained and _trained[id(p)]() is p]
     if held:
         _warn(type(optimizer).__name__, held[0])
 
