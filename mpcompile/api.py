@@ -72,10 +72,11 @@ def mpcompile(
 
     The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters stay FP32, and
     `p.grad` is FP32 and unscaled, except at O2 with `MPOptimizer`. An optimizer step whose
-    gradients overflowed is skipped.
+    gradients overflowed is skipped. Parameters that are BF16 already, or frozen FP16 ones, are read
+    as they are: train such weights with an `MPOptimizer`, which keeps FP32 masters.
 
     Args:
-        model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
+        model: an nn.Module with FP32 or BF16 parameters, or a function. A module is compiled in place and
             returned: its `state_dict()`, attributes and pickles stay as they were. Without this
             argument, a decorator is returned, as by `torch.compile`.
         {options}
@@ -85,8 +86,8 @@ def mpcompile(
         The same module, or the compiled function.
 
     Raises:
-        MPCompileError: a bad argument, a half-precision or non-float model, an unsupported device
-            or torch version.
+        MPCompileError: a bad argument, a model with trained FP16 parameters or non-float ones, an
+            unsupported device or torch version.
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)

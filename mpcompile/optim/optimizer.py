@@ -45,7 +45,8 @@ class MPOptimizer(Optimizer):
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
     hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
-    plus `"loss_scale"`; each can load the other's.
+    plus `"loss_scale"`; each can load the other's. Of parameters that are stored in BF16 or FP16,
+    the state holds FP32 masters, `state[p]["master"]`, beside moments in FP32.
 
     Args:
         optimizer: any torch.optim optimizer whose step can be traced, also a subclass of yours if

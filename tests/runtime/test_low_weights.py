@@ -215,6 +215,31 @@ def test_training_is_that_of_fp32_masters() -> None:
         assert torch.equal(p, optimizer.state[p]["master"].to(BF16))
 
 
+def test_gradients_that_are_added_up_in_fp32() -> None:
+    """`grad_dtype`: of 64 equal backwards, BF16 sums lose what FP32 sums keep."""
+    model = nn.Linear(16, 16, bias=False).to(BF16)
+    wide = copy.deepcopy(model)
+    wide.weight.grad_dtype = torch.float32
+    x = torch.randn(8, 16, dtype=BF16)
+    for m in (model, wide):
+        run = mpcompile(m, **options())
+        for _ in range(64):
+            run(x).float().square().mean().backward()
+    assert model.weight.grad is not None and wide.weight.grad is not None
+    assert wide.weight.grad.dtype is torch.float32
+    wanted = wide.weight.detach().double().requires_grad_()
+    F.linear(x.double(), wanted).square().mean().backward()
+    assert wanted.grad is not None
+    exact = wanted.grad * 64
+    lost = (model.weight.grad.double() - exact).norm() / exact.norm()
+    assert (wide.weight.grad.double() - exact).norm() / exact.norm() < 0.01 < lost
+    optimizer = MPOptimizer(torch.optim.SGD(wide.parameters(), lr=1e-6), emit="eager")
+    before = wide.weight.detach().float()
+    optimizer.step()
+    master = optimizer.state[wide.weight]["master"]
+    torch.testing.assert_close(master, before - 1e-6 * wide.weight.grad, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_whole_step_is_that_of_its_pieces(level: str) -> None:
     models = [GPT().to(BF16)]
