@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
-from . import ir, logs
+from . import logs
 from .ir import spec
 from .ir.inputs import GraphInputs
 from .passes.graph.classify import classify
@@ -177,8 +177,6 @@ def run(
     if record:
         record.stage("captured", gm, captured_in)
     before, as_captured = lines_of(gm.graph), _copied(gm)
-    for node in filter(ir.is_low_input, as_captured.graph.nodes):
-        ir.set_value(node, node.meta["mp_captured"])  # it is run in FP32
     flat: tuple[GraphPlan, fx.GraphModule] | None = None
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:

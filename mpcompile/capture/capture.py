@@ -24,7 +24,7 @@ from ..ir import (
     op_name,
     requires_grad,
     rule,
-    set_value,
+    set_stored,
     storage,
     written,
 )
@@ -124,7 +124,7 @@ def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> No
             if (written_to := memory.get(storage(target))) is not None:
                 raise CannotRewrite(f"it writes to {written_to.name}, which is stored low")
     for i, fake in stored.items():
-        set_value(inputs[i], fake)
+        set_stored(inputs[i], fake)
     if any(fake.dtype is torch.float16 for fake in stored.values()):
         # The gradients that enter are multiplied by the loss scale behind the results: in FP16,
         # small ones would be zero before. So results that need a gradient are FP32.

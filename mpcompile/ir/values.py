@@ -155,9 +155,20 @@ def is_low_input(node: fx.Node) -> bool:
     """Whether the node is an input that is stored in the low dtype, though the program was captured
     as if it were FP32.
     """
-    value = tensor(node)
-    stored_low = value is not None and value.dtype is not torch.float32
-    return node.op == "placeholder" and stored_low and was_f32(node)
+    return "mp_stored" in node.meta
+
+
+def set_stored(node: fx.Node, value: torch.Tensor) -> None:
+    """Note that this input is stored as `value` is. It is FP32 for all passes until casts are
+    placed.
+    """
+    node.meta["mp_stored"] = value
+
+
+def stored(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor of a low input as it is stored."""
+    value: torch.Tensor = node.meta["mp_stored"]
+    return value
 
 
 def is_gradient(node: fx.Node) -> bool:

@@ -144,6 +144,34 @@ def test_norms_softmax_and_losses_are_computed_in_fp32() -> None:
     assert found["aten::softmax"] == ("FULL", "f32")
 
 
+class WithLoss(GPT):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"fuse_head": True}, {"fuse_head": True, "level": "O2"}, {"pad": "always"},
+     {"emit": "inductor", "level": "O2", "recompute": True}],
+    ids=str,
+)  # fmt: skip
+def test_other_options(more: dict[str, Any]) -> None:
+    model = WithLoss().to(BF16)
+    exact = in_double(model)
+    mpcompile(model, **options(**more))
+    x, y = batch()
+    mine, theirs = model(x, y), exact(x, y)
+    mine.backward()
+    theirs.backward()
+    assert mine.dtype is BF16
+    for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert p.grad.dtype is BF16
+        assert 0 < (p.grad.double() - q.grad).norm() < 0.05 * q.grad.norm(), name
+    if "fuse_head" in more:
+        (plan,) = compiled_plans(model)
+        assert any("linear_cross_entropy" in node.op for node in plan.nodes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
