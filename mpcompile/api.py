@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .check_module import check_module
+from .check_module import check_module, for_weights
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .lower.accumulation import accumulate_in_fp32
@@ -76,9 +76,9 @@ def mpcompile(
     as they are: train such weights with an `MPOptimizer`, which keeps FP32 masters.
 
     Args:
-        model: an nn.Module with FP32 or BF16 parameters, or a function. A module is compiled in place and
-            returned: its `state_dict()`, attributes and pickles stay as they were. Without this
-            argument, a decorator is returned, as by `torch.compile`.
+        model: an nn.Module with FP32 or BF16 parameters, or a function. A module is compiled in
+            place and returned: its `state_dict()`, attributes and pickles stay as they were.
+            Without this argument, a decorator is returned, as by `torch.compile`.
         {options}
         **torch_compile_kwargs: `dynamic`, `fullgraph` and others, passed to `torch.compile`.
 
@@ -125,7 +125,7 @@ def _compiled(
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     if isinstance(model, nn.Module):
-        settings = settings.for_weights(model.parameters())
+        settings = for_weights(settings, model)
         request = {**request, "dtype": settings.dtype or "auto"}
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 
 from .devices.registry import is_supported, supported
 from .errors import MPCompileError, did_you_mean
-from .ir.dtypes import HALF
+from .ir.dtypes import HALF, half_of
 from .rules.policy import Level
 from .settings import Settings
 
 _SHOWN = 6  # of a model's modules, in an error
+
+
+def for_weights(settings: Settings, module: torch.nn.Module) -> Settings:
+    """With `dtype="auto"`, the low dtype is that in which weights of the module are stored."""
+    return replace(settings, dtype=settings.dtype or half_of(module.parameters()))
 
 
 def check_module(module: torch.nn.Module, settings: Settings) -> None:

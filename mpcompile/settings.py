@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -27,7 +27,6 @@ from . import pipeline, rules
 from ._torch import NEWEST, check_torch_version
 from .capture.provenance import Names, nobody
 from .errors import MPCompileError, did_you_mean
-from .ir.dtypes import half_of
 from .lower.emitter import check_inductor
 from .ranks.refuse import check_ranks
 from .rules.op_names import op_exists
@@ -179,8 +178,7 @@ class Settings:
 
     dtype: torch.dtype | None = _option(
         "auto", lambda _, value: parse_dtype(value),
-        'torch.float16, torch.bfloat16, or "auto": FP16 on CUDA, BF16 on CPU, and the dtype of '
-        "weights that are stored in one of them.",
+        'torch.float16, torch.bfloat16, or "auto": that of half weights, FP16 on CUDA, BF16 on CPU.',
         words=("auto", *LOW_DTYPES), plans=True,
     )  # fmt: skip
     level: Level = _option(
@@ -259,10 +257,6 @@ class Settings:
         """Whether processes exchange gradients in the low dtype."""
         low_by_default = self.level in (Level.O2, Level.O3)
         return self.reduce == "low" or (self.reduce == "auto" and low_by_default)
-
-    def for_weights(self, parameters: Iterable[torch.Tensor]) -> Settings:
-        """With `dtype="auto"`, the low dtype is that in which some of these are stored already."""
-        return replace(self, dtype=self.dtype or half_of(parameters))
 
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:

@@ -105,10 +105,10 @@ from .values import (
     set_stored,
     set_value,
     shape,
+    stored,
     tensor,
     tensors_of,
     value,
-    stored,
     was_f32,
 )
 

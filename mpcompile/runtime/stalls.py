@@ -47,10 +47,12 @@ def _look(optimizer: Optimizer) -> None:
     _seen.add(optimizer)
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    low = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
-    held = [p for p in low if id(p) in _trained and _trained[id(p)]() is p]
-    if held:
-        _warn(type(optimizer).__name__, held[0])
+    params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        known = _trained.get(id(param))
+        if known is not None and known() is param and param.dtype in HALF:
+            _warn(type(optimizer).__name__, param)
+            return
 
 
 def _warn(name: str, param: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ import torch
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 
 pytest.importorskip("transformers", minversion="5.0")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+import peft
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # torch warns, while Dynamo traces transformers, of what transformers does.

@@ -37,7 +37,8 @@ def _trains(rank: int, levels: list[str]) -> None:
             twin.zero_grad()
             sum(twin(x.float()).square().mean() / 2 for x in xs).backward()
             for p, q, master in zip(model.parameters(), twin.parameters(), masters, strict=True):
-                assert p.grad is not None and q.grad is not None
+                assert p.grad is not None
+                assert q.grad is not None
                 assert (p.grad.float() - q.grad).norm() < 0.05 * q.grad.norm()
                 master.grad = p.grad.float()
             optimizer.step()

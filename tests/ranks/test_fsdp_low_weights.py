@@ -45,7 +45,8 @@ def _trains(rank: int, level: str, first: bool) -> None:
     def step(*, by_hand: bool = True) -> None:
         model(torch.randn(4, 8, generator=data).to(BF16)).float().square().mean().backward()
         for p, master in zip(model.parameters(), masters, strict=True):
-            assert p.grad is not None and p.grad.dtype is BF16
+            assert p.grad is not None
+            assert p.grad.dtype is BF16
             master.grad = whole(p.grad).float()
         optimizer.step()
         optimizer.zero_grad()

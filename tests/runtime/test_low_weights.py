@@ -253,7 +253,8 @@ def test_gradients_that_are_added_up_in_fp32() -> None:
         run = mpcompile(m, **options())
         for _ in range(64):
             run(x).float().square().mean().backward()
-    assert model.weight.grad is not None and wide.weight.grad is not None
+    assert model.weight.grad is not None
+    assert wide.weight.grad is not None
     assert wide.weight.grad.dtype is torch.float32
     wanted = wide.weight.detach().double().requires_grad_()
     F.linear(x.double(), wanted).square().mean().backward()
