@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -70,14 +71,24 @@ def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | No
                 f"Weights in half precision are read as they are: compile with dtype={stored!r}, "
                 "store them all in one dtype, or call model.float() first"
             )
-        if parameter.dtype is torch.float16 and parameter.requires_grad:
-            raise MPCompileError(
-                f"{where} is already in half precision ({name} is float16), and {name} is "
-                "trained: its gradients would be FP16 without a loss scale, and small ones zero. "
-                "Call model.float() first, which also gives FP32 master weights; or load the "
-                "model in torch.bfloat16. Frozen FP16 weights (requires_grad=False) are read as "
-                "they are"
-            )
+        if is_trained_fp16(parameter):
+            refuse_fp16(where, name)
+
+
+def is_trained_fp16(value: object) -> bool:
+    """Whether it is a parameter whose gradient would be FP16."""
+    half = isinstance(value, torch.nn.Parameter) and value.dtype is torch.float16
+    return half and value.requires_grad  # type: ignore[attr-defined]
+
+
+def refuse_fp16(where: str, name: str) -> NoReturn:
+    """Raise MPCompileError: the FP16 parameter of this name is trained there."""
+    raise MPCompileError(
+        f"{where} is already in half precision ({name} is float16), and {name} is trained: its "
+        "gradients would be FP16 without a loss scale, and small ones zero. Call model.float() "
+        "first, which also gives FP32 master weights; or load the model in torch.bfloat16. Frozen "
+        "FP16 weights (requires_grad=False) are read as they are"
+    )
 
 
 def _word(dtype: torch.dtype) -> str:

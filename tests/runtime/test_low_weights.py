@@ -340,6 +340,11 @@ def test_without_masters_one_warning_says_what_is_lost() -> None:
 def test_trained_fp16_weights_are_refused(level: str) -> None:
     with pytest.raises(MPCompileError, match=r"weight is float16.*model\.float\(\)"):
         mpcompile(nn.Linear(4, 4).half(), level=level)
+    other = torch.compile(nn.Linear(4, 4).half(), backend="mpcompile", options={"level": level})
+    with pytest.raises(Exception, match=r"shape \(4, 4\) is float16.*model\.float\(\)"):
+        other(torch.randn(2, 4).half())
+    with torch.no_grad():
+        assert other(torch.randn(2, 4).half()).dtype is torch.float16
 
 
 def test_weights_in_another_dtype_than_asked_for_are_refused() -> None:
