@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .check_module import check_module
+from .check_module import check_module, for_weights
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean
 from .lower.accumulation import accumulate_in_fp32
@@ -72,12 +72,13 @@ def mpcompile(
 
     The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters stay FP32, and
     `p.grad` is FP32 and unscaled, except at O2 with `MPOptimizer`. An optimizer step whose
-    gradients overflowed is skipped.
+    gradients overflowed is skipped. Parameters that are BF16 already, or frozen FP16 ones, are read
+    as they are: train such weights with an `MPOptimizer`, which keeps FP32 masters.
 
     Args:
-        model: an nn.Module with FP32 parameters, or a function. A module is compiled in place and
-            returned: its `state_dict()`, attributes and pickles stay as they were. Without this
-            argument, a decorator is returned, as by `torch.compile`.
+        model: an nn.Module with FP32 or BF16 parameters, or a function. A module is compiled in
+            place and returned: its `state_dict()`, attributes and pickles stay as they were.
+            Without this argument, a decorator is returned, as by `torch.compile`.
         {options}
         **torch_compile_kwargs: `dynamic`, `fullgraph` and others, passed to `torch.compile`.
 
@@ -85,8 +86,8 @@ def mpcompile(
         The same module, or the compiled function.
 
     Raises:
-        MPCompileError: a bad argument, a half-precision or non-float model, an unsupported device
-            or torch version.
+        MPCompileError: a bad argument, a model with trained FP16 parameters or non-float ones, an
+            unsupported device or torch version.
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = Settings.parse(request)
@@ -123,6 +124,9 @@ def _compiled(
     see_what_trains()
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
+    if isinstance(model, nn.Module):
+        settings = for_weights(settings, model)
+        request = {**request, "dtype": settings.dtype or "auto"}
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}

@@ -18,6 +18,7 @@ from .capture.breaks import why_it_ends
 from .capture.provenance import Names, nobody
 from .errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from .graph_function import function_of, function_of_left
+from .ir.dtypes import half_of
 from .ir.updates import is_update
 from .lower.tracing_settings import or_broken
 from .plan_graph import Facts, Planned, plan_graph
@@ -26,7 +27,7 @@ from .plans.graph_plan import GraphPlan, plan_of_left
 from .plans.log_graph import log_graph
 from .plans.trace import trace_graph
 from .rules.policy import Level
-from .runtime import uncalled
+from .runtime import stalls, uncalled
 from .runtime.outside_products import counted
 from .scaling import hooks
 from .settings import Settings
@@ -57,6 +58,8 @@ def mpcompile_backend(
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     settings = replace(settings, names=names, true_gradients=true)
     uncalled.reached(example_inputs)
+    if settings.level is not Level.O0:
+        stalls.reached(example_inputs)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     log_graph(plan, time.perf_counter() - start)
@@ -79,13 +82,14 @@ def _compile_or_fall_back(
         if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
             raise
         reason = _reason_of(error)
+        stays = "in FP32" if half_of(example_inputs) is None else "as it is"
         if settings.strict:
             raise MPCompileError(
                 f"this graph can't be rewritten: {reason}. Without strict=True it would be "
-                "compiled unchanged, in FP32"
+                f"compiled unchanged, {stays}"
             ) from error
         warnings.warn(
-            f"mpcompile left a graph in FP32: {reason}. It is compiled unchanged; pass strict=True "
+            f"mpcompile left a graph {stays}: {reason}. It is compiled unchanged; pass strict=True "
             "to make this an error",
             MPCompileWarning,
             stacklevel=2,

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
 from .devices.registry import is_supported, supported
 from .errors import MPCompileError, did_you_mean
-from .ir.dtypes import HALF
+from .ir.dtypes import HALF, half_of
 from .rules.policy import Level
 from .settings import Settings
 
 _SHOWN = 6  # of a model's modules, in an error
 
 
+def for_weights(settings: Settings, module: torch.nn.Module) -> Settings:
+    """With `dtype="auto"`, the low dtype is that in which weights of the module are stored."""
+    return replace(settings, dtype=settings.dtype or half_of(module.parameters()))
+
+
 def check_module(module: torch.nn.Module, settings: Settings) -> None:
     """Refuse, at the call, a module that would only fail later.
 
     Raises:
-        MPCompileError: the module has parameters but none in FP32, half parameters at O1/O2, an
-            unsupported device, or a module regex of the policy matches nothing.
+        MPCompileError: the module has parameters but none in FP32, FP16 or BF16, half parameters
+            that O1/O2 can't read as they are or can't train, an unsupported device, or a module
+            regex of the policy matches nothing.
     """
     where = type(module).__name__
     parameters = dict(module.named_parameters())
     dtypes = {p.dtype for p in parameters.values()}
     if parameters and not any(d.is_floating_point for d in dtypes):
         raise MPCompileError(f"{where} has no floating-point parameters: nothing to do in FP16")
-    half = [n for n, p in parameters.items() if p.dtype in HALF]
-    if half and settings.level in (Level.O1, Level.O2):
-        raise MPCompileError(
-            f"{where} is already in half precision ({half[0]} is "
-            f"{str(parameters[half[0]].dtype).removeprefix('torch.')}): {settings.level.value} "
-            "keeps FP32 master weights and makes the low-precision copies itself. Call "
-            "model.float() first and load FP32 weights; or use level='O3'"
-        )
-    if parameters and settings.level is not Level.O0 and torch.float32 not in dtypes | set(HALF):
+    if settings.level in (Level.O1, Level.O2):
+        _check_low(where, {n: p for n, p in parameters.items() if p.dtype in HALF}, settings.dtype)
+    if parameters and settings.level is not Level.O0 and not dtypes & {torch.float32, *HALF}:
         raise MPCompileError(
             f"{where} has no FP32 parameters (found {', '.join(sorted(map(str, dtypes)))}): "
             "mixed precision starts from FP32; call model.float() first"
@@ -55,3 +57,39 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
                 f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of "
                 f"{where}: {some or 'none'}"
             )
+
+
+def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Refuse parameters that are stored in a half dtype, where that can't be the low dtype of their
+    products, or where their gradients would be lost.
+    """
+    for name, parameter in low.items():
+        stored = _word(parameter.dtype)
+        if dtype is not None and parameter.dtype is not dtype:
+            raise MPCompileError(
+                f"{where}: {name} is stored in {stored}, and the low dtype is {_word(dtype)}. "
+                f"Weights in half precision are read as they are: compile with dtype={stored!r}, "
+                "store them all in one dtype, or call model.float() first"
+            )
+        if is_trained_fp16(parameter):
+            refuse_fp16(where, name)
+
+
+def is_trained_fp16(value: object) -> bool:
+    """Whether it is a parameter whose gradient would be FP16."""
+    half = isinstance(value, torch.nn.Parameter) and value.dtype is torch.float16
+    return half and value.requires_grad  # type: ignore[attr-defined]
+
+
+def refuse_fp16(where: str, name: str) -> NoReturn:
+    """Raise MPCompileError: the FP16 parameter of this name is trained there."""
+    raise MPCompileError(
+        f"{where} is already in half precision ({name} is float16), and {name} is trained: its "
+        "gradients would be FP16 without a loss scale, and small ones zero. Call model.float() "
+        "first, which also gives FP32 master weights; or load the model in torch.bfloat16. Frozen "
+        "FP16 weights (requires_grad=False) are read as they are"
+    )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -78,7 +78,7 @@ def plan_graph(
     with (
         compile_lock, unseen(around.mode), autocast_off(), torch.set_grad_enabled(around.grad)
     ):  # fmt: skip
-        captured = capture(gm, inputs, around)
+        captured = capture(gm, inputs, around, facts.target.low)
         spent = time.perf_counter() - start
         return pipeline.run(
             captured,

@@ -178,7 +178,7 @@ class Settings:
 
     dtype: torch.dtype | None = _option(
         "auto", lambda _, value: parse_dtype(value),
-        'torch.float16, torch.bfloat16, or "auto" (FP16 on CUDA, BF16 on CPU).',
+        'torch.float16, torch.bfloat16, or "auto" (half weights\' own; FP16 on CUDA, BF16 on CPU).',
         words=("auto", *LOW_DTYPES), plans=True,
     )  # fmt: skip
     level: Level = _option(

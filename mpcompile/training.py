@@ -13,6 +13,8 @@ from torch import fx
 
 from . import ir
 from .capture.surroundings import around_now
+from .check_module import is_trained_fp16, refuse_fp16
+from .ir.dtypes import half_of
 from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level
@@ -92,8 +94,12 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
 
     Raises:
         CannotRewrite: see `device_of` and `around_now`.
+        MPCompileError: an FP16 parameter is trained.
     """
-    target = target_of(device_of(examples), settings.dtype)
+    target = target_of(device_of(examples), settings.dtype or half_of(examples))
+    refused = settings.level in (Level.O1, Level.O2) and torch.is_grad_enabled()
+    for trained in filter(is_trained_fp16, examples if refused else ()):
+        refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
     facts = Facts(

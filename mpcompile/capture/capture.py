@@ -9,7 +9,7 @@ choice of an attention kernel (which depends on the dtypes that the passes choos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,19 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import CannotRewrite
-from ..ir import attribute, storage
-from ..ir.fakes import fake_twin
+from ..ir import (
+    attribute,
+    is_op,
+    op_name,
+    requires_grad,
+    rule,
+    set_stored,
+    storage,
+    written,
+)
+from ..ir.fakes import fake_twin, like
+from ..ir.values import is_foreign
+from ..rules import UNKNOWN
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.autograd import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden
 from ..torch_inside.fakes import FakeTensor
@@ -31,13 +42,21 @@ from .replay import Replay
 from .surroundings import Around
 
 
-def capture(gm: fx.GraphModule, inputs: Sequence[Any], around: Around) -> fx.GraphModule:
+def capture(
+    gm: fx.GraphModule, inputs: Sequence[Any], around: Around, low: torch.dtype | None = None
+) -> fx.GraphModule:
     """Replay Dynamo's graph as pre-dispatch ATen.
+
+    A program whose parameters are stored in the low dtype is captured as if they were FP32, and all
+    that the program computes of them: so the passes decide alike for it. Its inputs keep the dtype
+    that they have (`ir.is_low_input`), and so do its results, but for FP16 ones that need a
+    gradient.
 
     Args:
         gm: the graph that Dynamo passed to the backend.
         inputs: its inputs: tensors and SymInts, one for each placeholder.
         around: what stood around it then.
+        low: the low dtype of the graph.
 
     Returns:
         A graph with the same placeholders (names, sources, static marks) and outputs. Each node's
@@ -51,7 +70,11 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], around: Around) -> fx.Gra
             raise CannotRewrite(f"an input is a tensor subclass ({type(value).__name__})")
 
     fakes = [fake_twin(value, around.fakes) for value in inputs]
-    place = Place.of(around)
+    stored = {i: fakes[i] for i in _stored_low(inputs, low)}
+    with around.mode:
+        for i, fake in stored.items():
+            fakes[i] = like(fake, dtype=torch.float32).requires_grad_(fake.requires_grad)
+    place = Place.of(around, low if stored else None)
     with autocast_off(), fx_traceback.preserve_node_meta(), around.mode, _modes_kept():
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),
@@ -69,8 +92,48 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], around: Around) -> fx.Gra
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
+    _store_low(traced, stored)
     traced.meta["mp_output_memory"] = _output_memory(traced)
     return traced
+
+
+def _stored_low(inputs: Sequence[Any], low: torch.dtype | None) -> list[int]:
+    """The inputs (by number) in the low dtype, if parameters are stored in it; else none: then the
+    program has its own reasons to name that dtype.
+    """
+    if low is None or not any(isinstance(x, torch.nn.Parameter) and x.dtype is low for x in inputs):
+        return []
+    return [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.dtype is low]
+
+
+def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> None:
+    """Give inputs the dtype that they are stored in.
+
+    Raises:
+        CannotRewrite: the numbers would be those of another program: one of them is written, or an
+            operator without a rule, which may know that dtype alone, is given FP32 now.
+    """
+    if not stored:
+        return
+    inputs = traced.graph.find_nodes(op="placeholder")
+    memory = {storage(inputs[i]): inputs[i] for i in stored}
+    for node in filter(is_op, traced.graph.nodes):
+        if is_foreign(node) and rule(node) is UNKNOWN:
+            raise CannotRewrite(f"{op_name(node)} has no rule, and weights are stored low")
+        for target in written(node):
+            if (written_to := memory.get(storage(target))) is not None:
+                raise CannotRewrite(f"it writes to {written_to.name}, which is stored low")
+    for i, fake in stored.items():
+        set_stored(inputs[i], fake)
+    if any(fake.dtype is torch.float16 for fake in stored.values()):
+        # The gradients that enter are multiplied by the loss scale behind the results: in FP16,
+        # small ones would be zero before. So results that need a gradient are FP32.
+        known = traced.meta["mp_output_dtypes"]
+        results: list[Any] = list(traced.graph.output_node().args[0])  # type: ignore[arg-type]
+        traced.meta["mp_output_dtypes"] = [
+            None if isinstance(result, fx.Node) and requires_grad(result) else dtype
+            for result, dtype in zip(results, known, strict=True)
+        ]
 
 
 def _note_inputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from ..errors import CannotRewrite
+from ..ir.dtypes import SHORT
 from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
 from ..ir.units import is_tracked
@@ -39,8 +40,11 @@ def opaque_call(
         what: "call" or "functorch", as `ir.is_opaque` and `ir.in_functorch` read it.
 
     Raises:
-        CannotRewrite: a functorch transform under autocast.
+        CannotRewrite: a functorch transform under autocast; or parameters are stored low: a body
+            is in the dtypes of the program, and the capture in FP32.
     """
+    if place.stored is not None:
+        raise CannotRewrite(f"{_name(node)} is called as it is, in {SHORT[place.stored]}")
     tracer = current_tracer()
     autocast = place.autocast()
     if autocast is not None and what == "functorch":
@@ -75,6 +79,10 @@ def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
     node: fx.Node = current_tracer().create_node("call_function", target, args, {})
     node.meta.update(mp_opaque="call", val=None)
     return node
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _is_tensor(value: Any) -> bool:

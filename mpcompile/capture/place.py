@@ -20,15 +20,25 @@ class Place:
         devices: those whose autocast regions count.
         autocasts: (device type, dtype, enabled) of the enclosing regions, outermost first.
         checkpoints: the enclosing activation checkpoints, outermost first.
+        stored: the low dtype, if parameters of the program are stored in it.
     """
 
     devices: frozenset[str]
     autocasts: list[tuple[str, torch.dtype | None, bool]]
     checkpoints: tuple[Region, ...] = ()
+    stored: torch.dtype | None = None
 
     @classmethod
-    def of(cls, around: Around) -> Place:
-        return cls(around.devices, [(*autocast, True) for autocast in around.autocasts])
+    def of(cls, around: Around, stored: torch.dtype | None = None) -> Place:
+        return cls(
+            around.devices, [(*autocast, True) for autocast in around.autocasts], stored=stored
+        )
+
+    @property
+    def named(self) -> torch.dtype | None:
+        """The dtype that the program has, and names, where the capture has FP32; None: FP32."""
+        autocast = self.autocast()
+        return self.stored if autocast is None else autocast[1]
 
     def autocast(self) -> tuple[str, torch.dtype | None] | None:
         """Device type and dtype of the autocast in force here."""

@@ -73,20 +73,20 @@ class Replay(fx.Interpreter):
         return super().run_node(n)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The node's arguments, with autocast's low dtype replaced by FP32 as in all the replay.
+        """The node's arguments, with the program's low dtype replaced by FP32 as in all the replay.
 
-        Under autocast, `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)` name the dtype that autocast
-        gave h, and Dynamo writes down that dtype. (It is kept for `view`, which reinterprets bits,
-        and for operators that aren't torch's own.)
+        Under autocast, or where weights are stored low, `x.to(h.dtype)` and `zeros(...,
+        dtype=h.dtype)` name the dtype that h has there, and Dynamo writes down that dtype. (It is
+        kept for `view`, which reinterprets bits, and for operators that aren't torch's own.)
         """
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        autocast = self.place.autocast()
-        if autocast is None or n.target in (*AUTOCAST, "view") or not _is_torchs(n):
+        low = self.place.named
+        if low is None or n.target in (*AUTOCAST, "view") or not _is_torchs(n):
             return args, kwargs
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-            lambda a: torch.float32 if a is autocast[1] else a, (args, kwargs)
+            lambda a: torch.float32 if a is low else a, (args, kwargs)
         )
-        return _of_one_dtype(replaced, autocast[1]) if _is_product(n) else replaced
+        return _of_one_dtype(replaced, low) if _is_product(n) else replaced
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -96,8 +96,7 @@ class Replay(fx.Interpreter):
         return value
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        autocast = self.place.autocast()
-        if autocast is not None and _METHODS.get(target) is autocast[1]:
+        if self.place.named is not None and _METHODS.get(target) is self.place.named:
             target = "float"
         with known_as_before((args, kwargs)):
             return super().call_method(target, args, kwargs)

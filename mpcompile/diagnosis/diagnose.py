@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .. import ir
-from ..check_module import check_module
+from ..check_module import check_module, for_weights
 from ..errors import MPCompileError, did_you_mean
 from ..observe.compared import relative_error
 from ..observe.fault import Fault, Kind, Runs
@@ -124,7 +124,7 @@ def sides_of(
     record = recorded(model)
     asked = {**(record.request if record else {}), **options}
     # Pads change no result, and would shift random numbers.
-    settings = Settings.parse({**asked, "pad": "never", "dump": None})
+    settings = for_weights(Settings.parse({**asked, "pad": "never", "dump": None}), model)
     if settings.level is Level.O0:
         why = "leaves everything in FP32: there is nothing to"
         raise MPCompileError(f"level='O0' {why} {what_for}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 SHORT = {
@@ -13,6 +15,14 @@ SHORT = {
 
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+def half_of(tensors: Iterable[object]) -> torch.dtype | None:
+    """The half dtype in which parameters among these are stored (the first that is found), or
+    None.
+    """
+    parameters = (p for p in tensors if isinstance(p, torch.nn.Parameter))
+    return next((p.dtype for p in parameters if p.dtype in HALF), None)
 
 
 def is_floating(dtype: torch.dtype) -> bool:

@@ -20,11 +20,12 @@ class Slot:
     """One input of the graph of a step.
 
     Attributes:
-        kind: "param", "grad" or "copy", of the parameter `index`; "absent": whether it has no
-            gradient in this step (`StepConfig.optional`); "grads", a vector of the gradients of the
-            group `index` (`StepConfig.gathered`); "state", of the parameter `index` at `key`; "lr",
-            of the group `index`; "scale", of the loss scale `index` at `key`; "result", what the
-            step reports at `key`.
+        kind: "param", "grad" or "copy", of the parameter `index` (where `CopyLayout.leads`, "param"
+            is its master, and "copy" the parameter itself); "absent": whether it has no gradient in
+            this step (`StepConfig.optional`); "grads", a vector of the gradients of the group
+            `index` (`StepConfig.gathered`); "state", of the parameter `index` at `key`; "lr", of
+            the group `index`; "scale", of the loss scale `index` at `key`; "result", what the step
+            reports at `key`.
         index: which parameter (in the order of the step), group or loss scale.
         key: which entry.
     """
@@ -57,10 +58,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class CopyLayout:
-    """How a working copy lies in memory: its dtype, and its strides where it is stored padded."""
+    """How a low copy of a master lies in memory.
+
+    Attributes:
+        dtype, strides: those of the copy; it may be a part of what is stored padded.
+        leads: whether it is what the model and its users know, and may write: it is the parameter,
+            and the optimizer alone knows the master.
+    """
 
     dtype: torch.dtype
     strides: tuple[int, ...]
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class StepConfig:
 
     Attributes:
         gradients: one for each parameter of the step.
-        copies: for each parameter the layout of its working copy, or None.
+        copies: for each parameter the layout of its low copy, or None.
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
         max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.

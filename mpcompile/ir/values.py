@@ -39,8 +39,11 @@ def backward_is_unknown(node: fx.Node) -> bool:
     """Whether the node's backward is unknown code, or is known not to be linear."""
     if not is_op(node):
         return is_opaque(node) and not in_functorch(node)
-    if not rule(node).linear_backward:
-        return True
+    return not rule(node).linear_backward or is_foreign(node)
+
+
+def is_foreign(node: fx.Node) -> bool:
+    """Whether the operator is neither torch's nor ours: a library's, or the user's."""
     namespace = op_name(node).split("::")[0]
     return namespace not in ("aten", "prims", "prim", "mpcompile")
 
@@ -146,6 +149,26 @@ def was_f32(node: fx.Node) -> bool:
 def is_parameter(node: fx.Node) -> bool:
     """Whether the node is an input that holds an nn.Parameter."""
     return bool(node.meta.get("mp_parameter", False))
+
+
+def is_low_input(node: fx.Node) -> bool:
+    """Whether the node is an input that is stored in the low dtype, though the program was captured
+    as if it were FP32.
+    """
+    return "mp_stored" in node.meta
+
+
+def set_stored(node: fx.Node, value: torch.Tensor) -> None:
+    """Note that this input is stored as `value` is. It is FP32 for all passes until casts are
+    placed.
+    """
+    node.meta["mp_stored"] = value
+
+
+def stored(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor of a low input as it is stored."""
+    value: torch.Tensor = node.meta["mp_stored"]
+    return value
 
 
 def is_gradient(node: fx.Node) -> bool:

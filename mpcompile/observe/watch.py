@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..ir.dtypes import HALF
 from ..ir.units import GradFn, grad_fns
 from ..torch_inside import pytree
 from ..torch_inside.amp import autocast_off
@@ -73,7 +74,10 @@ class Watch(fx.Interpreter):
             return self._random(n)
         if n.op == "call_function" and n.target is torch.ops.higher_order.autograd_function_apply:
             return self._function(n)
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.op == "placeholder" and isinstance(result, torch.Tensor) and result.dtype in HALF:
+            return result.to(self.dtype_of(n))  # a weight that is stored low, of an FP32 program
+        return result
 
     def dtype_of(self, n: fx.Node) -> torch.dtype:
         """The dtype in which this run stores the result of a node of one result."""

@@ -6,6 +6,7 @@ key.py            what a step is compiled for
 fingerprint.py    whether what something was made from is still so
 rests_on.py       the fingerprints of a step
 inputs.py         the parameters of a step, and the inputs of its graph
+masters.py        FP32 masters of parameters that are stored low
 trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
 trace_context.py  the context meanwhile

@@ -19,6 +19,7 @@ from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
 from ..torch_inside.private_names import Part
 from .inputs import parameters_of
+from .masters import is_low
 from .trace_context import raw_step
 
 
@@ -132,5 +133,11 @@ def check_group(name: str, group: dict[str, Any]) -> None:
     """Refuse a param group of the optimizer called `name`. Raises MPCompileError."""
     if group.get("differentiable"):
         raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
+    if name == "ZeroRedundancyOptimizer" and any(map(is_low, group["params"])):
+        raise MPCompileError(
+            "MPOptimizer(ZeroRedundancyOptimizer): some parameters are stored in FP16 or BF16, and "
+            "their FP32 masters can't be brought to the rank that saves a checkpoint: call "
+            "model.float() first and train at O2, or use FSDP2"
+        )
     if any(p.is_complex() for p in group["params"]):
         raise MPCompileError(f"MPOptimizer: {name} holds complex parameters; use it as it is")

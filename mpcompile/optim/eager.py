@@ -16,6 +16,7 @@ from ..scaling import guard
 from ..torch_inside.amp import autocast_off
 from .first_state import with_gradients
 from .key import StepKey
+from .masters import follow, in_fp32, is_low
 from .reports import Results
 from .trace_context import raw_step
 
@@ -58,18 +59,24 @@ def eager_step(
     if max_grad_norm is not None:
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         true = [t * factor for t in true]
-    with with_gradients([m.param for m in key.members], true), torch.no_grad(), autocast_off():
-        raw_step(type(optimizer))(optimizer)
+    low = [m.param for m in key.members if m.updated and is_low(m.param)]
+    with torch.no_grad(), in_fp32(optimizer) as wide:
+        follow(low, [wide[p] for p in low])
+        params = [wide.get(m.param, m.param) for m in key.members]
+        with with_gradients(params, true), autocast_off():
+            raw_step(type(optimizer))(optimizer)
+        for p in low:
+            p.copy_(wide[p])
 
 
 def _true_gradients(key: StepKey) -> list[torch.Tensor]:
-    """The unscaled gradients, each in its parameter's dtype."""
+    """The unscaled gradients, each in the dtype that is updated."""
     multipliers = key.multipliers()
     true: list[torch.Tensor] = []
     for member, gradient in zip(key.members, key.gradients, strict=True):
         param = member.param
         assert param.grad is not None
-        grad = param.grad.to(param.dtype)
+        grad = param.grad.to(torch.float32 if is_low(param) else param.dtype)
         if gradient.scaled_by is not None:
             grad = grad / multipliers[gradient.scaled_by]
         true.append(grad)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..ranks.shards import is_sharded
 from ..torch_inside.optimizers import init_group
 from .inputs import Member, parameters_of
+from .masters import in_fp32, make_masters
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
@@ -21,33 +22,40 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
     torch.optim's classes make it in a method of their own. SGD's momentum starts as a
     copy of the gradient; without dampening, a start at zero gives the same after one step.
     """
-    init = init_group(optimizer)
-    ours = getattr(init, "__module__", "").startswith("torch.optim.")  # not a user's
-    for group in optimizer.param_groups:
-        if init is not None and ours:
-            lists: list[list[Any]] = [
-                [] for _ in range(len(inspect.signature(init).parameters) - 1)
-            ]
-            asked: dict[str, Any] = {k: group[k] for k in ("capturable", "fused") if k in group}
-            for name in asked:
-                group[name] = name == "capturable"
-            try:
-                # Some classes give their state the dtype of the gradient, which at O2 is low; the
-                # traced step gets FP32 gradients.
-                grads = [(p, p.grad) for p in group["params"] if p.grad is not None]
-                low = [p for p, grad in grads if grad.dtype is not p.dtype]
-                with gradients_stand_by(low, low):
-                    init(group, *lists)
-            finally:
-                group.update(asked)
-    if isinstance(optimizer, torch.optim.SGD):
-        for member in (m for m in members if m.updated):
-            group = optimizer.param_groups[member.group]
-            if group["momentum"] and not group["dampening"]:
-                state = optimizer.state[member.param]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(member.param).detach()
+    make_masters(optimizer, (m.param for m in members if m.updated))
+    present = [p for p in parameters_of(optimizer) if p.grad is not None]
+    with in_fp32(optimizer) as wide:
+        stand_ins = [wide[p] for p in present if p in wide]
+        with gradients_stand_by(stand_ins, stand_ins):
+            _initialise(optimizer)
+        updated = [(m.group, wide.get(m.param, m.param)) for m in members if m.updated]
+        for group, param in updated if isinstance(optimizer, torch.optim.SGD) else ():
+            settings, state = optimizer.param_groups[group], optimizer.state[param]
+            moves = settings["momentum"] and not settings["dampening"]
+            if moves and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param).detach()
     move_scalar_state(optimizer)
+
+
+def _initialise(optimizer: Optimizer) -> None:
+    """Have a class of torch.optim make the state of parameters that have a gradient."""
+    init = init_group(optimizer)
+    if init is None or not getattr(init, "__module__", "").startswith("torch.optim."):
+        return  # a user's
+    for group in optimizer.param_groups:
+        lists: list[list[Any]] = [[] for _ in range(len(inspect.signature(init).parameters) - 1)]
+        asked: dict[str, Any] = {k: group[k] for k in ("capturable", "fused") if k in group}
+        for name in asked:
+            group[name] = name == "capturable"
+        try:
+            # Some classes give their state the dtype of the gradient, which at O2 is low; the
+            # traced step gets FP32 gradients.
+            grads = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            low = [p for p, grad in grads if grad.dtype is not p.dtype]
+            with gradients_stand_by(low, low):
+                init(group, *lists)
+        finally:
+            group.update(asked)
 
 
 @contextlib.contextmanager

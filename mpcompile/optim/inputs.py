@@ -17,6 +17,7 @@ from ..ranks.shards import local, place_gradient
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.fakes import FakeTensorMode
 from ..torch_inside.graphs import ConstantSource
+from .masters import entries_of, updated_by
 
 
 class Member(NamedTuple):
@@ -120,7 +121,7 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                self._add_member(i, member, strides[i], optimizer.state.get(member.param, {}))
+                self._add_member(i, member, strides[i], optimizer)
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
@@ -133,14 +134,15 @@ class Inputs:
         self.values.append(value)
 
     def _add_member(
-        self, i: int, member: Member, strides: Sequence[int], state: Mapping[Any, Any]
+        self, i: int, member: Member, strides: Sequence[int], optimizer: Optimizer
     ) -> None:
-        held = local(member.param)
+        held = local(updated_by(optimizer, member.param) if member.updated else member.param)
         if member.updated:
             self._add(Slot("param", i), like(held))
-        # The gradient as the optimizer will see it: in the parameter's dtype, with its own strides.
+        # The gradient as the optimizer will see it: in the dtype that is updated, with its own
+        # strides.
         self._add(Slot("grad", i), like(held, strides=strides))
-        for key, value in state.items():
+        for key, value in entries_of(optimizer, member.param).items():
             if member.updated and isinstance(value, torch.Tensor):
                 self._add(Slot("state", i, str(key)), like(local(value)))
 

@@ -190,7 +190,7 @@ def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> Stored:
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(held)
     strides = held.stride() if dense else make_contiguous_strides_for(held.shape)
     if low is None or param.grad_dtype is torch.float32:
-        return Stored(held.dtype, strides, None)
+        return Stored(param.grad_dtype or held.dtype, strides, None)
     return Stored(low.dtype, strides, low.scale)
 
 

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..scaling import copies, foreign, guard, parameters
+from ..scaling import foreign, guard, parameters
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
@@ -25,7 +25,7 @@ from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .inputs import members_of, parameters_of
 from .key import StepKey
-from .reports import Notices, Results
+from .reports import Notices, Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS, StateAppeared
@@ -45,7 +45,8 @@ class MPOptimizer(Optimizer):
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
     hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
-    plus `"loss_scale"`; each can load the other's.
+    plus `"loss_scale"`; each can load the other's. Of parameters that are stored in BF16 or FP16,
+    the state holds FP32 masters, `state[p]["master"]`, beside moments in FP32.
 
     Args:
         optimizer: any torch.optim optimizer whose step can be traced, also a subclass of yours if
@@ -276,19 +277,7 @@ class MPOptimizer(Optimizer):
         """Average bytes held for each element of a parameter, by kind: the FP32 `masters`, their
         low-precision `copies`, the `gradients` that exist now, and the optimizer's `state`.
         """
-        params = parameters_of(self._inner)
-        states = [v for p in params for v in self.state.get(p, {}).values()]
-        kinds = {
-            "masters": params,
-            "copies": [c.stored for p in params for c in copies.copies_of(p).values()],
-            "gradients": [p.grad for p in params if p.grad is not None],
-            "state": [v for v in states if isinstance(v, torch.Tensor)],
-        }
-        elements = sum(p.numel() for p in params)
-        return {
-            kind: sum(t.numel() * t.element_size() for t in tensors) / elements
-            for kind, tensors in kinds.items()
-        }
+        return held_by(self._inner, self.state)
 
     # -- checkpoints -------------------------------------------------------------------------------
 

@@ -1,14 +1,20 @@
-"""What the steps of an optimizer report: values on the device, and what is read without waiting."""
+"""What an optimizer reports: of its steps, values on the device, and what is read without waiting;
+and the memory that it holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..ir.step import Slot
+from ..scaling.copies import copies_of
 from ..scaling.loss_scale import LossScale
+from .inputs import parameters_of
+from .masters import MASTER, is_low
 
 _DTYPES = {"skipped": torch.bool, "norm": torch.float32}
 
@@ -54,3 +60,30 @@ class Notices:
         for scale in self._scales:
             scale.stepped()
         self._scales = ()
+
+
+def held_by(
+    optimizer: Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> dict[str, float]:
+    """Average bytes held for each element of a parameter of an optimizer, by kind.
+
+    Args:
+        state: that of the parameters.
+    """
+    params = parameters_of(optimizer)
+    low = [p for p in params if is_low(p)]
+    entries = [(k, v) for p in params for k, v in state.get(p, {}).items()]
+    tensors = [(k, v) for k, v in entries if isinstance(v, torch.Tensor)]
+    masters = [v for k, v in tensors if k == MASTER]
+    copies = [c.stored for p in params for c in copies_of(p).values()]
+    kinds = {
+        "masters": [*(p for p in params if not is_low(p)), *masters],
+        "copies": [*low, *copies],
+        "gradients": [p.grad for p in params if p.grad is not None],
+        "state": [v for k, v in tensors if k != MASTER],
+    }
+    elements = sum(p.numel() for p in params)
+    return {
+        kind: sum(t.numel() * t.element_size() for t in held) / elements
+        for kind, held in kinds.items()
+    }

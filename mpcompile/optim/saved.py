@@ -21,6 +21,7 @@ from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from .first_state import state_stands_by
 from .inputs import Member
+from .masters import in_fp32
 
 _PARAMETERS = "parameters"
 
@@ -101,7 +102,8 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     # Behind the user's own hooks, which may rewrite the state, and before torch changes anything.
     handle = optimizer.register_load_state_dict_pre_hook(_check)
     try:
-        optimizer.load_state_dict(state_dict)
+        with in_fp32(optimizer):  # torch casts state to the dtype of its parameter
+            optimizer.load_state_dict(state_dict)
     finally:
         handle.remove()
 

@@ -18,6 +18,7 @@ from ..errors import CannotRewrite
 from ..ir.step import Slot
 from ..torch_inside.optimizers import unhooked
 from .inputs import Member, Setting, is_list
+from .masters import entries_of
 from .trace_context import raw_step
 
 # Settings that are inputs of the graph, or that are chosen here.
@@ -74,8 +75,7 @@ class Shadow:
             param = tensors[Slot("param", i)]
             param.grad = tensors[Slot("grad", i)]
             params[member.group].append(param)
-            if member.param in self.optimizer.state:
-                entries = self.optimizer.state[member.param]
+            if entries := entries_of(self.optimizer, member.param):
                 state[param] = {k: self._working(tensors, i, k, v) for k, v in entries.items()}
             given[param] = dict(state.get(param, {}))
         optimizer.state = state

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .. import ir
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
-from ..ir.step import Ranks, Slot, StepConfig
+from ..ir.step import CopyLayout, Ranks, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from ..scaling.copies import WorkingCopy
@@ -26,8 +26,9 @@ from . import pipeline
 from .absent import Absent
 from .elementwise import check_state, refuse_mixing
 from .held_settings import HeldSettings
-from .inputs import Setting
+from .inputs import Member, Setting
 from .key import StepKey
+from .masters import entries_of, is_low, layout_of_copy, updated_by
 from .reports import Results
 from .rests_on import OfStep
 from .separable import refuse_mixed
@@ -73,7 +74,7 @@ class TracedStep:
         multi_tensor = capabilities(self.device).multi_tensor
         config = StepConfig(
             gradients=key.gradients,
-            copies=tuple(c.layout if c is not None else None for c in key.copies),
+            copies=tuple(map(_layout, key.members, key.copies)),
             checked=key.checked,
             scales=tuple(scale.rule for scale in key.scales),
             max_grad_norm=max_grad_norm,
@@ -108,10 +109,12 @@ class TracedStep:
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
             if not member.updated:
                 continue
-            kept[Slot("param", i)] = local(member.param)
+            kept[Slot("param", i)] = local(updated_by(optimizer, member.param))
             if copy is not None:
                 kept[Slot("copy", i)] = copy.tensor
-            for key, value in optimizer.state.get(member.param, {}).items():
+            elif is_low(member.param):
+                kept[Slot("copy", i)] = local(member.param)
+            for key, value in entries_of(optimizer, member.param).items():
                 if isinstance(value, torch.Tensor):
                     kept[Slot("state", i, str(key))] = local(value)
         for k, scale in enumerate(self.key.scales):
@@ -168,6 +171,10 @@ class TracedStep:
         params = [member.param for member, _ in pairs if member.updated]
         copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
         return [*params, *map(local, filter(is_sharded, params))], copied
+
+
+def _layout(member: Member, copy: WorkingCopy | None) -> CopyLayout | None:
+    return layout_of_copy(member.param) if copy is None else copy.layout
 
 
 def _traced(

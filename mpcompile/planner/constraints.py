@@ -105,6 +105,7 @@ class Constraints:
             ir.precision(node) is LOW
             and ir.mark(node).by is ir.By.TABLE
             and ir.mark(node).low is self.config.low
+            and not any(ir.is_low_input(root(n)) for n in read_by(node))  # no FP32 copy of it
             and seconds(node, self.config) is not None
         )
 

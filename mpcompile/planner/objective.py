@@ -144,6 +144,8 @@ class Objective:
     def _casts(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
         """The costs if the two differ: of a cast to FP32 for the reader, and of one to `low`."""
         count = elements(operand)
+        if ir.is_low_input(operand):
+            return self._cast * count, 0  # an FP32 copy of it
         if ir.is_parameter(operand) or ir.is_constant(operand):
             return 0, 0  # weights: see `_weight`; vectors: any kernel can cast
         if self._fusion.absorbs_below(operand) and self._fusion.is_apart(reader):

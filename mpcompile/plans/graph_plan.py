@@ -94,7 +94,7 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
             reads=tuple(operand.name for operand in node.all_input_nodes),
         )
         for node in graph.nodes
-        if ir.is_marked(node)
+        if ir.is_marked(node) and node.op != "placeholder"
     )
     return GraphPlan(
         level=config.level.value,

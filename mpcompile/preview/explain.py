@@ -27,7 +27,7 @@ from .._version import __version__
 from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
-from ..check_module import check_module
+from ..check_module import check_module, for_weights
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
@@ -169,7 +169,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Settings:
         if name == "loss_scale" or (OPTIONS[name].plans and name != "dump")
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return Settings.parse({**compiled, **given})
+    return for_weights(Settings.parse({**compiled, **given}), model)
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

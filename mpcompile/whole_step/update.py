@@ -26,6 +26,7 @@ from ..optim.first_state import gradients_stand_by, initialise_state
 from ..optim.inputs import Member, Setting, parameters_of
 from ..optim.join_pieces import join_small, keep_results
 from ..optim.key import StepKey, Stored
+from ..optim.masters import is_low
 from ..optim.optimizer import MPOptimizer
 from ..optim.pieces import UPDATE, Split, split, stages_of
 from ..optim.program import BoundPieces
@@ -110,6 +111,11 @@ class Update:
             raise CannotRewrite("several processes hold the parameters")
         if any(a.grad.layout is not torch.strided for a in arrived):
             raise CannotRewrite("a gradient is sparse")
+        if optimizer is parts.optimizer and any(map(is_low, params)):
+            raise CannotRewrite(
+                f"{type(optimizer).__name__} updates weights that are stored low, and keeps no "
+                "FP32 masters of them; wrap it in an MPOptimizer"
+            )
         self._key = key = _key(parts, params, arrived)
         self.scales = key.scales
         if parts.given is not None and any(scale is not parts.given for scale in self.scales):
@@ -156,8 +162,13 @@ class Update:
                 continue
             elif slot.kind == "copy" and (copy := self._key.copies[slot.index]) is not None:
                 self._at[slot] = held.add(copy.stored)
-            elif slot in self._step.held and slot.kind != "param":
+            elif slot in self._step.held and not self._is_given(slot):
                 self._at[slot] = held.add(self._step.held[slot])
+
+    def _is_given(self, slot: Slot) -> bool:
+        """Whether an input of the step is a parameter as the model has it, and not its master."""
+        low = slot.kind in ("param", "copy") and is_low(self._key.members[slot.index].param)
+        return slot.kind == ("copy" if low else "param")
 
     def _part(self, behind: Emit) -> None:
         """Cut the step into pieces. The norms are computed in the graph, where the gradients are
@@ -226,7 +237,7 @@ class Update:
         used = {a.scale: a.used for a in arrived if a.scale is not None}
 
         def value(slot: Slot) -> torch.Tensor:
-            if slot.kind == "param":
+            if self._is_given(slot):
                 return params[slot.index]
             if slot.kind == "grad":
                 return arrived[slot.index].grad

@@ -30,6 +30,9 @@ def classify(gm: fx.GraphModule, config: Config) -> bool:
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             ir.set_mark(node, _update(config) if node in updates else _decide(node, config))
+        elif ir.is_low_input(node):
+            reason = f"it is stored in {ir.SHORT[ir.stored(node).dtype]}"
+            ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.format))
     return False
 
 

@@ -12,6 +12,8 @@ view of an input is such a result, too: its memory is the caller's.
 A view made under no_grad is treated alike: if autograd tracks the viewed value, it tracks the view,
 but it would not track a cast.
 
+Views of an input that is stored low are pinned to that dtype instead, for the same reason.
+
 So is what `as_strided` reads: it names places in memory, and a cast of a slice would close the gaps
 between them.
 
@@ -54,7 +56,8 @@ def _is_tracked_view(node: fx.Node) -> bool:
 
 def _pin(view: fx.Node, reason: str) -> None:
     """Pin the view and those that lead from its memory to it."""
-    pending = [view]
+    memory, pending = ir.storage(view), [view]
+    stored_low = {ir.storage(n) for n in filter(ir.is_low_input, view.graph.nodes)}
     while pending:
         node = pending.pop()
         shown = [n for n in node.all_input_nodes if ir.shares_memory(n, node)]
@@ -63,4 +66,5 @@ def _pin(view: fx.Node, reason: str) -> None:
         pending += shown
         decided = ir.precision(node)
         if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).by is not ir.By.POLICY:
-            ir.remark(node, precision=Precision.FULL, by=ir.By.ALIAS, reason=reason)
+            as_stored = Precision.LOW if memory in stored_low else Precision.FULL
+            ir.remark(node, precision=as_stored, by=ir.By.ALIAS, reason=reason)

@@ -7,9 +7,10 @@
                                               softmax: f32 = softmax(to_2)
 
 A LOW node reads low operands; every other node, and the graph's output, reads the captured dtypes.
-There is one cast for each value and dtype, right behind the value's producer: there it runs under
-the grad mode in which the value was made (a cast inside a later no_grad region would cut the
-gradient), and Inductor can fuse it anywhere. A value that is written in place is cast at each use.
+Inputs that are stored low have their own dtype from here on. There is one cast for each value and
+dtype, right behind the value's producer: there it runs under the grad mode in which the value was
+made (a cast inside a later no_grad region would cut the gradient), and Inductor can fuse it
+anywhere. A value that is written in place is cast at each use.
 
 A result that the plan rounds to the low dtype is cast down once, and up again for each reader in
 FP32: these readers, and the backward, then read two bytes an element.
@@ -63,12 +64,15 @@ class _CastPlacer:
         self.changed: set[fx.Node] = set()
 
     def run(self) -> bool:
+        for node in filter(ir.is_low_input, self.graph.nodes):
+            ir.set_value(node, ir.stored(node))
+            self.changed.add(node)
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._restore_outputs(node)
             elif ir.is_marked(node) and ir.role(node) not in ir.ADDED:
                 self._rewrite(node)
-        return bool(self.casts)
+        return bool(self.casts or self.changed)
 
     def _rewrite(self, node: fx.Node) -> None:
         before = node.args, node.kwargs

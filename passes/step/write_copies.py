@@ -7,6 +7,12 @@ O2's models read these copies ("FP32 master weights", Micikevicius et al., ICLR 
 The new weight is in registers here, so its copy costs a write of two bytes, and the next forward
 reads two bytes for each weight instead of casting four. A skipped step rewrites the copy's values.
 If a copy is stored padded, the graph gets only the part without padding: the zeros stay zeros.
+
+Where the copy is the parameter itself (`CopyLayout.leads`), it may hold what somebody has written
+to it since the last step. Its master then follows, element by element, before all else reads it:
+
+    update(param0)      ->      now = where(eq(to(param0, bf16), copy0), param0, to(copy0, f32))
+                                update(now)
 """
 
 from __future__ import annotations
@@ -37,4 +43,21 @@ def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:
             )
         with graph.inserting_after(last):
             ir.call(graph, aten.copy_.default, copy, last, why="the working copy")
+        if layout.leads:
+            _follow(graph, target, copy, keeps=write)
     return changed
+
+
+def _follow(graph: fx.Graph, master: fx.Node, copy: fx.Node, *, keeps: fx.Node) -> None:
+    """Let all readers of a master but the node `keeps`, which writes it, read it as it is now."""
+    readers = [user for user in master.users if user is not keeps]
+    why = "what others wrote to the parameter holds"
+    with graph.inserting_before(ir.first_call(graph)):
+        rounded = ir.call(graph, aten._to_copy.default, master, why=why, dtype=ir.dtype(copy))
+        untouched = ir.call(graph, aten.eq.Tensor, rounded, copy, why=why)
+        wide = ir.call(graph, aten._to_copy.default, copy, why=why, dtype=ir.dtype(master))
+        now = ir.call(graph, aten.where.self, untouched, master, wide, why=why)
+    for reader in readers:
+        reader.replace_input_with(master, now)
+    if keeps.args[1] is master:
+        keeps.args = (master, now)

@@ -116,6 +116,27 @@ def test_gradient_checkpointing(fp32: Trainer, tmp_path: Path) -> None:
     assert logged(ours, "grad_norm") == pytest.approx(logged(fp32, "grad_norm"), rel=2e-2)
 
 
+def test_a_bf16_model(fp32: Trainer, tmp_path: Path) -> None:
+    """`from_pretrained(dtype=torch.bfloat16)`: masters are the MPOptimizer's, and what is saved is
+    BF16.
+    """
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    model = gpt().to(torch.bfloat16)
+    ours = trainer(tmp_path, model=model, compile_optimizers=True, **_ALL, **saving)
+    ours.train()
+    assert logged(ours, "loss") == pytest.approx(logged(fp32, "loss"), rel=2e-2)
+    assert isinstance(ours.optimizer.optimizer, MPOptimizer)
+    for p in model.parameters():
+        master = ours.optimizer.state[p]["master"]
+        assert master.dtype is torch.float32
+        assert torch.equal(master.to(torch.bfloat16), p)
+    second = trainer(tmp_path, model=gpt().to(torch.bfloat16), compile_optimizers=True, **_ALL)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for p, q in zip(model.parameters(), second.model.parameters(), strict=True):
+        mine, theirs = ours.optimizer.state[p]["master"], second.optimizer.state[q]["master"]
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "MPOptimizer"])
 def test_it_resumes_to_the_bit(compiled: bool, tmp_path: Path) -> None:
     def made() -> Trainer:

@@ -68,7 +68,7 @@ def test_parameters_that_start_without_a_gradient_or_an_element() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 3.0, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clipping_is_clip_grad_norm(max_norm: float, dtype: torch.dtype) -> None:
     twins = Twins(functools.partial(momentum, weight_decay=0.1),
                   [torch.randn(s, dtype=dtype) for s in [(3, 4), (5,), ()]],
@@ -78,10 +78,8 @@ def test_clipping_is_clip_grad_norm(max_norm: float, dtype: torch.dtype) -> None
         total = torch.nn.utils.clip_grad_norm_(twins.theirs, max_norm)
         for optimizer in twins.both:
             optimizer.step()
-        rtol = 1e-3 if dtype is torch.float16 else 1e-6
-        torch.testing.assert_close(twins.optimizer.grad_norm, total.float(), rtol=rtol, atol=0)
-    tolerance = {"rtol": 5e-3, "atol": 5e-3} if dtype is torch.float16 else {}
-    twins.agree(**tolerance)
+        torch.testing.assert_close(twins.optimizer.grad_norm, total.float(), rtol=1e-6, atol=0)
+    twins.agree()
 
 
 def test_the_gradients_are_left_as_they_were() -> None:
@@ -94,16 +92,14 @@ def test_the_gradients_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_parameters_of_other_dtypes(dtype: torch.dtype, emit: str) -> None:
-    """What the class computes in their own dtype, it computes in their own dtype."""
-    tensors = [torch.randn(s, dtype=dtype) for s in [(3, 4), ()]]
+def test_double_parameters(emit: str) -> None:
+    """What the class computes in FP64, it computes in FP64."""
+    tensors = [torch.randn(s, dtype=torch.float64) for s in [(3, 4), ()]]
     twins = Twins(functools.partial(decayed, eps=1e-3), [*tensors, torch.randn(5)], emit=emit)
     for _ in range(3):
         twins.step()
-    eps = torch.finfo(dtype).eps
-    assert {p.dtype for p in twins.mine} == {dtype, torch.float32}
-    twins.agree(rtol=max(8 * eps, 1e-5), atol=max(8 * eps, 1e-6))
+    assert {p.dtype for p in twins.mine} == {torch.float64, torch.float32}
+    twins.agree()
 
 
 def test_double_gradients_have_the_range_of_double() -> None:

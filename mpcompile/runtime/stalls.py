@@ -1,0 +1,67 @@
+"""Warn of weights that are stored in a half dtype and updated without FP32 masters.
+
+BF16 has eight significant bits: an update of less than 0.2% of a weight rounds to nothing, so at
+the learning rates of fine-tuning most weights never move. An `MPOptimizer` keeps masters. Of other
+optimizers, those of torch are known not to; what a library's own do, nobody here knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import MPCompileWarning
+from ..ir.dtypes import HALF
+from ..scaling import hooks, optimizers
+
+# By `id`: half parameters that graphs with a backward were compiled with.
+_trained: dict[int, weakref.ref[torch.Tensor]] = {}
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def reached(inputs: Iterable[Any]) -> None:
+    """A graph was compiled with these inputs."""
+    if not torch.is_grad_enabled():
+        return
+    for x in inputs:
+        if isinstance(x, nn.Parameter) and x.dtype in HALF and x.requires_grad:
+            hooks.look_before_steps(_look)
+            _trained[id(x)] = weakref.ref(x, functools.partial(_forget, id(x), _trained))
+
+
+def _forget(key: int, known: dict[int, Any], _gone: object) -> None:
+    known.pop(key, None)
+
+
+def _look(optimizer: Optimizer) -> None:
+    """An optimizer is about to step."""
+    if not _trained or optimizer in _seen or optimizers.state_of(optimizer).skips_by_itself:
+        return
+    _seen.add(optimizer)
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        known = _trained.get(id(param))
+        if known is not None and known() is param and param.dtype in HALF:
+            _warn(type(optimizer).__name__, param)
+            return
+
+
+def _warn(name: str, param: torch.Tensor) -> None:
+    dtype = str(param.dtype).removeprefix("torch.")
+    warnings.warn(
+        f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
+        f"{tuple(param.shape)}), without FP32 masters: an update of less than 0.2% of a weight "
+        f"is lost, which at a small learning rate is most of them. Use MPOptimizer({name}(...)), "
+        "which keeps masters; or call model.float() before training",
+        MPCompileWarning,
+        stacklevel=6,
+    )
