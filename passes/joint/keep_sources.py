@@ -16,8 +16,11 @@ FP32 beside those in the low dtype that they were cast from.
 So instead of a stored tensor that is a cast of something, or a view of one, the forward keeps
 * the weight that it is a cast of: that costs nothing. It is handed over like any input that is
   stored, so that autograd notices if it was written before the backward;
-* else what it was cast from, if that lies in less memory than all stored tensors that come of it.
-The same values are cast again, so that nothing changes but the memory, and what a cast costs.
+* else what it was cast from, if that lies in less memory than all stored tensors that come of it;
+* nothing, if it is a result for the caller, and some elementwise operators make it of what is kept
+  besides: of soft-capped logits, the logits.
+The same values go through the same operators, so that nothing changes but the memory, and what the
+casts cost.
 
 Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
 its own results, and the backward has a placeholder with the name of each such node. Weights bear
@@ -40,6 +43,8 @@ from mpcompile.torch_inside.tensors import storage_of
 WEIGHT = "mp_weight"
 """Note on an input of the forward whose memory is there as long as the model: a parameter, a
 buffer."""
+_MOST = 16
+"""Of the operators that make a result again."""
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -61,6 +66,7 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     Returns whether anything changed.
     """
     results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    stored = results[own_results:]
     read = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
     inner = {node.name for node in backward.nodes} - read.keys()
     kept = {place: node for place, node in enumerate(results) if place >= own_results
@@ -72,17 +78,29 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
         cast = _cast(place, node, written)
         if cast is not None and cast.source.name not in inner:
             of_memory.setdefault(_memory(cast.source), []).append(cast)
-    dropped = set()
+    dropped = set[int]()
     for memory, casts in of_memory.items():
-        others = [node for place, node in kept.items() if place not in {c.place for c in casts}]
-        if not _saves(memory, casts, others):
+        places = {cast.place for cast in casts}
+        if not _saves(memory, casts, [node for at, node in kept.items() if at not in places]):
             continue
         for cast in casts:
-            results[cast.place] = kept[cast.place] = cast.source
-            if not _read_source(backward, read, cast):
+            kept[cast.place] = results[cast.place] = source = cast.source
+            old = read.pop(cast.node.name)
+            if source.name in read:
                 dropped.add(cast.place)
+                del kept[cast.place]
+            else:
+                read[source.name] = _placeholder(backward, source, before=old)
+            _make(backward, cast.steps, read, in_place_of=old)
+    for place, node in list(kept.items()):
+        steps = _steps(node, read) if node in results[:own_results] else None
+        if steps:
+            dropped.add(place)
+            del kept[place]
+            _make(backward, steps, read, in_place_of=read.pop(node.name))
+    changed = bool(dropped) or results[own_results:] != stored
     _return(forward, results, dropped)
-    return any(kept[cast.place] is cast.source for casts in of_memory.values() for cast in casts)
+    return changed
 
 
 def _cast(place: int, kept: fx.Node, written: set[int]) -> _Cast | None:
@@ -121,23 +139,56 @@ def _saves(memory: int, casts: list[_Cast], others: list[fx.Node]) -> bool:
     return sum(size for held, size in freed.items() if held not in elsewhere) > cost
 
 
-def _read_source(backward: fx.Graph, read: dict[str, fx.Node], cast: _Cast) -> bool:
-    """Make the tensor again before its first reader. Returns whether the source takes its place
-    among the inputs; else it has one of its own.
+def _steps(result: fx.Node, read: dict[str, fx.Node]) -> tuple[fx.Node, ...] | None:
+    """The elementwise operators that make a result of what else the backward reads, in their order;
+    None if others are needed, or many.
     """
-    old = read.pop(cast.node.name)
-    is_new = cast.source.name not in read
-    if is_new:
-        with backward.inserting_before(old):
-            read[cast.source.name] = backward.placeholder(cast.source.name)
-        read[cast.source.name].meta = dict(cast.source.meta)
-    made = read[cast.source.name]
-    with backward.inserting_before(next(node for node in backward.nodes if node in old.users)):
-        for step in cast.steps:
-            made = backward.node_copy(step, {step.all_input_nodes[0]: made}.__getitem__)
-    old.replace_all_uses_with(made)
-    backward.erase_node(old)
-    return is_new
+    steps: list[fx.Node] = []
+    waiting = [result]
+    while waiting:
+        node = waiting.pop()
+        if node in steps or (node is not result and node.name in read):
+            continue
+        if not _is_elementwise(node) or len(steps) == _MOST:
+            return None
+        steps.append(node)
+        waiting += node.all_input_nodes
+    order = {node: number for number, node in enumerate(result.graph.nodes)}
+    return tuple(sorted(steps, key=order.__getitem__))
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+        return False
+    tags = node.target.tags
+    return _source(node) is not None or (
+        torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    )
+
+
+def _placeholder(backward: fx.Graph, source: fx.Node, *, before: fx.Node) -> fx.Node:
+    with backward.inserting_before(before):
+        new = backward.placeholder(source.name)
+    new.meta = dict(source.meta)
+    return new
+
+
+def _make(
+    backward: fx.Graph,
+    steps: tuple[fx.Node, ...],
+    read: dict[str, fx.Node],
+    *,
+    in_place_of: fx.Node,
+) -> None:
+    """Make a tensor again before its first reader."""
+    made = {node: read[node.name] for step in steps for node in step.all_input_nodes
+            if node.name in read}  # fmt: skip
+    users = in_place_of.users
+    with backward.inserting_before(next(node for node in backward.nodes if node in users)):
+        for step in steps:
+            made[step] = backward.node_copy(step, made.__getitem__)
+    in_place_of.replace_all_uses_with(made[steps[-1]])
+    backward.erase_node(in_place_of)
 
 
 def _return(forward: fx.Graph, results: list[Any], dropped: set[int]) -> None:
