@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from mpcompile import ir, mpcompile
+from mpcompile import MPCompileWarning, compiled_plans, ir, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.ir import aten
 from mpcompile.lower import emitter
@@ -147,6 +148,19 @@ def test_a_checkpoint_keeps_no_casts_of_weights(
     assert torch.equal(loss, same_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, same[name]), name
+
+
+def test_a_fused_head_wants_the_loss_alone() -> None:
+    model, x_y = made(), batch()
+    fused = mpcompile(lambda *xy: model(*xy)[0], dtype=BF16, emit="aot_eager", fuse_head=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MPCompileWarning)
+        fused(*x_y).backward()
+    (plan,) = compiled_plans(fused)
+    assert any("linear_cross_entropy" in node.op for node in plan.nodes)
+    both = mpcompile(made(), dtype=BF16, emit="aot_eager", fuse_head=True)
+    with pytest.warns(MPCompileWarning, match="returns the loss alone: `mpcompile"):
+        both(*x_y)
 
 
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
