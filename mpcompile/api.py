@@ -24,6 +24,7 @@ from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.frozen import see_what_trains
 from .lower.tracing_settings import VALUE_SIZES
+from .passes.graph.fuse_head import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .records import Record, records
@@ -249,6 +250,11 @@ def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]
         complaints.append(
             "fuse_head=True, but there is no cross_entropy in what was compiled: compute the loss "
             "in the model's forward, or compile the function that computes it"
+        )
+    elif settings.fuse_head and any(RETURNED in node.reason for node in nodes):
+        complaints.append(
+            f"fuse_head=True, but a head isn't fused: {RETURNED}. Compile a function that returns "
+            "the loss alone: `mpcompile(lambda **batch: model(**batch).loss, fuse_head=True)`"
         )
     return complaints if plans else []
 

@@ -23,7 +23,15 @@ from mpcompile.settings import Settings
 
 from .cases import WAYS, Case, Way, Work
 
-__all__ = ["Counted", "count", "count_all", "count_and_hold"]
+__all__ = [
+    "Counted",
+    "autocast",
+    "count",
+    "count_all",
+    "count_and_hold",
+    "planned_for_gpu",
+    "prepared",
+]
 
 LOW = torch.bfloat16
 
@@ -64,8 +72,8 @@ def count(case: Case, way: Way, device: torch.device) -> list[Saved]:
     model = model.to_empty(device=device)
     found: list[Saved] = []
     with (
-        _planned_for_gpu() if device.type == "cpu" else contextlib.nullcontext(),
-        _prepared(model, way, found, runs=False) as dtype,
+        planned_for_gpu() if device.type == "cpu" else contextlib.nullcontext(),
+        prepared(model, way, found, runs=False) as dtype,
         contextlib.suppress(_NotRun),
     ):
         _loss(model, way, case.sample.empty(device, dtype))
@@ -80,7 +88,7 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
     model = case.build().to(device)
     batch = case.sample.draw(device)
     found: list[Saved] = []
-    with _prepared(model, way, found, runs=True):
+    with prepared(model, way, found, runs=True):
         _loss(model, way, batch)  # compiles, and makes the working copies
         low = [c.tensor for p in model.parameters() for c in copies.copies_of(p).values()]
         exist_anyway = {tensor.untyped_storage().data_ptr() for tensor in (*batch, *low)}
@@ -89,7 +97,7 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
     return found, sum(size for address, size in held.items() if address not in exist_anyway)
 
 
-def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
+def planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
 
     def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: Settings) -> Planned:
@@ -102,14 +110,17 @@ def _planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:
-    device = batch[0].device.type
-    with torch.autocast(device, LOW) if way.autocast else contextlib.nullcontext():
+    with autocast(way, batch[0].device):
         loss: Tensor = model(*batch)
     return loss
 
 
+def autocast(way: Way, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, LOW) if way.autocast else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _prepared(
+def prepared(
     model: nn.Module, way: Way, found: list[Saved], *, runs: bool
 ) -> Iterator[torch.dtype]:
     """Compile the model for a call inside; yields the dtype that its FP32 inputs should have."""

@@ -40,9 +40,10 @@ def measure_each(
     kept: Path | None = None,
     commit: str = "",
     piece: int = _PIECE,
+    module: str = "measure",
 ) -> list[dict[str, Any]]:
-    """Rows as `benchmarks/zoo/measure.py` makes them; one at which its process died has `died`
-    instead of `arms`.
+    """Rows as `benchmarks/zoo/measure.py`, or another module, makes them; one at which its process
+    died has `died` instead of `arms`.
 
     Args:
         names: as "timm/swin".
@@ -51,13 +52,14 @@ def measure_each(
             draws at the same `commit`, without uncommitted changes, are not measured again.
         commit: what is measured.
         piece: models in one process.
+        module: of this folder, which prints the rows.
     """
     stamp = {"commit": commit, "draws": draws}
     rows = _known(kept, stamp)
 
     def fill(missing: list[str]) -> None:
         while missing:
-            for row in _measured(missing, draws):
+            for row in _measured(missing, draws, module):
                 rows[row["name"]] = row
                 missing.remove(row["name"])
                 if kept:
@@ -83,10 +85,10 @@ def _known(kept: Path | None, stamp: dict[str, Any]) -> dict[str, dict[str, Any]
     return {line["row"]["name"]: line["row"] for line in lines if line["stamp"] == stamp}
 
 
-def _measured(names: Sequence[str], draws: int) -> Iterator[dict[str, Any]]:
+def _measured(names: Sequence[str], draws: int, module: str) -> Iterator[dict[str, Any]]:
     """Rows, in this order, up to the first at which the process dies."""
     names = tuple(names)
-    command = [sys.executable, "-m", "benchmarks.zoo.measure", str(draws), *names]
+    command = [sys.executable, "-m", f"benchmarks.zoo.{module}", str(draws), *names]
     environment = {**os.environ, **_ENVIRONMENT}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

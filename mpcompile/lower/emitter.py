@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.targets import CHECKPOINT
+from ..passes.joint.keep_sources import keep_sources
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..rules import PACKETS
 from ..scaling.second_backward import noticed, of_compiled
@@ -39,6 +40,8 @@ from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
 from .write_order import inductor_for
+
+_KEPT = (keep_sources, keep_written_inputs)
 
 
 def emit(
@@ -177,8 +180,8 @@ def _inductor(
     inner: Callable[..., Any] | None = None,
 ) -> Compiler:
     """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
-    # `inner` is shown what the partitioner made.
-    halves = () if inner is not None else (keep_written_inputs, *joint.halves)
+    # `inner` is shown what is kept, in the dtypes in which it is computed.
+    halves = _KEPT if inner is not None else (*_KEPT, *joint.halves)
     joint = replace(joint, halves=halves)
     whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
@@ -225,7 +228,7 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     compile_graph = aot.aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
-        partition_fn=AndThen(None, (keep_written_inputs,)), keep_inference_input_mutations=True,
+        partition_fn=AndThen(None, _KEPT), keep_inference_input_mutations=True,
     )  # fmt: skip
     return compile_graph(gm, list(example_inputs))
 

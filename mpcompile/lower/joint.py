@@ -22,6 +22,7 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.fill_zeros import fill_zeros
+from ..passes.joint.keep_sources import WEIGHT
 from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.lay_low_images import lay_low_images
 from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
@@ -174,6 +175,9 @@ class AndThen(CustomPartitionerFn):
         """Part the joint graph as without mpcompile; run each pass."""
         partition = self.theirs or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        inputs = forward.graph.find_nodes(op="placeholder")
+        for number in kwargs.get("static_lifetime_input_indices") or ():
+            inputs[number].meta[WEIGHT] = True
         for pass_ in self.passes:
             if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
                 forward.recompile()

@@ -28,6 +28,8 @@ from mpcompile.torch_inside.ops import OpOverload, schema
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default
+RETURNED = "the logits are a result, too"
+"""The reason where a model of Hugging Face's returns them beside the loss."""
 
 
 class _Apart(Exception):
@@ -74,6 +76,8 @@ def _check_alone(nodes: list[fx.Node]) -> None:
     """Raise if anything else reads the logits, or if they can't be made where the loss is."""
     linear, loss = nodes[0], nodes[-1]
     for node in nodes[:-1]:
+        if any(user.op == "output" for user in node.users):
+            raise _Apart(RETURNED)
         if len(node.users) > 1:
             raise _Apart(f"something else reads {node.name}")
     if any(ir.regions(node) != ir.regions(loss) for node in nodes):

@@ -134,6 +134,14 @@ def test_logits_that_are_returned_too() -> None:
         logits = F.linear(x, weight)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
 
+    assert reason(program, *head_inputs()) == "the logits are a result, too"
+
+
+def test_logits_that_something_else_reads() -> None:
+    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(x, weight)
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + logits.sum()
+
     assert reason(program, *head_inputs()) == "something else reads linear"
 
 

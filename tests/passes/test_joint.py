@@ -33,6 +33,7 @@ from mpcompile.lower.joint import (
     with_joint_passes,
 )
 from mpcompile.passes.joint.fill_zeros import fill_zeros
+from mpcompile.passes.joint.keep_sources import keep_sources
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
 from mpcompile.passes.joint.lay_low_images import lay_low_images
@@ -164,7 +165,7 @@ def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) == 1
     assert seen[0].keys() <= {PARTITIONER, PRE_FUSION}
     given = seen[0][PARTITIONER]
-    assert given.passes == (keep_written_inputs, *ON_CPU.halves)
+    assert given.passes == (keep_sources, keep_written_inputs, *ON_CPU.halves)
 
 
 # -- with a pass of the user's own -----------------------------------------------------------------

@@ -1,0 +1,213 @@
+"""Keep what a tensor was cast from, and cast it again in the backward. A rewriting pass, on the two
+halves of the joint graph.
+
+    forward   cast: f32 = convert(mm, f32)       (as it was: the caller gets cast)
+              return (cast, ..., cast)      ->   return (cast, ..., mm)
+
+    backward  cast: f32 = placeholder            mm: bf16 = placeholder
+                                                 cast: f32 = convert(mm, f32)
+              sub = sub(cast, maximum)           sub = sub(cast, maximum)
+
+The partitioner computes casts again by itself, with two exceptions. What the backward must write
+out, because a product reads it, is stored: so are the low casts of weights, though the weights are
+there anyway. And what is also a result for the caller counts as written out, too: so are logits in
+FP32 beside those in the low dtype that they were cast from.
+
+So instead of a stored tensor that is a cast of something, or a view of one, the forward keeps
+* the weight that it is a cast of: that costs nothing. It is handed over like any input that is
+  stored, so that autograd notices if it was written before the backward;
+* else what it was cast from, if that lies in less memory than all stored tensors that come of it;
+* nothing, if it is a result for the caller, and some elementwise operators make it of what is kept
+  besides: of soft-capped logits, the logits.
+The same values go through the same operators, so that nothing changes but the memory, and what the
+casts cost.
+
+Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
+its own results, and the backward has a placeholder with the name of each such node. Weights bear
+`WEIGHT` among their notes; one that the forward writes is not taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.tensors import storage_of
+
+WEIGHT = "mp_weight"
+"""Note on an input of the forward whose memory is there as long as the model: a parameter, a
+buffer."""
+_MOST = 16
+"""Of the operators that make a result again."""
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A tensor kept for the backward: its place among the forward's results, the node, and the
+    casts and views that make it of `source`, in their order.
+    """
+
+    place: int
+    node: fx.Node
+    source: fx.Node
+    steps: tuple[fx.Node, ...]
+
+
+def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
+    """Rewrite both halves; the first `own_results` results of the forward are not for the backward.
+
+    Returns whether anything changed.
+    """
+    results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    stored = results[own_results:]
+    read = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
+    inner = {node.name for node in backward.nodes} - read.keys()
+    kept = {place: node for place, node in enumerate(results) if place >= own_results
+            and isinstance(node, fx.Node) and node.name in read}  # fmt: skip
+    written = {_memory(write.args[0]) for write in forward.find_nodes(
+        op="call_function", target=aten.copy_.default)}  # fmt: skip
+    of_memory: dict[int, list[_Cast]] = {}
+    for place, node in kept.items():
+        cast = _cast(place, node, written)
+        if cast is not None and cast.source.name not in inner:
+            of_memory.setdefault(_memory(cast.source), []).append(cast)
+    dropped = set[int]()
+    for memory, casts in of_memory.items():
+        places = {cast.place for cast in casts}
+        if not _saves(memory, casts, [node for at, node in kept.items() if at not in places]):
+            continue
+        for cast in casts:
+            kept[cast.place] = results[cast.place] = source = cast.source
+            old = read.pop(cast.node.name)
+            if source.name in read:
+                dropped.add(cast.place)
+                del kept[cast.place]
+            else:
+                read[source.name] = _placeholder(backward, source, before=old)
+            _make(backward, cast.steps, read, in_place_of=old)
+    for place, node in list(kept.items()):
+        steps = _steps(node, read) if node in results[:own_results] else None
+        if steps:
+            dropped.add(place)
+            del kept[place]
+            _make(backward, steps, read, in_place_of=read.pop(node.name))
+    changed = bool(dropped) or results[own_results:] != stored
+    _return(forward, results, dropped)
+    return changed
+
+
+def _cast(place: int, kept: fx.Node, written: set[int]) -> _Cast | None:
+    """What a tensor was cast from, if that is a weight, or narrower than the tensor."""
+    best, node, steps = None, kept, tuple[fx.Node, ...]()
+    while (source := _source(node)) is not None:
+        steps, is_cast = (node, *steps), ir.dtype(source) is not ir.dtype(node)
+        node = source
+        least = ir.dtype(best.source if best else kept).itemsize
+        if ir.dtype(node).itemsize < least or (best and best.source is steps[0] and not is_cast):
+            best = _Cast(place, kept, node, steps)
+    is_cast = any(ir.dtype(step) is not ir.dtype(node) for step in steps)
+    if WEIGHT in node.meta and is_cast and _memory(node) not in written:
+        return _Cast(place, kept, node, steps)
+    return best
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What the node is a cast or a view of, if that is all that it reads."""
+    target = node.target
+    if not isinstance(target, OpOverload) or len(node.all_input_nodes) != 1:
+        return None
+    cast = target is _CONVERT or (target is aten._to_copy.default and {*node.kwargs} == {"dtype"})
+    alike = cast or target is aten._unsafe_view.default or target.is_view
+    source = node.all_input_nodes[0]
+    tensors = (ir.tensor(source), ir.tensor(node))
+    return source if alike and None not in tensors and source is node.args[0] else None
+
+
+def _saves(memory: int, casts: list[_Cast], others: list[fx.Node]) -> bool:
+    """Whether less is kept with what lies in this memory than with all that is cast from it."""
+    elsewhere = set(map(_memory, others))
+    source = casts[0].source
+    freed = {_memory(cast.node): _bytes(cast.node) for cast in casts}
+    cost = 0 if WEIGHT in source.meta or memory in elsewhere else _bytes(source)
+    return sum(size for held, size in freed.items() if held not in elsewhere) > cost
+
+
+def _steps(result: fx.Node, read: dict[str, fx.Node]) -> tuple[fx.Node, ...] | None:
+    """The elementwise operators that make a result of what else the backward reads, in their order;
+    None if others are needed, or many.
+    """
+    steps: list[fx.Node] = []
+    waiting = [result]
+    while waiting:
+        node = waiting.pop()
+        if node in steps or (node is not result and node.name in read):
+            continue
+        if not _is_elementwise(node) or len(steps) == _MOST:
+            return None
+        steps.append(node)
+        waiting += node.all_input_nodes
+    order = {node: number for number, node in enumerate(result.graph.nodes)}
+    return tuple(sorted(steps, key=order.__getitem__))
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+        return False
+    tags = node.target.tags
+    return _source(node) is not None or (
+        torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    )
+
+
+def _placeholder(backward: fx.Graph, source: fx.Node, *, before: fx.Node) -> fx.Node:
+    with backward.inserting_before(before):
+        new = backward.placeholder(source.name)
+    new.meta = dict(source.meta)
+    return new
+
+
+def _make(
+    backward: fx.Graph,
+    steps: tuple[fx.Node, ...],
+    read: dict[str, fx.Node],
+    *,
+    in_place_of: fx.Node,
+) -> None:
+    """Make a tensor again before its first reader."""
+    made = {node: read[node.name] for step in steps for node in step.all_input_nodes
+            if node.name in read}  # fmt: skip
+    users = in_place_of.users
+    with backward.inserting_before(next(node for node in backward.nodes if node in users)):
+        for step in steps:
+            made[step] = backward.node_copy(step, made.__getitem__)
+    in_place_of.replace_all_uses_with(made[steps[-1]])
+    backward.erase_node(in_place_of)
+
+
+def _return(forward: fx.Graph, results: list[Any], dropped: set[int]) -> None:
+    """Return `results` but for those at `dropped`."""
+    output = forward.output_node()
+    places = [place for place in range(len(results)) if place not in dropped]
+    output.args = (tuple(results[place] for place in places),)
+    if "desc" in output.meta:  # AOTAutograd's, one for each
+        output.meta["desc"] = [output.meta["desc"][place] for place in places]
+
+
+def _memory(node: Any) -> int:
+    """Identity of the memory that a node's tensor lies in; equal for its views."""
+    value = ir.tensor(node)
+    if value is None or value.layout is not torch.strided:
+        return id(node)
+    return storage_of(value)
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the whole memory that it lies in."""
+    return ir.hint(ir.value(node).untyped_storage().nbytes())

@@ -1,0 +1,333 @@
+"""keep_sources: what is cast again in the backward, and what is kept as it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from mpcompile import MPCompileWarning, compiled_plans, ir, mpcompile
+from mpcompile.demo.train import bytes_saved_for_backward
+from mpcompile.ir import aten
+from mpcompile.lower import emitter
+from mpcompile.passes.joint.keep_sources import WEIGHT, keep_sources
+from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
+
+BF16 = torch.bfloat16
+CONVERT = torch.ops.prims.convert_element_type.default
+ROWS, WIDTH, WORDS = 64, 32, 96
+LOGITS = ROWS * WORDS
+
+
+class Head(nn.Module):
+    """As a language model of Hugging Face's: it returns its logits beside their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(F.gelu(self.first(x)))
+        return F.cross_entropy(logits.float().view(-1, WORDS), y), logits
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.randint(WORDS, (rows,), generator=generator)
+
+
+def made(build: Callable[[], nn.Module] = Head) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def trained(model: nn.Module, **options: Any) -> tuple[Tensor, dict[str, Tensor], int]:
+    """The loss, the gradients, and the bytes that were kept between."""
+    torch._dynamo.reset()
+    mpcompile(model, dtype=BF16, **options)
+    x, y = batch()
+    model(x, y)[0].backward()
+    model.zero_grad()
+    with bytes_saved_for_backward(model) as saved:
+        loss = model(x, y)[0]
+    loss.backward()
+    kept = sum(n for at, n in saved.items() if at != x.untyped_storage().data_ptr())
+    return (
+        loss.detach(),
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        kept,
+    )
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`trained` without the pass."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(emitter, "_KEPT", (keep_written_inputs,))
+            return trained(*args, **options)
+
+    return run
+
+
+class Bent(Head):
+    """Its logits went through a function that autograd keeps the operand of."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.silu(self.head(F.gelu(self.first(x))).float())
+        return F.cross_entropy(logits, y), logits
+
+
+def test_results_are_made_again_of_what_is_kept(without: Callable[..., Any]) -> None:
+    loss, gradients, kept = trained(made(Bent), emit="inductor")
+    same_loss, same, stored = without(made(Bent), emit="inductor")
+    assert stored - kept == 4 * LOGITS + 2 * WIDTH * WORDS  # the low logits are kept anyway
+    assert torch.equal(loss, same_loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, same[name], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_logits_are_kept_low_and_weights_not_twice(level: str, without: Callable[..., Any]) -> None:
+    loss, gradients, kept = trained(made(), level=level, emit="inductor")
+    same_loss, same, stored = without(made(), level=level, emit="inductor")
+    # FP32 logits become low ones; the head's low weight goes. (Nothing reads the first layer's.)
+    assert stored - kept == 2 * LOGITS + 2 * WIDTH * WORDS
+    assert torch.equal(loss, same_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, same[name]), name
+
+
+def test_casts_of_weights_without_inductor(without: Callable[..., Any]) -> None:
+    loss, gradients, kept = trained(made(), emit="aot_eager")
+    same_loss, same, stored = without(made(), emit="aot_eager")
+    assert stored - kept == 2 * WIDTH * WORDS
+    assert torch.equal(loss, same_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, same[name]), name
+
+
+class Checkpointed(nn.Module):
+    """Blocks of which a checkpoint keeps the input, or selectively what its products make."""
+
+    def __init__(self, selective: bool) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(3))
+        more = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default])
+        self.options: dict[str, Any] = {"context_fn": more} if selective else {}
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False, **self.options)
+        return (x.square().mean(),)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_keeps_no_casts_of_weights(
+    selective: bool, without: Callable[..., Any]
+) -> None:
+    build = functools.partial(Checkpointed, selective)
+    loss, gradients, kept = trained(made(build), emit="inductor")
+    same_loss, same, stored = without(made(build), emit="inductor")
+    weights = 2 * 3 - 1  # the first gives no gradient on
+    assert stored - kept == 2 * weights * (4 * WIDTH * WIDTH)
+    if not selective:  # what enters each block, and what leaves the last
+        assert kept <= 4 * (4 * ROWS * WIDTH)
+    assert torch.equal(loss, same_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, same[name]), name
+
+
+def test_a_fused_head_wants_the_loss_alone() -> None:
+    model, x_y = made(), batch()
+    fused = mpcompile(lambda *xy: model(*xy)[0], dtype=BF16, emit="aot_eager", fuse_head=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MPCompileWarning)
+        fused(*x_y).backward()
+    (plan,) = compiled_plans(fused)
+    assert any("linear_cross_entropy" in node.op for node in plan.nodes)
+    both = mpcompile(made(), dtype=BF16, emit="aot_eager", fuse_head=True)
+    with pytest.warns(MPCompileWarning, match="returns the loss alone: `mpcompile"):
+        both(*x_y)
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+def test_autograd_notices_that_a_weight_was_written(emit: str) -> None:
+    model = mpcompile(made(), dtype=BF16, emit=emit)
+    loss, _ = model(*batch())
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Codebook(nn.Module):
+    """Multiplies by a buffer, and then moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("book", torch.randn(WIDTH, WORDS))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        scores = self.first(x) @ self.book
+        with torch.no_grad():
+            self.book.copy_(-self.book)
+        return (F.cross_entropy(scores.float(), y),)
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+def test_a_weight_that_the_forward_writes_is_kept_as_it_was(emit: str) -> None:
+    model = made(Codebook)
+    eager = copy.deepcopy(model)
+    x, y = batch()
+    scores = eager.first(x) @ eager.book.clone()
+    F.cross_entropy(scores, y).backward()
+    mpcompile(model, dtype=BF16, emit=emit)
+    model(x, y)[0].backward()
+    ours, wanted = model.first.weight.grad, eager.first.weight.grad
+    assert float((ours - wanted).norm()) < 2e-2 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+def test_symbolic_sizes(emit: str) -> None:
+    torch._dynamo.reset()
+    model = made()
+    eager = copy.deepcopy(model)
+    mpcompile(model, dtype=BF16, emit=emit, dynamic=True)
+    for rows in (ROWS, ROWS + 5):
+        model.zero_grad(), eager.zero_grad()
+        model(*batch(rows))[0].backward()
+        eager(*batch(rows))[0].backward()
+        for ours, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+            assert float((ours.grad - wanted.grad).norm()) < 2e-2 * float(wanted.grad.norm())
+
+
+# -- the pass by itself ----------------------------------------------------------------------------
+
+
+class Halves:
+    """A forward and a backward, written node by node."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = fx.Graph(), fx.Graph()
+        self.mode = FakeTensorMode()
+
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.forward.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, name: str, target: Any, *args: Any) -> fx.Node:
+        node = self.forward.create_node("call_function", target, args, name=name)
+        ir.refresh(node)
+        return node
+
+    def part(self, *kept: fx.Node, recomputed: fx.Node | None = None) -> bool:
+        """Keep these; whether the pass changed anything."""
+        self.forward.output((None, *kept))
+        read = []
+        for node in kept:
+            read.append(self.backward.placeholder(node.name))
+            read[-1].meta = dict(node.meta)
+        if recomputed is not None:
+            again = self.backward.create_node(
+                "call_function", aten.sin.default, (read[0],), name=recomputed.name
+            )
+            ir.refresh(again)
+            read.append(again)
+        results = [self.backward.call_function(aten.sin.default, (node,)) for node in read]
+        for node in results:
+            ir.refresh(node)
+        self.backward.output(tuple(results))
+        changed = keep_sources(self.forward, self.backward, 1)
+        self.forward.lint()
+        self.backward.lint()
+        return changed
+
+    @property
+    def kept(self) -> list[str]:
+        (_, *kept), *_ = self.forward.output_node().args
+        inputs = self.backward.find_nodes(op="placeholder")
+        assert [node.name for node in kept] == [node.target for node in inputs]
+        return [node.target for node in inputs]
+
+
+def test_a_cast_of_a_weight() -> None:
+    halves = Halves()
+    weight = halves.input("weight", 4, 8)
+    weight.meta[WEIGHT] = True
+    low = halves.call("low", CONVERT, weight, BF16)
+    turned = halves.call("turned", aten.t.default, low)
+    assert halves.part(turned)
+    assert halves.kept == ["weight"]
+    assert ir.render(halves.backward).splitlines()[:3] == [
+        "weight: f32[4, 8] = input",
+        "low: bf16[4, 8] = prims::convert_element_type(weight, bf16)",
+        "turned_1: bf16[8, 4] = t(low)",
+    ]
+
+
+def test_a_weight_that_is_kept_anyway_is_kept_once() -> None:
+    halves = Halves()
+    weight = halves.input("weight", 4, 8)
+    weight.meta[WEIGHT] = True
+    assert halves.part(halves.call("low", CONVERT, weight, BF16), weight)
+    assert halves.kept == ["weight"]
+
+
+def test_a_cast_of_another_input_is_kept() -> None:
+    halves = Halves()
+    x = halves.input("x", 4, 8)
+    assert not halves.part(halves.call("low", CONVERT, x, BF16))
+    assert halves.kept == ["low"]
+
+
+def test_a_weight_that_is_written_is_not_taken() -> None:
+    halves = Halves()
+    weight = halves.input("weight", 4, 8)
+    weight.meta[WEIGHT] = True
+    low = halves.call("low", CONVERT, weight, BF16)
+    halves.call("write", aten.copy_.default, weight, halves.call("sin", aten.sin.default, weight))
+    assert not halves.part(low)
+
+
+def test_a_rounded_value_is_kept_rounded() -> None:
+    halves = Halves()
+    value = halves.call("value", aten.sin.default, halves.input("x", 4, 8))
+    low = halves.call("low", CONVERT, value, BF16)
+    assert halves.part(halves.call("wide", CONVERT, low, torch.float32))
+    assert halves.kept == ["low"]
+
+
+@pytest.mark.parametrize(("taken", "changes"), [(1, False), (2, False), (3, True)])
+def test_parts_of_one_tensor_together(taken: int, changes: bool) -> None:
+    """Each part in FP32 is a quarter of the low tensor's elements: three of them take more."""
+    halves = Halves()
+    low = halves.call("low", aten.sin.default, halves.input("x", 4, 16, dtype=BF16))
+    parts = []
+    for number in range(taken):
+        part = halves.call(f"part{number}", aten.slice.Tensor, low, 1, 4 * number, 4 * number + 4)
+        parts.append(halves.call(f"wide{number}", CONVERT, part, torch.float32))
+    assert halves.part(*parts) is changes
+    assert (halves.kept == ["low"]) is changes
+
+
+def test_what_the_backward_computes_itself_is_not_handed_over() -> None:
+    halves = Halves()
+    low = halves.call("low", aten.sin.default, halves.input("x", 4, 8, dtype=BF16))
+    wide = halves.call("wide", CONVERT, low, torch.float32)
+    assert not halves.part(wide, recomputed=low)
