@@ -37,7 +37,7 @@ from ..torch_inside import pytree
 from ..torch_inside.autograd import GET_DATA, set_grad_enabled
 from ..torch_inside.modes import TorchDispatchMode, torch_functions_off
 from ..torch_inside.ops import HigherOrderOperator
-from ..torch_inside.tensors import is_functorch_wrapped_tensor
+from ..torch_inside.tensors import is_functorch_wrapped_tensor, unwrap_if_dead
 from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .history import current_tracer, derivation
 from .place import Place
@@ -83,7 +83,9 @@ def _spans(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
         elif change < 0:
             yield entered.pop(), i
         if (inputs := differentiates(node)) is not None:
-            yield min(order[user] for n in inputs for user in n.users), i
+            made = [n for n in inputs if n.op not in ("placeholder", "get_attr")]
+            read = (user for n in inputs for user in n.users)
+            yield min(order[n] for n in (*made, *read)), i
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -122,7 +124,7 @@ def write_out(
     def program(*values: Any) -> Any:
         results = live.results(pytree.tree_unflatten(list(values), structure))
         made.extend(results)
-        return tuple(r.detach() if isinstance(r, torch.Tensor) else r for r in results)
+        return tuple(results)
 
     entered = torch.is_grad_enabled()
     with disable_proxy_modes_tracing(), torch_functions_off():
@@ -136,7 +138,8 @@ def write_out(
     if torch.is_grad_enabled() is not left:
         set_grad_enabled(left)
     known: dict[Any, int] = {}
-    if derivation(made, twins, known) != derivation(results, leaves, known):
+    there, here = (pytree.tree_leaves(list(values)) for values in (made, results))
+    if derivation(there, twins, known) != derivation(here, leaves, known):
         raise CannotRewrite(
             "a derivative inside of the program has another one when it is written out"
         )
@@ -165,11 +168,15 @@ class _Live(fx.Interpreter):
                         set_inner_gradient(new)
                     if new.target is aten.detach.default and _detaches(node):
                         new.meta["mp_detaches"] = True
-        results = [self.env[node] for node in self._stretch.outputs]
+        # What autograd made of a level behind its end, as the pullback of a vjp does.
+        results = pytree.tree_map_only(
+            torch.Tensor, unwrap_if_dead, [self.env[node] for node in self._stretch.outputs]
+        )
         for value in pytree.tree_leaves(results):
             if isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
                 raise CannotRewrite("a value leaves a transform of torch.func by another way")
-        return results
+        found: list[Any] = results
+        return found
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Arguments:
         arguments = super().fetch_args_kwargs_from_env(n)
@@ -191,10 +198,15 @@ class _Live(fx.Interpreter):
 
 
 class _Noting(TorchDispatchMode):
-    """Notes at each operator that is recorded which grad mode it ran in."""
+    """Notes at each operator that is recorded which grad mode it ran in.
+
+    The zeros of forward mode, which have no memory, are plain ones here: what is computed with
+    such a zero is left out below autograd, where it is recorded.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(current_tracer().graph.nodes)
+        func = aten.zeros.default if func is aten._efficientzerotensor.default else func
         result = func(*args, **(kwargs or {}))
         for node in _last_of(current_tracer().graph, before):
             node.meta["mp_grad"] = torch.is_grad_enabled()
