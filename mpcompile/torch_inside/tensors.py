@@ -45,12 +45,12 @@ __all__ = [
     "copy_all",
     "holders",
     "is_functorch_wrapped_tensor",
-    "unwrap_if_dead",
     "make_contiguous_strides_for",
     "norm_of_each",
     "sparse_values",
     "storage_of",
     "suggest_memory_format",
+    "unwrap_if_dead",
 ]
 
 

@@ -306,7 +306,7 @@ class Program:
         found: list[Arrived] = []
         for grad in grads:
             one: Arrived | None = Arrived(running.env[grad])
-            if is_gradient(grad):
+            if is_gradient(grad) and grad.args[0] in running.backwards:
                 backward, i = grad.args
                 one = running.backwards[backward].arrived[i]  # type: ignore[index]
             assert one is not None
