@@ -84,8 +84,13 @@ else:
 IS_STATIC = "get_static_address_type"
 """The function of `builder` that tells whether a tensor is marked by `mark_static_address`."""
 
-CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
-"""The method of `OutputGraph` that refuses results whose graph a backward has used up."""
+CHECK_OUTPUTS = (
+    "_validate_outputs_safe_for_autograd_nodes",
+    "_check_requires_grad_intermediate_outputs",
+)
+"""The methods of `OutputGraph` that refuse results whose graph a backward has used up, and results
+computed from a leaf that the program has made; not every release has the second.
+"""
 
 __all__ = [
     "CHECK_OUTPUTS",

@@ -37,6 +37,7 @@ from .gradients import (
     go_backward,
     is_gradient,
     on_one_scale,
+    read_at_all,
     read_by_steps_alone,
     straighten,
 )
@@ -280,6 +281,7 @@ class Program:
             value(losses),
             value(inputs),
             masters=[self._real.get(n) for n in inputs],
+            read=read_at_all(node),
             direct=read_by_steps_alone(node),
             ran=running.forwards,
             **options,
