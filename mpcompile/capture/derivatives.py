@@ -29,8 +29,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from ..errors import CannotRewrite
-from ..ir import aten, set_inner_gradient
+from ..errors import CannotRewrite, MPCompileError
+from ..ir import aten, op_name, set_inner_gradient
 from ..ir.targets import AUTOCAST, CHECKPOINT, INVOKE_SUBGRAPH, differentiates, nesting
 from ..ir.units import is_tracked, twin
 from ..torch_inside import pytree
@@ -113,10 +113,12 @@ def write_out(
 
     Raises:
         CannotRewrite: it can't be written out exactly; says what.
+        MPCompileError: torch itself would get it wrong.
     """
     for node in stretch.nodes:
         if node.target in AUTOCAST:
             raise CannotRewrite("an autocast region begins or ends inside of a derivative")
+    _check_functions(gm, stretch, given)
     leaves, structure = pytree.tree_flatten(list(given))
     live = _Live(gm, stretch, place)
     made: list[Any] = []
@@ -144,6 +146,31 @@ def write_out(
             "a derivative inside of the program has another one when it is written out"
         )
     return dict(zip(stretch.outputs, results, strict=True))
+
+
+def _check_functions(gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any]) -> None:
+    """Refuse a user's autograd.Function that a stretch differentiates through, if the derivative
+    has one of its own. Dynamo keeps the backward of the function as a graph, which torch runs
+    without a history (read in 2.13): that derivative would lack a term, compiled unchanged as well.
+
+    Raises:
+        MPCompileError: there is one.
+    """
+    if not is_tracked(list(given)) or not any(map(differentiates, stretch.nodes)):
+        return
+    bodies = [getattr(gm, str(n.target), None) for n in stretch.nodes if n.op == "get_attr"]
+    graphs = [m.graph for b in bodies if isinstance(b, fx.GraphModule) for m in _graphs_in(b)]
+    for node in (*stretch.nodes, *(n for graph in graphs for n in graph.nodes)):
+        if op_name(node).endswith("autograd_function_apply"):
+            raise MPCompileError(
+                "a torch.autograd.Function is inside of a derivative that is differentiated "
+                "itself, and torch's compiler would lose a part of its gradient: write the "
+                "function with torch's operators, or leave what holds it uncompiled"
+            )
+
+
+def _graphs_in(body: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in body.modules() if isinstance(m, fx.GraphModule)]
 
 
 class _Live(fx.Interpreter):
@@ -204,6 +231,9 @@ class _Noting(TorchDispatchMode):
     such a zero is left out below autograd, where it is recorded.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(current_tracer().graph.nodes)
         func = aten.zeros.default if func is aten._efficientzerotensor.default else func
@@ -237,7 +267,7 @@ def _drop_detaches(graph: fx.Graph) -> None:
     """Leave out the detaches that autograd makes of results that it saves."""
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
         if "mp_detaches" not in node.meta:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
 

@@ -54,7 +54,7 @@ class Replay(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, place: Place) -> None:
         super().__init__(module)
-        self.place = place
+        self.place, self._gm = place, module
         self.current: fx.Node | None = None
         self._derivatives = stretches(module.graph)
         self._written_out: dict[fx.Node, Any] = {}
@@ -69,7 +69,7 @@ class Replay(fx.Interpreter):
         if (stretch := self._derivatives.get(n)) is not None:
             if n is stretch.nodes[0]:
                 given = [self.env[node] for node in stretch.inputs]
-                self._written_out.update(write_out(self.module, stretch, given, self.place))
+                self._written_out.update(write_out(self._gm, stretch, given, self.place))
             return self._written_out.pop(n, None)
         return super().run_node(n)
 
