@@ -40,7 +40,7 @@ def run(settings: Settings) -> Report:
     }
     ours = [f for by_name in found.values() for ways in by_name.values() for f in _ours(ways)]
     return Report(
-        "second_order",
+        f"second_order_{settings.device.type}",
         "Derivatives inside of what is compiled",
         paragraphs(__doc__),
         [

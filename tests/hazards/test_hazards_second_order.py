@@ -91,7 +91,7 @@ def test_o2(name: str, dtype: torch.dtype) -> None:
         assert (got - want).norm() < 2 * TOLERANCE[dtype] * want.norm()
 
 
-@pytest.mark.parametrize("name", ["energy and forces", "vmap of hessian"])
+@pytest.mark.parametrize("name", ["energy and forces", "per-sample gradients"])
 def test_under_inductor(name: str) -> None:
     found, wanted, _ = gradients(DERIVATIVES[name], BF16, "O1", "inductor")
     for got, want in zip(found, wanted, strict=True):
@@ -136,7 +136,7 @@ def test_a_function_inside_of_a_derivative_is_refused() -> None:
     """Torch traces its backward without a history: the gradient would lack a term, in FP32 too."""
     model = mpcompile(OfAFunction(), dtype=BF16, emit="aot_eager")
     with pytest.raises(
-        MPCompileError, match=r"torch\.autograd\.Function is inside of a derivative"
+        MPCompileError, match=r"Function is inside of a derivative"
     ):
         model(torch.randn(8, 16))
 
