@@ -57,7 +57,7 @@ def _eager(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
 
 
 def _compiled(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
-    whole = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    whole = torch.compile(lambda x: model(x), backend="aot_eager")
 
     def step(x: Tensor) -> None:
         with torch._dynamo.config.patch(trace_autograd_ops=True), torch.autocast("cpu", dtype):
