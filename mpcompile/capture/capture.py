@@ -29,6 +29,7 @@ from ..ir import (
     written,
 )
 from ..ir.fakes import fake_twin, like
+from ..ir.targets import SET_GRAD_ENABLED
 from ..ir.values import is_foreign
 from ..rules import UNKNOWN
 from ..torch_inside.amp import autocast_off
@@ -88,7 +89,7 @@ def capture(
     record_modes(traced.graph, around)
     # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):
-        if not node.users and not _is_impure(node):
+        if not node.users and (not _is_impure(node) or _is_superseded(node)):
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
@@ -179,6 +180,11 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return schema(node.target).is_mutable or node.is_impure()
     return node.op != "get_attr"
+
+
+def _is_superseded(node: fx.Node) -> bool:
+    """Whether it switches grad mode, and so does the next node."""
+    return node.target is SET_GRAD_ENABLED and node.next.target is SET_GRAD_ENABLED
 
 
 def _output_memory(traced: fx.GraphModule) -> list[int | None]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
 from ..ir import is_getitem, written
-from ..ir.units import grad_fns
+from ..ir.units import grad_fns, is_tracked
 from ..torch_inside import pytree
 
 
@@ -44,6 +44,51 @@ def known_as_before(operands: Any) -> Iterator[None]:
             node = node.all_input_nodes[0]
         if not written(node):
             set_proxy_slot(tensor, tracer, known)
+
+
+def derivation(values: Any, inputs: Any, known: dict[Any, int]) -> list[int | None]:
+    """How autograd derives from `inputs` the gradients of `values`: a number for each value, equal
+    for equal ones; None: it has none. Two derivations are equal where the same functions, in the
+    same order, lead from each value to each input. What leads to no input doesn't count.
+
+    Args:
+        known: what the numbers stand for; the same for all that are compared.
+    """
+    stops: dict[Any, Any] = {}
+    for i, value in enumerate(inputs):
+        if is_tracked(value):
+            edge = torch.autograd.graph.get_gradient_edge(value)
+            stops.setdefault((edge.node, edge.output_nr), ("input", i))
+    numbers: dict[Any, int | None] = {}
+
+    def way(edge: tuple[Any, int]) -> Any:
+        if edge[0] is None or edge in stops:
+            return stops.get(edge)
+        return None if (number := numbers[edge[0]]) is None else (number, edge[1])
+
+    def numbered(grad_fn: Any) -> int | None:
+        ways = tuple(map(way, grad_fn.next_functions))
+        if not any(ways):
+            return None
+        return known.setdefault((grad_fn.name(), ways), len(known))
+
+    def edge_of(value: Any) -> tuple[Any, int]:
+        if not is_tracked(value):
+            return None, 0
+        edge = torch.autograd.graph.get_gradient_edge(value)
+        return edge.node, edge.output_nr
+
+    edges = [edge_of(value) for value in values]
+    queue = [edge for edge in edges if edge[0] is not None and edge not in stops]
+    while queue:
+        grad_fn = queue[-1][0]
+        parents = [e for e in grad_fn.next_functions if e[0] is not None and e not in stops]
+        missing = [e for e in parents if e[0] not in numbers]
+        if not missing:
+            numbers[grad_fn] = numbered(grad_fn)
+            queue.pop()
+        queue += missing
+    return [known.setdefault(found, len(known)) if (found := way(e)) else None for e in edges]
 
 
 def has_custom_backward(result: Any, known: set[Any]) -> bool:

@@ -13,57 +13,38 @@ from ..errors import CannotRewrite
 from ..ir.dtypes import SHORT
 from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
-from ..ir.units import is_tracked
 from ..torch_inside import pytree
 from ..torch_inside.modes import torch_functions_off
 from .history import current_tracer
 from .place import Place
 
 
-def opaque_call(
-    node: fx.Node,
-    place: Place,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    what: str = "call",
-) -> Any:
+def opaque_call(node: fx.Node, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a node with the call of `node` of Dynamo's graph, on these arguments. Its result has
     the shape and dtype that Dynamo noted.
 
     In an autocast region such a dtype may be low; then a cast to FP32 follows.
 
-    Inside a functorch transform Dynamo's note of `requires_grad` is that of the level of the
-    transform, and says nothing of the levels below. There a result counts as tracked by autograd as
-    soon as an operand is: a value too many is scaled for nothing, one too few would be wrong.
-
-    Args:
-        what: "call" or "functorch", as `ir.is_opaque` and `ir.in_functorch` read it.
-
     Raises:
-        CannotRewrite: a functorch transform under autocast; or parameters are stored low: a body
-            is in the dtypes of the program, and the capture in FP32.
+        CannotRewrite: parameters are stored low: a body is in the dtypes of the program, and the
+            capture in FP32.
     """
     if place.stored is not None:
         raise CannotRewrite(f"{_name(node)} is called as it is, in {SHORT[place.stored]}")
     tracer = current_tracer()
     autocast = place.autocast()
-    if autocast is not None and what == "functorch":
-        raise CannotRewrite("torch.vmap or torch.func.grad is used under autocast")
     for module in pytree.tree_leaves((args, kwargs)):
         if isinstance(module, fx.GraphModule):
             _register(tracer.root, module)
     example = node.meta.get("example_value")  # none: the call returns nothing
-    noted = what != "functorch"
-    tracked = torch.is_grad_enabled() and is_tracked((args, kwargs))
     with disable_proxy_modes_tracing(), torch_functions_off():
         result = pytree.tree_map(
-            lambda v: _fresh(v, v.requires_grad if noted else tracked) if _is_tensor(v) else v,
-            example,
+            lambda v: _fresh(v, v.requires_grad) if _is_tensor(v) else v, example
         )
     proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
     entered = autocast and _switch(ENTER_AUTOCAST, (*autocast, True, None))
     proxy = tracer.create_proxy(node.op, node.target, proxy_args, proxy_kwargs)
-    proxy.node.meta["mp_opaque"] = what
+    proxy.node.meta["mp_opaque"] = True
     result = track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     if autocast is None:
         return result
@@ -77,7 +58,7 @@ def opaque_call(
 def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
     """A node that switches autocast around an opaque node; it is not part of the program."""
     node: fx.Node = current_tracer().create_node("call_function", target, args, {})
-    node.meta.update(mp_opaque="call", val=None)
+    node.meta.update(mp_opaque=True, val=None)
     return node
 
 

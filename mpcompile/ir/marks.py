@@ -176,6 +176,15 @@ def is_stored_low(node: fx.Node) -> bool:
     return "mp_stored_low" in node.meta
 
 
+def set_inner_gradient(node: fx.Node) -> None:
+    """Note that the node is a part of a backward that the program runs inside of itself."""
+    node.meta["mp_inner_gradient"] = True
+
+
+def is_inner_gradient(node: fx.Node) -> bool:
+    return "mp_inner_gradient" in node.meta
+
+
 def set_costs(node: fx.Node, value: dict[str, dict[str, int]]) -> None:
     """Note the planner's cost of each precision: "low" or "full" -> term -> bytes of traffic."""
     node.meta["mp_costs"] = value

@@ -13,7 +13,6 @@ from ..torch_inside.tensors import storage_of
 from .values import (
     attribute,
     captured,
-    in_functorch,
     is_op,
     is_opaque,
     op_name,
@@ -44,12 +43,8 @@ def memory(value: Any) -> set[int]:
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments of the node that it writes in place."""
     if is_opaque(node):
-        name = op_name(node)
-        writes = (
-            name == "setitem" or name.endswith("_") if in_functorch(node)
-            else _marks_dirty(node) if is_op(node)
-            else True  # a function of the user's: assume that it writes
-        )  # fmt: skip
+        # Of a function of the user's, assume that it writes.
+        writes = _marks_dirty(node) if is_op(node) else True
         return list(node.all_input_nodes) if writes else []
     places = rules.written_args(node.target)
     found: list[fx.Node] = []

@@ -130,8 +130,6 @@ def _tracked_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]
     inputs = gm.graph.find_nodes(op="placeholder")
     if not torch.is_grad_enabled() or not any(map(ir.requires_grad, inputs)):
         return
-    if any(map(ir.in_functorch, gm.graph.nodes)):
-        return  # stand-ins inside a transform have no history
     for node, tracked in history().made.items():
         if ir.requires_grad(node) and not tracked and not ir.is_opaque(node):
             yield f"{node.name} has lost its history"

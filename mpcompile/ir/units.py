@@ -139,13 +139,10 @@ class History(fx.Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A fresh twin of the input. It is no leaf: the graph may write to it."""
-        value = _like(self.node.meta.get("val"))
-        tracked = ir.requires_grad(self.node) and isinstance(value, torch.Tensor)
-        if not tracked:
-            return value
-        leaf = torch.empty_like(value, requires_grad=True)
-        (result,) = _Stand.apply([(value, True)], leaf)  # type: ignore[no-untyped-call]
-        self.inputs[self.node] = result.grad_fn
+        value = self.node.meta.get("val")
+        result = twin(value, tracked=ir.requires_grad(self.node))
+        if is_tracked(result):
+            self.inputs[self.node] = result.grad_fn
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -193,13 +190,7 @@ class History(fx.Interpreter):
         return pytree.tree_unflatten([value for value, _ in results], structure)
 
     def _differentiable(self) -> Callable[[int], bool]:
-        """Which results of the node have a gradient as soon as an operand has one.
-
-        Inside a functorch transform, all: what the capture noted there is Dynamo's word, which
-        counts the levels of the transform alone.
-        """
-        if ir.in_functorch(self.node):
-            return lambda i: True
+        """Which results of the node have a gradient as soon as an operand has one."""
         if ir.tensor(self.node) is not None:
             return lambda i: ir.requires_grad(self.node)
         parts = [user for user in self.node.users if ir.is_getitem(user)]
@@ -288,6 +279,19 @@ def _parents(grad_fn: GradFn, stop: Any) -> list[GradFn]:
 
 def _name(node: fx.Node | None, grad_fn: GradFn) -> str:
     return node.name if node is not None else str(grad_fn.name())
+
+
+def twin(value: Any, *, tracked: bool) -> Any:
+    """A new tensor of the same layout, tracked by autograd or not. It is no leaf: a program may
+    write to it. What is no tensor is returned as it is.
+    """
+    new = _like(value)
+    if not (tracked and isinstance(new, torch.Tensor)):
+        return new
+    with torch.enable_grad():
+        leaf = torch.empty_like(new, requires_grad=True)
+        (result,) = _Stand.apply([(new, True)], leaf)  # type: ignore[no-untyped-call]
+    return result
 
 
 def is_tracked(value: Any) -> bool:

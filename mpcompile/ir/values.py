@@ -26,19 +26,14 @@ def is_op(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether the call stays as Dynamo wrote it: a higher-order operator, a functorch transform."""
+    """Whether the call stays as Dynamo wrote it: a higher-order operator, a user's function."""
     return "mp_opaque" in node.meta
-
-
-def in_functorch(node: fx.Node) -> bool:
-    """Whether the node stands between the entry and the exit of a functorch transform."""
-    return node.meta.get("mp_opaque") == "functorch"
 
 
 def backward_is_unknown(node: fx.Node) -> bool:
     """Whether the node's backward is unknown code, or is known not to be linear."""
     if not is_op(node):
-        return is_opaque(node) and not in_functorch(node)
+        return is_opaque(node)
     return not rule(node).linear_backward or is_foreign(node)
 
 

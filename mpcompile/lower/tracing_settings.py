@@ -8,6 +8,9 @@
   stay in the graph. At each of them Dynamo would break it; in a loop, as over the experts of a
   mixture, it would leave the whole frame to Python. Not every graph with such a size can be
   compiled: `or_broken` lets Dynamo break it after all.
+* `trace_autograd_ops`, for `torch.autograd.grad(create_graph=True)` alone: what is computed from
+  such a gradient needs it in the same graph (`capture/derivatives.py`). At any other gradient, and
+  at a `backward()`, the graph ends, so that the compiled backward scales its gradients.
 * `ignore_logger_methods`: what a library says once in a process (`Logger.warning_once`, which
   transformers adds) is left out of the graph. Otherwise its models would have a graph break there,
   for good: Dynamo doesn't know that it was said.
@@ -41,6 +44,7 @@ from ..scaling import traced_gradients
 from ..torch_inside import aot, dynamo
 from ..torch_inside.dynamo import CallbackArgs
 from ..torch_inside.dynamo_names import RestartAnalysis, config
+from ..torch_inside.private_names import MissingInTorch
 from ..torch_inside.pytree import tree_leaves
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
@@ -76,7 +80,7 @@ def traced_with(
         patched: AbstractContextManager[Any] = config.patch(patches)
         return patched
 
-    wanted = [*contexts, set_all]
+    wanted = [*contexts, set_all, _inner_gradients]
     _listen()
 
     @functools.wraps(compiled)
@@ -95,6 +99,30 @@ def traced_with(
                 _close()
 
     return call
+
+
+def _differentiate(theirs: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's tracing of `torch.autograd.grad`."""
+    create_graph = kwargs.get("create_graph")
+    inner = create_graph is not None and create_graph.as_python_constant()
+    with config.patch(trace_autograd_ops=True) if inner else contextlib.nullcontext():
+        return theirs(variable, tx, *args, **kwargs)
+
+
+_GRAD = dynamo.calls_of_function(torch.autograd.grad, _differentiate)
+
+
+@contextlib.contextmanager
+def _inner_gradients() -> Iterator[None]:
+    """In this context, Dynamo traces gradients that are differentiated; no other thread compiles.
+    Where this torch can't, the graph ends at them.
+    """
+    with dynamo.compile_lock, contextlib.ExitStack() as undo:
+        with contextlib.suppress(MissingInTorch):
+            if not _GRAD.is_applied:  # by a function that is called in this one
+                _GRAD.apply()
+                undo.callback(_GRAD.revert)
+        yield
 
 
 def _left_out() -> set[Callable[..., Any]]:

@@ -40,7 +40,7 @@ def say_products_stay(nodes: Iterable[PlanNode]) -> None:
 @functools.cache
 def _say_products_stay(count: int, where: str) -> None:
     log.warning(
-        "mpcompile: %d matrix product%s in FP32 inside of calls whose bodies are not rewritten (a "
-        "transform of torch.func, torch.cond and its like, an autograd.Function): %s",
+        "mpcompile: %d matrix product%s in FP32 inside of calls whose bodies are not rewritten "
+        "(torch.cond and its like, an autograd.Function): %s",
         count, "s stay" if count > 1 else " stays", where,
     )  # fmt: skip

@@ -66,7 +66,7 @@ _WHY = "convolution: Tensor Cores, accumulates in FP32"
 _row(LOW, _WHY, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
      "conv_transpose3d", product="convolution", multiplies=True)
 _row(LOW, _WHY, "conv_tbc", product="conv_tbc", multiplies=True)
-_row(LOW, _WHY, "_convolution", multiplies=True)
+_row(LOW, _WHY, "_convolution convolution_backward", multiplies=True)
 
 _row(LOW, "fused attention: two matrix products, softmax in FP32 inside the kernel",
      "scaled_dot_product_attention", product="attention", masks="attn_mask", multiplies=True)

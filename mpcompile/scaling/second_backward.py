@@ -177,5 +177,7 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise MPCompileError(
             "the gradients of a compiled graph can't be differentiated (double backward, as for a "
-            "gradient penalty): leave the model that they go through uncompiled"
+            "gradient penalty): call torch.autograd.grad(create_graph=True) or torch.func.grad "
+            "inside of what is compiled, as mpcompile(step) of a function with forward, penalty "
+            "and backward, or in the model's forward; or leave the model uncompiled"
         )

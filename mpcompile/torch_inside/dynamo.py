@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .private_names import MissingInTorch, Part, private, probe
-from .replace import Spot, put
+from .replace import Replacement, Spot, put
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from torch._dynamo.variables.functions import FunctoolsPartialVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 else:
     _EFFECTS = "notes what the traced program sets"
     reset_code = private(
@@ -74,12 +75,22 @@ else:
     OptimizerVariable = private(
         "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
     )
+    TorchInGraphFunctionVariable = private(
+        "torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
+        "traces functions of torch's",
+        Part.COMPILE,
+    )
 
 IS_STATIC = "get_static_address_type"
 """The function of `builder` that tells whether a tensor is marked by `mark_static_address`."""
 
-CHECK_OUTPUTS = "_validate_outputs_safe_for_autograd_nodes"
-"""The method of `OutputGraph` that refuses results whose graph a backward has used up."""
+CHECK_OUTPUTS = (
+    "_validate_outputs_safe_for_autograd_nodes",
+    "_check_requires_grad_intermediate_outputs",
+)
+"""The methods of `OutputGraph` that refuse results whose graph a backward has used up, and results
+computed from a leaf that the program has made; not every release has the second.
+"""
 
 __all__ = [
     "CHECK_OUTPUTS",
@@ -92,6 +103,7 @@ __all__ = [
     "TensorifyScalarRestartAnalysis",
     "builder",
     "call_back",
+    "calls_of_function",
     "compile_lock",
     "compile_session",
     "graph_break",
@@ -123,6 +135,20 @@ def with_number(function: FunctionType, number: int) -> Any:
     """Dynamo's variable of `functools.partial(function, number)`, which nothing is guarded on."""
     numbers = [ConstantVariable.create(number)]
     return FunctoolsPartialVariable(UserFunctionVariable(function), numbers, {})
+
+
+def calls_of_function(function: Any, ours: Callable[..., Any]) -> Replacement:
+    """In place of how Dynamo traces calls of a function of torch's that it traces in a way of its
+    own: `ours(theirs, variable, tx, *args, **kwargs)`.
+    """
+
+    def find() -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
+        handlers = TorchInGraphFunctionVariable._get_handlers()
+        if function not in handlers:
+            raise MissingInTorch(f"torch {torch.__version__} has no own way to trace {function}")
+        return lambda wrap: put(Spot(handlers, function), wrap(handlers[function]))
+
+    return Replacement(find, ours)
 
 
 def call_back(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

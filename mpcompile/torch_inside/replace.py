@@ -43,7 +43,7 @@ class Spot(NamedTuple):
     """A name of a class, a module or a dict."""
 
     holder: Any
-    name: str
+    name: Any
 
     def held(self) -> Any:
         """What the holder itself has under this name."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import _foreach_norm as norm_of_each
     from torch._C import _storage_Use_Count as _use_count
     from torch._C._dynamo.guards import TensorGuards
-    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
     from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 else:
     check = private("torch:_check", "says what an operator expects", Part.COMPILE)
@@ -28,6 +28,9 @@ else:
     )
     is_functorch_wrapped_tensor = private(
         "torch._C._functorch:is_functorch_wrapped_tensor", "tells vmap's tensors", Part.COMPILE
+    )
+    unwrap_if_dead = private(
+        "torch._C._functorch:unwrap_if_dead", "takes a value out of a transform", Part.COMPILE
     )
     make_contiguous_strides_for = private(
         "torch._prims_common:make_contiguous_strides_for", "lays out gradients", Part.OPTIMIZER
@@ -47,6 +50,7 @@ __all__ = [
     "sparse_values",
     "storage_of",
     "suggest_memory_format",
+    "unwrap_if_dead",
 ]
 
 

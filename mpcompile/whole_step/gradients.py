@@ -108,11 +108,17 @@ def read_by_steps_alone(backward: fx.Node) -> set[int]:
     }
 
 
+def read_at_all(backward: fx.Node) -> set[int]:
+    """The gradients (by index) of a backward that anything reads."""
+    return {n.args[1] for n in backward.users if n.target is operator.getitem and n.users}  # type: ignore[misc]
+
+
 def go_backward(
     losses: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     *,
     masters: Sequence[Any],
+    read: set[int],
     direct: set[int],
     ran: Sequence[Ran],
     **options: Any,
@@ -121,6 +127,8 @@ def go_backward(
 
     Args:
         masters: for each input the parameter that it stands for, or None.
+        read: the inputs (by index) whose gradients anything reads. Of the others, one may have no
+            history: what a program has made a leaf of, to take a gradient inside of its forward.
         direct: the inputs (by index) whose gradients only steps read.
         ran: the forwards that have run.
         options: of `torch.autograd.grad`.
@@ -136,13 +144,15 @@ def go_backward(
         for r in ran
         if r.forward.scale is not None and r.counter is not None
     }
-    wanted = [*inputs, *(leaf for *_, leaf in reads), *counts.values()]
+    own = [x for i, x in enumerate(inputs) if x.requires_grad or i in read]
+    wanted = [*own, *(leaf for *_, leaf in reads), *counts.values()]
     given: Sequence[Any] = torch.autograd.grad(losses, wanted, allow_unused=True, **options)
-    own, rest = given[: len(inputs)], given[len(inputs) :]
+    gradients, rest = iter(given[: len(own)]), given[len(own) :]
     of_copies, overflows = rest[: len(reads)], rest[len(reads) :]
     found = {s: n.detach() for s, n in zip(counts, overflows, strict=True) if n is not None}
     arrived: list[Arrived | None] = []
-    for i, (grad, master) in enumerate(zip(own, masters, strict=True)):
+    for i, (x, master) in enumerate(zip(inputs, masters, strict=True)):
+        grad = next(gradients) if x.requires_grad or i in read else None
         scaled = [
             (r, read, g)
             for (r, read, _), g in zip(reads, of_copies, strict=True)

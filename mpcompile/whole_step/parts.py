@@ -1,7 +1,8 @@
 """The graph that Dynamo traced of a training step, cut into its parts.
 
     forward     what a loss is computed from: rewritten by the passes, as a graph of its own
-    backward    `torch.autograd.grad`, which is what Dynamo makes of `loss.backward()`
+    backward    `torch.autograd.grad`, which is what Dynamo makes of `loss.backward()`; a gradient
+                that a loss is computed from is a part of the forward, as any other value
     step        `mpcompile::take_step`
     plain       all else: what is done with gradients, metrics, an average of the weights
 
@@ -49,16 +50,27 @@ class Part:
 
 def is_training_step(graph: fx.Graph) -> bool:
     """Whether a graph of Dynamo's contains a backward."""
-    return bool(graph.find_nodes(op="call_function", target=BACKWARD))
+    return bool(backwards_of(graph))
+
+
+def backwards_of(graph: fx.Graph) -> list[fx.Node]:
+    """The backwards of a graph, in order: not the gradients that a later one's losses depend on."""
+    calls = graph.find_nodes(op="call_function", target=BACKWARD)
+    inner = ir.all_before({n for node in calls for n in listed(node.args[0])})
+    return [node for node in calls if node not in inner]
 
 
 def cut(graph: fx.Graph) -> list[Part]:
     """The parts of a training step, in order.
 
     Raises:
-        CannotRewrite: a loss depends on gradients, or a grad mode reaches across a backward.
+        CannotRewrite: a loss depends on a parameter that was written in place from gradients, or a
+            grad mode reaches across a backward.
     """
-    backwards = graph.find_nodes(op="call_function", target=BACKWARD)
+    backwards = backwards_of(graph)
+    inner = [n for n in graph.nodes if n.target is BACKWARD and n not in backwards]
+    if any(n.op == "placeholder" for n in _all_after(graph, inner)):
+        raise CannotRewrite("a loss is computed from gradients")
     behind = _all_after(graph, backwards)
     losses = {n for node in backwards for n in listed(node.args[0])}
     if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
@@ -69,7 +81,8 @@ def cut(graph: fx.Graph) -> list[Part]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        if node.op != "output" and node.target not in (BACKWARD, STEP) and node not in behind:
+        apart = node.op == "output" or node.target is STEP or node in backwards
+        if not apart and node not in behind:
             run.append(node)
             continue
         found += _parts_of_run(run, before, grad)

@@ -37,6 +37,7 @@ from .gradients import (
     go_backward,
     is_gradient,
     on_one_scale,
+    read_at_all,
     read_by_steps_alone,
     straighten,
 )
@@ -280,6 +281,7 @@ class Program:
             value(losses),
             value(inputs),
             masters=[self._real.get(n) for n in inputs],
+            read=read_at_all(node),
             direct=read_by_steps_alone(node),
             ran=running.forwards,
             **options,
@@ -306,7 +308,7 @@ class Program:
         found: list[Arrived] = []
         for grad in grads:
             one: Arrived | None = Arrived(running.env[grad])
-            if is_gradient(grad):
+            if is_gradient(grad) and grad.args[0] in running.backwards:
                 backward, i = grad.args
                 one = running.backwards[backward].arrived[i]  # type: ignore[index]
             assert one is not None

@@ -112,8 +112,8 @@ def _go_backward(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _accept_outputs(theirs: Any, output: Any, rv: Any, tx: Any) -> None:
-    """Dynamo's check that no result's graph was used up by a backward. `return loss` is what most
-    people write; `Program` returns such results detached, and refuses others that need a gradient.
+    """Dynamo's checks of results that need a gradient, which a backward has used up. `return loss`
+    is what most people write; `Program` returns such results detached, and refuses all others.
     """
 
 
@@ -143,7 +143,11 @@ class _Patches:
             self.groups,
             reads_of(optimizers, "step", functools.partial(self._read, _traced_step)),
             reads_of(optimizers, "zero_grad", functools.partial(self._read, _traced_zero_grad)),
-            method(dynamo.OutputGraph, dynamo.CHECK_OUTPUTS, _accept_outputs),
+            *(
+                method(dynamo.OutputGraph, name, _accept_outputs)
+                for i, name in enumerate(dynamo.CHECK_OUTPUTS)
+                if i == 0 or hasattr(dynamo.OutputGraph, name)
+            ),
             method(dynamo.builder, dynamo.IS_STATIC, _not_static),
         )
 

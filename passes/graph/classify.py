@@ -8,7 +8,8 @@ The first rule that applies wins:
    the user's policy by node, by module, by operator                                   -> as asked
 3. an autocast region of the user's own: disabled -> KEEP; another dtype -> that dtype
 4. the table (rules/table.py); an operator in no row                                   -> KEEP
-5. no low-precision kernel on this device                                              -> FULL
+5. a gradient that the program takes inside of itself, in FP16                         -> FULL
+6. no low-precision kernel on this device                                              -> FULL
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from mpcompile.ir.updates import nodes_of_updates
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 from mpcompile.torch_inside.ops import OpOverload, schema
+
+_INNER = "a gradient inside of the program: no loss scale keeps it in FP16's range"
 
 
 def classify(gm: fx.GraphModule, config: Config) -> bool:
@@ -57,8 +60,11 @@ def _decide(node: fx.Node, config: Config) -> Mark:
     if ir.is_getitem(node):
         return Mark(Precision.FOLLOW, By.TABLE, "part of a result", low)
     rule = ir.rule(node)
-    runs_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
-    if runs_low and rule.kind is not rules.Kind.VIEW and not config.has_kernel(node):
+    computes_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
+    computes_low &= rule.kind is not rules.Kind.VIEW
+    if computes_low and ir.is_inner_gradient(node) and low.compute is torch.float16:
+        return Mark(Precision.FULL, By.GUARD, _INNER, low)
+    if computes_low and not config.has_kernel(node):
         reason = f"no {ir.SHORT[low.compute]} kernel on {config.device.type}"
         return Mark(Precision.FULL, By.KERNEL, reason, low)
     return Mark(rule.precision, By.TABLE, rule.reason, low)

@@ -96,8 +96,6 @@ class _Scaler:
 
     def isolate(self, node: fx.Node) -> None:
         """Unscale the gradients that enter the node's backward, and scale those that leave it."""
-        if ir.in_functorch(node):
-            raise CannotRewrite(f"{ir.op_name(node)} is inside torch.vmap or torch.func.grad")
         for operand in node.all_input_nodes:
             if self.tracked(operand, node):
                 if operand in ir.written(node):

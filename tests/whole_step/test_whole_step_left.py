@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
 
-from mpcompile import MPCompileError, MPCompileWarning, mpcompile
+from mpcompile import MPCompileWarning, mpcompile
 
 Step = Callable[..., Any]
 
@@ -132,16 +133,20 @@ def test_an_autograd_function_is_traced(setting: Setting) -> None:
 
 
 @BOTH
-def test_a_loss_of_gradients(setting: Setting) -> None:
+def test_a_parameter_written_from_gradients(setting: Setting) -> None:
+    """A loss behind that depends on the written one: whose scale would its gradient have?"""
+
     def program(run: Run) -> Step:
         model = run.model(net())
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            x = x.clone().requires_grad_()
+            weight = model[0].weight
             loss = F.cross_entropy(model(x), y) * f
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            total = loss + slope.square().sum()
+            (slope,) = torch.autograd.grad(loss, weight)
+            with torch.no_grad():
+                weight -= 0.1 * slope
+            total = F.cross_entropy(model(x), y) * f
             total.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,10 +156,10 @@ def test_a_loss_of_gradients(setting: Setting) -> None:
 
     run = Run(True, setting)
     step = run.step(program(run))
-    before = [p.detach().clone() for p in run.models[0].parameters()]
-    with pytest.raises(MPCompileError, match="double backward"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MPCompileWarning)
         step(*batches(1)[0])
-    assert all(map(torch.equal, before, run.models[0].parameters()))
+    assert step.left == "a loss is computed from gradients"
 
 
 @BOTH
