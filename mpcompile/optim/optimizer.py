@@ -136,6 +136,12 @@ class MPOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._inner.defaults
 
+    def __getattr__(self, name: str) -> Any:
+        # An optimizer that averages weights (schedule-free ones) has these; trainers ask for them.
+        if name in ("train", "eval") and "_inner" in self.__dict__:
+            return getattr(self._inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim. Takes effect in the next step.
 
