@@ -30,10 +30,11 @@ def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
             _initialise(optimizer)
         updated = [(m.group, wide.get(m.param, m.param)) for m in members if m.updated]
         for group, param in updated if isinstance(optimizer, torch.optim.SGD) else ():
-            settings, state = optimizer.param_groups[group], optimizer.state[param]
-            moves = settings["momentum"] and not settings["dampening"]
-            if moves and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(param).detach()
+            settings = optimizer.param_groups[group]
+            if settings["momentum"] and not settings["dampening"]:
+                state = optimizer.state[param]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(param).detach()
     move_scalar_state(optimizer)
 
 

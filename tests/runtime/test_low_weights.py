@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import (
-    MPCompileError,
     MPCompileWarning,
     MPOptimizer,
     compiled_plans,
@@ -331,81 +330,6 @@ def test_without_masters_one_warning_says_what_is_lost() -> None:
         assert "without FP32 masters" in message
         assert "MPOptimizer(AdamW(...))" in message
         assert trained_by(lambda o: MPOptimizer(o, emit="eager"), compiled) == []
-
-
-# -- refused, and left as it is ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_trained_fp16_weights_are_refused(level: str) -> None:
-    with pytest.raises(MPCompileError, match=r"weight is float16.*model\.float\(\)"):
-        mpcompile(nn.Linear(4, 4).half(), level=level)
-    other = torch.compile(nn.Linear(4, 4).half(), backend="mpcompile", options={"level": level})
-    with pytest.raises(Exception, match=r"shape \(4, 4\) is float16.*model\.float\(\)"):
-        other(torch.randn(2, 4).half())
-    with torch.no_grad():
-        assert other(torch.randn(2, 4).half()).dtype is torch.float16
-
-
-def test_weights_in_another_dtype_than_asked_for_are_refused() -> None:
-    with pytest.raises(MPCompileError, match="dtype='bfloat16'"):
-        mpcompile(nn.Linear(4, 4).to(BF16), dtype="fp16")
-
-
-def test_the_dtype_is_that_of_the_weights() -> None:
-    model = nn.Linear(4, 4).half().requires_grad_(False)
-    mpcompile(model, **options())
-    model(torch.randn(2, 4).half())
-    (plan,) = compiled_plans(model)
-    assert plan.dtype == "float16"
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype is BF16
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        assert grad.dtype is BF16
-        return grad * 2
-
-
-class WithFunction(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Doubled.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return result
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: WithFunction(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))]
-)
-def test_what_only_knows_its_dtype_or_is_written_stays_as_it_is(make: Any) -> None:
-    """A user's function keeps getting BF16, and running statistics are updated."""
-    model = make().to(BF16)
-    plain = copy.deepcopy(model)
-    mpcompile(model, emit="aot_eager")
-    x = torch.randn(16, 8, dtype=BF16)
-    with pytest.warns(MPCompileWarning, match="left a graph as it is"):
-        mine = model(x)
-    theirs = plain(x)
-    mine.float().square().sum().backward()
-    theirs.float().square().sum().backward()
-    torch.testing.assert_close(mine, theirs)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
-
-
-def test_a_view_of_a_weight_is_one() -> None:
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x), self.weight.t()
-
-    model = mpcompile(Model(4, 4).to(BF16), **options())
-    _, view = model(torch.randn(2, 4, dtype=BF16))
-    assert view.data_ptr() == model.weight.data_ptr()
 
 
 # -- plans ---------------------------------------------------------------------------------------
