@@ -31,7 +31,12 @@ else:
 settings: Any = private("torch._functorch.config:patch", "sets AOTAutograd's options", Part.COMPILE)
 """`settings(name=value)`: a context, or a decorator, under which AOTAutograd compiles."""
 
+UNCHECKED = "saved_tensor_with_no_vc_check"
+"""AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept behind
+all others, and may be written before the backward."""
+
 __all__ = [
+    "UNCHECKED",
     "CopiedContext",
     "aot_autograd",
     "boxed",

@@ -24,7 +24,8 @@ casts cost.
 
 Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
 its own results, and the backward has a placeholder with the name of each such node. Weights bear
-`WEIGHT` among their notes; one that the forward writes is not taken.
+`WEIGHT` among their notes; one that the forward writes is not taken. What autograd doesn't check
+(`UNCHECKED`) stays as it is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.torch_inside.aot import UNCHECKED
 from mpcompile.torch_inside.ops import OpOverload
 from mpcompile.torch_inside.tensors import storage_of
 
@@ -71,12 +73,13 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     inner = {node.name for node in backward.nodes} - read.keys()
     kept = {place: node for place, node in enumerate(results) if place >= own_results
             and isinstance(node, fx.Node) and node.name in read}  # fmt: skip
+    checked = {place: node for place, node in kept.items() if not node.meta.get(UNCHECKED)}
     written = {_memory(write.args[0]) for write in forward.find_nodes(
         op="call_function", target=aten.copy_.default)}  # fmt: skip
     of_memory: dict[int, list[_Cast]] = {}
-    for place, node in kept.items():
+    for place, node in checked.items():
         cast = _cast(place, node, written)
-        if cast is not None and cast.source.name not in inner:
+        if cast and cast.source.name not in inner and not cast.source.meta.get(UNCHECKED):
             of_memory.setdefault(_memory(cast.source), []).append(cast)
     dropped = set[int]()
     for memory, casts in of_memory.items():
@@ -92,9 +95,9 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
             else:
                 read[source.name] = _placeholder(backward, source, before=old)
             _make(backward, cast.steps, read, in_place_of=old)
-    for place, node in list(kept.items()):
-        steps = _steps(node, read) if node in results[:own_results] else None
-        if steps:
+    for place, node in checked.items():
+        returned = node is kept.get(place) and node in results[:own_results]
+        if returned and (steps := _steps(node, read)):
             dropped.add(place)
             del kept[place]
             _make(backward, steps, read, in_place_of=read.pop(node.name))
@@ -127,7 +130,8 @@ def _source(node: fx.Node) -> fx.Node | None:
     alike = cast or target is aten._unsafe_view.default or target.is_view
     source = node.all_input_nodes[0]
     tensors = (ir.tensor(source), ir.tensor(node))
-    return source if alike and None not in tensors and source is node.args[0] else None
+    dense = all(t is not None and t.layout is torch.strided for t in tensors)
+    return source if alike and dense and source is node.args[0] else None
 
 
 def _saves(memory: int, casts: list[_Cast], others: list[fx.Node]) -> bool:

@@ -21,6 +21,7 @@ from mpcompile.ir import aten
 from mpcompile.lower import emitter
 from mpcompile.passes.joint.keep_sources import WEIGHT, keep_sources
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
+from mpcompile.torch_inside.aot import UNCHECKED
 
 BF16 = torch.bfloat16
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -303,6 +304,44 @@ def test_a_weight_that_is_written_is_not_taken() -> None:
     low = halves.call("low", CONVERT, weight, BF16)
     halves.call("write", aten.copy_.default, weight, halves.call("sin", aten.sin.default, weight))
     assert not halves.part(low)
+
+
+@pytest.mark.parametrize("unchecked", ["low", "wide"])
+def test_what_autograd_does_not_check_stays(unchecked: str) -> None:
+    halves = Halves()
+    low = halves.call("low", aten.sin.default, halves.input("x", 4, 8, dtype=BF16))
+    wide = halves.call("wide", CONVERT, low, torch.float32)
+    {"low": low, "wide": wide}[unchecked].meta[UNCHECKED] = True
+    assert not halves.part(wide)
+
+
+class Stashes(torch.autograd.Function):
+    """Keeps a tensor on `ctx` by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.wide, ctx.low = x.to(BF16).float(), weight.to(BF16)
+        return x.to(BF16).float() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient @ ctx.low.float().t(), ctx.wide.t() @ gradient
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+def test_a_function_that_keeps_tensors_by_itself(emit: str) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+    scale = nn.Parameter(torch.ones(WIDTH))
+    x, _ = batch()
+
+    def program(x: Tensor) -> Tensor:
+        return F.gelu((Stashes.apply(x * scale, weight) @ weight).float()).square().mean()
+
+    wanted = torch.autograd.grad(program(x), [weight, scale])
+    found = torch.autograd.grad(mpcompile(program, dtype=BF16, emit=emit)(x), [weight, scale])
+    for ours, exact in zip(found, wanted, strict=True):
+        assert float((ours - exact).norm()) < 3e-2 * float(exact.norm())
 
 
 def test_a_rounded_value_is_kept_rounded() -> None:
