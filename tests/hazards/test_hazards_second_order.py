@@ -135,9 +135,7 @@ class OfAFunction(nn.Module):
 def test_a_function_inside_of_a_derivative_is_refused() -> None:
     """Torch traces its backward without a history: the gradient would lack a term, in FP32 too."""
     model = mpcompile(OfAFunction(), dtype=BF16, emit="aot_eager")
-    with pytest.raises(
-        MPCompileError, match=r"Function is inside of a derivative"
-    ):
+    with pytest.raises(MPCompileError, match=r"Function is inside of a derivative"):
         model(torch.randn(8, 16))
 
 
