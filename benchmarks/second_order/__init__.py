@@ -5,7 +5,8 @@ transform of torch.func or control flow. It runs op by op (`aot_eager`); the pro
 products it calls, forward and backward, with which sizes and dtypes. "off" is the largest distance
 of a parameter's gradient from that of the same program in FP64, relative to its norm. The level is
 O1. `compile + autocast` has `torch._dynamo.config.trace_autograd_ops` set, without which it breaks
-its graph at `torch.autograd.grad`, and can't go backward.
+its graph at `torch.autograd.grad`, and can't go backward. Neither autocast has a GradScaler, so in
+FP16 their distances tell nothing of one that has.
 """
 
 from __future__ import annotations

@@ -131,7 +131,10 @@ def write_out(
     entered = torch.is_grad_enabled()
     with disable_proxy_modes_tracing(), torch_functions_off():
         twins = [twin(value, tracked=is_tracked(value)) for value in leaves]
-        traced = make_fx(program, tracing_mode="real", _allow_non_fake_inputs=True)(*twins)
+        # Without a table, torch 2.14 records a detach as an alias.
+        traced = make_fx(
+            program, decomposition_table={}, tracing_mode="real", _allow_non_fake_inputs=True
+        )(*twins)
         left = torch.is_grad_enabled()
         set_grad_enabled(entered)
     _drop_detaches(traced.graph)
