@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from mpcompile import MPCompileError, MPOptimizer
+from mpcompile import LossScale, MPCompileError, MPOptimizer
+from mpcompile.optim.checks import check_group
 from mpcompile.optim.eager import op_by_op
+from mpcompile.scaling import parameters
 
 SHAPES = ((6, 5), (5,), ())
 BF16 = torch.bfloat16
@@ -186,9 +188,6 @@ def test_weights_that_were_swapped_for_an_evaluation_come_back_exactly() -> None
 
 
 def test_a_skipped_step_keeps_what_the_user_wrote() -> None:
-    from mpcompile import LossScale
-    from mpcompile.scaling import parameters
-
     both = ByHand(MAKE["adamw"])
     scale = LossScale.dynamic()
     for p in both.params:  # as a scaled graph notes it
@@ -322,3 +321,13 @@ def test_memory() -> None:
     assert held["masters"] == 4.0
     assert held["copies"] == held["gradients"] == 2.0
     assert held["state"] == pytest.approx(8.0, abs=0.01)
+
+
+def test_zero_is_refused() -> None:
+    """As an MPOptimizer over a `ZeroRedundancyOptimizer` asks it of each param group."""
+    for dtype in (torch.float16, BF16):
+        with pytest.raises(MPCompileError, match="use FSDP2"):
+            check_group(
+                "ZeroRedundancyOptimizer", {"params": [nn.Parameter(torch.ones(2).to(dtype))]}
+            )
+    check_group("ZeroRedundancyOptimizer", {"params": [nn.Parameter(torch.ones(2))]})
