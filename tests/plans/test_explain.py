@@ -95,7 +95,8 @@ def test_a_sum_of_gradients_belongs_to_none() -> None:
 def test_what_is_computed_again() -> None:
     """The checkpointed part, up to the input of its last product."""
     found = backward(Checkpointed(), X, dtype=torch.bfloat16)
-    again = {n.forward for n in found if n.recomputed}
+    # (A product's weight is cast and turned again, not the product made.)
+    again = {n.forward for n in found if n.recomputed and n.op != "aten::permute"}
     assert {"linear", "gelu"} <= again
     assert not {"linear_2"} & again
     # Outside of a checkpoint the product is kept.
