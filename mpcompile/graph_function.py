@@ -68,8 +68,7 @@ def function_of(
     # Both must come before `_emit`, which may change the graph.
     constant = constants_of(graph) if scale is not None else ()
     searches = scale is not None and _searches(scale, graph, how, target.device)
-    zeros = graph.graph.find_nodes(op="call_function", target=ir.aten._efficientzerotensor.default)
-    joint = joint_passes(settings.level, target.device, forward_mode=bool(zeros))
+    joint = joint_passes(settings.level, target.device)
     compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
     reader = known.reader_for(planned)
     if reader is not None and settings.true_gradients:

@@ -42,6 +42,7 @@ from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .history import current_tracer, derivation
 from .place import Place
 
+_ZEROS = "aten::_efficientzerotensor"
 _DETACHES = ("detach", "detach_")
 
 
@@ -237,7 +238,7 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(current_tracer().graph.nodes)
-        func = aten.zeros.default if func is aten._efficientzerotensor.default else func
+        func = aten.zeros.default if func.name() == _ZEROS else func
         result = func(*args, **(kwargs or {}))
         for node in _last_of(current_tracer().graph, before):
             node.meta["mp_grad"] = torch.is_grad_enabled()

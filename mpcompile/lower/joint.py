@@ -68,22 +68,19 @@ class JointPasses:
 NO_PASSES = JointPasses()
 
 
-def joint_passes(
-    level: Level, device: torch.device, *, whole: bool = False, forward_mode: bool = False
-) -> JointPasses:
+def joint_passes(level: Level, device: torch.device, *, whole: bool = False) -> JointPasses:
     """The passes for a graph compiled at `level`.
 
     Args:
         level: O1, O2 or O3.
         device: it is compiled for.
         whole: forward and backward stay one graph.
-        forward_mode: it holds zeros that forward mode makes, as a whole step may.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
     there = capabilities(device)
     widens = level is Level.O1 and there.products_leave_in_fp32()
-    zeros = (fill_zeros,) if (whole or forward_mode) and ZEROS_ARE_REUSED.is_here() else ()
+    zeros = (fill_zeros,) if whole and ZEROS_ARE_REUSED.is_here() else ()
     images: tuple[JointPass, ...] = ()
     if there.convolves_channels_last:
         images = (lay_channels_last,) if whole else ()

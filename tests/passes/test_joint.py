@@ -101,11 +101,6 @@ def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert passes_for("cpu", whole=True).lowered == ZEROS
 
 
-def test_graphs_with_transforms_have_one_more() -> None:
-    lowered = (*ZEROS, *LOWERED_ON_CUDA)
-    assert passes_for(forward_mode=True) == dataclasses.replace(OURS, lowered=lowered)
-
-
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert passes_for() == CHECKS
