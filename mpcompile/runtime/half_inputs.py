@@ -1,19 +1,27 @@
 """Half inputs of an FP32 model are widened to FP32 at its entry, which is exact.
 
 Otherwise they would fail before a backend sees them. The first LOW operator narrows them again.
+
+What the program then reads are copies. A program that writes to such an input would write to the
+copy alone, and a cast in it (`h = x.float()`) would be the input itself: such a call is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..torch_inside import pytree
+from ..torch_inside.autograd import version
 
-__all__ = ["widened", "widens_inputs"]
+__all__ = ["refuse_written", "widened", "widens_inputs"]
+
+Widened = tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]
 
 
 def widens_inputs(module: nn.Module) -> bool:
@@ -21,16 +29,35 @@ def widens_inputs(module: nn.Module) -> bool:
     return not any(p.dtype in HALF for p in module.parameters())
 
 
-def widened(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with its half tensors, at any depth, in FP32."""
+def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Widened:
+    """The arguments of a call, with its half tensors, at any depth, in FP32; and those tensors."""
+    made: list[torch.Tensor] = []
     if not _has_half(args, kwargs):
-        return args, kwargs
-    wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda x: x.float() if _is_half(x) else x, (args, kwargs)
-    )
-    return wide
+        return args, kwargs, made
+
+    def wide(value: Any) -> Any:
+        if not _is_half(value):
+            return value
+        with torch.inference_mode(False):  # what is made in that mode counts no writes
+            made.append(value.float())
+        return made[-1]
+
+    args, kwargs = pytree.tree_map(wide, (args, kwargs))
+    return args, kwargs, made
+
+
+def refuse_written(made: Sequence[torch.Tensor]) -> None:
+    """Refuse a call that has written to an input that was widened.
+
+    Raises:
+        MPCompileError: it has.
+    """
+    if any(version(tensor) for tensor in made):
+        raise MPCompileError(
+            "the model writes to an input in half precision, of which it was handed a copy in "
+            "FP32: the result may be wrong, and the input is as it was. Hand it FP32, or write to "
+            "a clone in forward"
+        )
 
 
 def _has_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

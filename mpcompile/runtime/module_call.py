@@ -21,7 +21,7 @@ doesn't do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
-from .half_inputs import widened, widens_inputs
+from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import Looking, enter_by_itself, entry
 from .outside_products import aside
 from .owned_backend import compiled_by
@@ -146,9 +146,11 @@ class ModuleCall:
         self._look_at_forward()
         if self._is_stale():
             self._compiled = self._compile()
+        made: Sequence[torch.Tensor] = ()
         if self._widens:
-            args, kwargs = widened(args, kwargs)
+            args, kwargs, made = widened(args, kwargs)
         result = self._compiled(*args, **kwargs)
+        refuse_written(made)
         if not self._told and not torch.compiler.is_dynamo_compiling():
             if torch.is_grad_enabled():
                 uncalled.called(self._module)

@@ -24,7 +24,7 @@ casts cost.
 
 Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
 its own results, and the backward has a placeholder with the name of each such node. Weights bear
-`WEIGHT` among their notes; one that the forward writes is not taken. What autograd doesn't check
+`WEIGHT` among their notes. What the forward writes is not taken. What autograd doesn't check
 (`UNCHECKED`) stays as it is.
 """
 
@@ -78,8 +78,10 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
         op="call_function", target=aten.copy_.default)}  # fmt: skip
     of_memory: dict[int, list[_Cast]] = {}
     for place, node in checked.items():
-        cast = _cast(place, node, written)
-        if cast and cast.source.name not in inner and not cast.source.meta.get(UNCHECKED):
+        cast = _cast(place, node)
+        if cast is None or _memory(cast.source) in written:  # the backward would read what it wrote
+            continue
+        if cast.source.name not in inner and not cast.source.meta.get(UNCHECKED):
             of_memory.setdefault(_memory(cast.source), []).append(cast)
     dropped = set[int]()
     for memory, casts in of_memory.items():
@@ -106,7 +108,7 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     return changed
 
 
-def _cast(place: int, kept: fx.Node, written: set[int]) -> _Cast | None:
+def _cast(place: int, kept: fx.Node) -> _Cast | None:
     """What a tensor was cast from, if that is a weight, or narrower than the tensor."""
     best, node, steps = None, kept, tuple[fx.Node, ...]()
     while (source := _source(node)) is not None:
@@ -116,7 +118,7 @@ def _cast(place: int, kept: fx.Node, written: set[int]) -> _Cast | None:
         if ir.dtype(node).itemsize < least or (best and best.source is steps[0] and not is_cast):
             best = _Cast(place, kept, node, steps)
     is_cast = any(ir.dtype(step) is not ir.dtype(node) for step in steps)
-    if WEIGHT in node.meta and is_cast and _memory(node) not in written:
+    if WEIGHT in node.meta and is_cast:
         return _Cast(place, kept, node, steps)
     return best
 

@@ -91,6 +91,28 @@ def test_half_inputs_are_taken_by_an_fp32_model() -> None:
     torch.testing.assert_close(out, Net.forward(model, x.half().float()), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_model_that_writes_to_a_half_input_is_refused(mode: Any) -> None:
+    """In it, `x.float()` would be the widened input itself, and the caller's is not written."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = x.float()
+            x.mul_(2)
+            return self.fc(x) + before
+
+    model = mpcompile(Writes(), dtype=torch.bfloat16, emit="eager", strict=True)
+    with mode():
+        model(torch.randn(4, 8))
+        for _ in range(2):
+            with pytest.raises(MPCompileError, match="writes to an input in half precision"):
+                model(torch.randn(4, 8, dtype=torch.bfloat16))
+
+
 def test_half_inputs_are_found_at_any_depth() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
