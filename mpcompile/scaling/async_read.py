@@ -77,7 +77,8 @@ class Later:
         if self._numbers is None:
             if self._place is not None and not self._place.event.query():
                 return None
-            self._numbers = tuple([mirror.item() for mirror in self._mirrors])  # of the host
+            # Read the memory directly: the tensor's `.item()` is an operator that may synchronise.
+            self._numbers = tuple([mirror.numpy().item() for mirror in self._mirrors])
             if self._place is not None and self._looks is not None:
                 self._looks.take_back(self._place)
             self._place, self._mirrors = None, ()
