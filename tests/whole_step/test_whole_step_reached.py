@@ -98,7 +98,7 @@ def test_all_is_reached(make: Make) -> None:
     [
         (plain, "calls_of", "backward", "its backward() in a way that is not known"),
         (reads_settings, "reads_of", "param_groups", "param_groups in a way"),
-        (plain, "method", tracing.dynamo.CHECK_OUTPUTS, "consumed"),
+        (plain, "method", tracing.dynamo.CHECK_OUTPUTS[0], "consumed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -123,7 +123,7 @@ def test_a_rate_that_is_set_is_seen_without_any(
 
 
 def test_optimizers_are_as_they_were_where_a_place_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing.dynamo, "CHECK_OUTPUTS", "check_that_never_was")
+    monkeypatch.setattr(tracing.dynamo, "CHECK_OUTPUTS", ("check_that_never_was",))
     before = torch_as_it_is()
     with pytest.warns(MPCompileWarning, match="OutputGraph.check_that_never_was is not there"):
         agree(plain)
