@@ -207,7 +207,7 @@ def _run(
 ) -> None:
     """Call the model, and say what is wrong where that fails."""
     if widens_inputs(twin):
-        args, kwargs, _ = widened(args, kwargs)
+        args, kwargs = widened(args, kwargs)
     name = type(twin).__name__
     try:
         call(*args, **kwargs)

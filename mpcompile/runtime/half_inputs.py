@@ -21,7 +21,7 @@ from ..torch_inside.autograd import version
 
 __all__ = ["refuse_written", "widened", "widens_inputs"]
 
-Widened = tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def widens_inputs(module: nn.Module) -> bool:
@@ -29,21 +29,28 @@ def widens_inputs(module: nn.Module) -> bool:
     return not any(p.dtype in HALF for p in module.parameters())
 
 
-def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Widened:
-    """The arguments of a call, with its half tensors, at any depth, in FP32; and those tensors."""
-    made: list[torch.Tensor] = []
+def widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any], made: list[torch.Tensor] | None = None
+) -> Arguments:
+    """The arguments of a call, with its half tensors, at any depth, in FP32.
+
+    Args:
+        made: takes the FP32 tensors, for `refuse_written`.
+    """
     if not _has_half(args, kwargs):
-        return args, kwargs, made
+        return args, kwargs
 
     def wide(value: Any) -> Any:
         if not _is_half(value):
             return value
         with torch.inference_mode(False):  # what is made in that mode counts no writes
-            made.append(value.float())
-        return made[-1]
+            new = value.float()
+        if made is not None:
+            made.append(new)
+        return new
 
-    args, kwargs = pytree.tree_map(wide, (args, kwargs))
-    return args, kwargs, made
+    found: Arguments = pytree.tree_map(wide, (args, kwargs))
+    return found
 
 
 def refuse_written(made: Sequence[torch.Tensor]) -> None:

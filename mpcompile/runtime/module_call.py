@@ -21,7 +21,7 @@ doesn't do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -146,9 +146,9 @@ class ModuleCall:
         self._look_at_forward()
         if self._is_stale():
             self._compiled = self._compile()
-        made: Sequence[torch.Tensor] = ()
+        made: list[torch.Tensor] = []
         if self._widens:
-            args, kwargs, made = widened(args, kwargs)
+            args, kwargs = widened(args, kwargs, made)
         result = self._compiled(*args, **kwargs)
         refuse_written(made)
         if not self._told and not torch.compiler.is_dynamo_compiling():
