@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,11 @@ from mpcompile.scaling.copies import copies_of
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 
 from mpcompile.integrations.accelerate import MPCompileAccelerator
 
 LIMIT, ACCUMULATED = 0.2, 2
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def net() -> nn.Module:

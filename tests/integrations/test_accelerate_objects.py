@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,11 @@ from mpcompile.records import compiled_in
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
 from mpcompile.integrations.accelerate import MPCompileAccelerator
 
 FP16 = {"dtype": torch.float16, "emit": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def ours(options: Any = None, **more: Any) -> MPCompileAccelerator:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from examples import finetune_bf16
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def test_masters_keep_what_bf16_weights_lose() -> None:

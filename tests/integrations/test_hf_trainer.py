@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from mpcompile.scaling.copies import copies_of
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from small_gpt import gpt, rows
 from transformers import Trainer, TrainingArguments
 
@@ -32,15 +30,6 @@ from mpcompile.integrations.huggingface import MPCompileMixin, MPCompileTrainer
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def trainer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState
 
 from examples import accelerate_loop, hf_trainer
 
@@ -20,14 +18,6 @@ from examples import accelerate_loop, hf_trainer
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXAMPLES = [hf_trainer, accelerate_loop]
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: m.__name__)
