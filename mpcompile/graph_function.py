@@ -57,7 +57,7 @@ def function_of(
     _heed_the_device(planned, target)
     known.note_read_in_full(planned)
     reduced_in = target.low if settings.reduces_low else None
-    shardings.enter(graph, examples, reduced_in, scale, hooked=settings.reduces_low)
+    sharded = shardings.enter(graph, examples, reduced_in, scale, hooked=settings.reduces_low)
     working = [
         fake_of_fixed_size(copy.stored.detach().requires_grad_(master.requires_grad))
         for master, copy in known.copies_for(planned)
@@ -68,7 +68,7 @@ def function_of(
     # Both must come before `_emit`, which may change the graph.
     constant = constants_of(graph) if scale is not None else ()
     searches = scale is not None and _searches(scale, graph, how, target.device)
-    joint = joint_passes(settings.level, target.device)
+    joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
     compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
     reader = known.reader_for(planned)
     if reader is not None and settings.true_gradients:

@@ -45,6 +45,9 @@ class Capabilities:
             channels-last, and Inductor lays out so what some of them read only.
         unscales_together: whether a launch costs more than a look at a small gradient, so that
             gradients are unscaled many at once, by the kernel that a GradScaler launches.
+        keeps_casts: whether the low cast of a weight is kept for the backward by those who haven't
+            asked for memory: 2 bytes an element until then. Casting it again is a launch and 6
+            bytes of traffic an element.
         wants_alignment: whether products of unaligned sizes take longer.
         large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
@@ -62,6 +65,7 @@ class Capabilities:
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False
     unscales_together: ClassVar[bool] = False
+    keeps_casts: ClassVar[bool] = True
     wants_alignment: ClassVar[bool] = True
     large_sizes: ClassVar[bool] = True
 

@@ -30,7 +30,7 @@ from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor
-from ..torch_inside.aot import min_cut_rematerialization_partition
+from ..torch_inside.aot import CHECKPOINTED, min_cut_rematerialization_partition
 from ..torch_inside.inductor import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 
 OPTION = "joint_custom_post_pass"
@@ -58,23 +58,30 @@ class JointPasses:
         joint: for the joint graph, in their order.
         halves: for the forward and the backward that become of it.
         lowered: for the graph behind Inductor's own passes, as it is lowered.
+        keeps_casts: whether the backward gets the low casts of weights that the partitioner keeps
+            for it, unless the program has a checkpoint; else it casts the weights again.
     """
 
     joint: tuple[JointPass, ...] = ()
     halves: tuple[HalvesPass, ...] = ()
     lowered: tuple[JointPass, ...] = ()
+    keeps_casts: bool = False
 
 
 NO_PASSES = JointPasses()
 
 
-def joint_passes(level: Level, device: torch.device, *, whole: bool = False) -> JointPasses:
+def joint_passes(
+    level: Level, device: torch.device, *, whole: bool = False, spares: bool = False
+) -> JointPasses:
     """The passes for a graph compiled at `level`.
 
     Args:
         level: O1, O2 or O3.
         device: it is compiled for.
         whole: forward and backward stay one graph.
+        spares: the user asks for memory at the cost of time: with `recompute`, or with FSDP2, which
+            frees weights between their uses.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
@@ -91,6 +98,7 @@ def joint_passes(level: Level, device: torch.device, *, whole: bool = False) -> 
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *checks),
+        keeps_casts=there.keeps_casts and not spares,
     )
 
 
@@ -117,7 +125,7 @@ def with_joint_passes(
     if lowered := [one for one in passes.lowered if one not in refused]:
         given[LOWERED] = _behind(setting(LOWERED), lowered)
     if passes.halves:
-        given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves)
+        given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves, passes.keeps_casts)
     return given or None
 
 
@@ -161,20 +169,30 @@ class InOrder(CustomGraphPass):
 
 
 class AndThen(CustomPartitionerFn):
-    """The partitioner of the user or of Inductor, and then passes over what it made."""
+    """The partitioner of the user or of Inductor, and then passes over what it made.
 
-    def __init__(self, theirs: CustomPartitionerFn | None, passes: Sequence[HalvesPass]) -> None:
-        self.theirs, self.passes = theirs, passes
+    They see which inputs are weights, unless casts of weights are kept: see `JointPasses`.
+    """
+
+    def __init__(
+        self,
+        theirs: CustomPartitionerFn | None,
+        passes: Sequence[HalvesPass],
+        keeps_casts: bool = False,
+    ) -> None:
+        self.theirs, self.passes, self.keeps_casts = theirs, passes, keeps_casts
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Part the joint graph as without mpcompile; run each pass."""
         partition = self.theirs or min_cut_rematerialization_partition
+        has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        inputs = forward.graph.find_nodes(op="placeholder")
-        for number in kwargs.get("static_lifetime_input_indices") or ():
-            inputs[number].meta[WEIGHT] = True
+        if has_checkpoint or not self.keeps_casts:
+            inputs = forward.graph.find_nodes(op="placeholder")
+            for number in kwargs.get("static_lifetime_input_indices") or ():
+                inputs[number].meta[WEIGHT] = True
         for pass_ in self.passes:
             if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
                 forward.recompile()
@@ -186,7 +204,7 @@ class AndThen(CustomPartitionerFn):
         for Inductor's own, although it means "don't cache": one that no other has is never found.
         """
         theirs = (self.theirs.uuid() or uuid4()) if self.theirs else "Inductor's"
-        return (theirs, *map(_source_of, self.passes))
+        return (theirs, self.keeps_casts, *map(_source_of, self.passes))
 
 
 def _source_of(pass_: Callable[..., bool]) -> bytes:

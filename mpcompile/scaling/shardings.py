@@ -42,8 +42,8 @@ def enter(
     scale: LossScale | None,
     *,
     hooked: bool,
-) -> None:
-    """A graph was compiled.
+) -> bool:
+    """A graph was compiled. Returns whether it reads parameters that FSDP has gathered.
 
     Args:
         captured: the rewritten graph; or the one that was left in FP32.
@@ -55,7 +55,8 @@ def enter(
     placeholders = captured.graph.find_nodes(op="placeholder")[: len(inputs)]
     pairs = zip(inputs, placeholders, strict=True)
     read = {id(x): (x, node) for x, node in pairs if isinstance(x, torch.nn.Parameter)}
-    for shard in fsdp.shards_of(parameter for parameter, _ in read.values()):
+    shards = fsdp.shards_of(parameter for parameter, _ in read.values())
+    for shard in shards:
         sharding = _known.get(shard.group)
         if sharding is None:
             sharding = _known[shard.group] = Sharding(shard.group)
@@ -65,6 +66,7 @@ def enter(
         sharding.gathers.add(shard.holder, low if casts else None)
         if torch.is_grad_enabled():
             sharding.reduces.add(shard.holder, gradients_in(low, scale))
+    return bool(shards)
 
 
 def before_step(optimizer: Optimizer) -> None:

@@ -35,7 +35,11 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 """AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept behind
 all others, and may be written before the backward."""
 
+CHECKPOINTED = "recompute"
+"""AOTAutograd's note on a node of a joint graph that stands in a checkpoint of the program's."""
+
 __all__ = [
+    "CHECKPOINTED",
     "UNCHECKED",
     "CopiedContext",
     "aot_autograd",

@@ -23,9 +23,9 @@ The same values go through the same operators, so that nothing changes but the m
 casts cost.
 
 Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
-its own results, and the backward has a placeholder with the name of each such node. Weights bear
-`WEIGHT` among their notes. What the forward writes is not taken. What autograd doesn't check
-(`UNCHECKED`) stays as it is.
+its own results, and the backward has a placeholder with the name of each such node. Weights
+whose casts are not to be kept bear `WEIGHT` among their notes. What the forward writes is not
+taken. What autograd doesn't check (`UNCHECKED`) stays as it is.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from mpcompile.torch_inside.ops import OpOverload
 from mpcompile.torch_inside.tensors import storage_of
 
 WEIGHT = "mp_weight"
-"""Note on an input of the forward whose memory is there as long as the model: a parameter, a
-buffer."""
+"""Note on an input of the forward whose memory is there as long as the model (a parameter, a
+buffer), and which the backward is to cast again."""
 _MOST = 16
 """Of the operators that make a result again."""
 _CONVERT = torch.ops.prims.convert_element_type.default

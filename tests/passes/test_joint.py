@@ -46,10 +46,10 @@ from mpcompile.torch_inside.inductor import PRE_FUSION
 
 LOWERED_ON_CUDA = (lay_low_images, unscale_together)
 IMAGES = JointPasses(lowered=(lay_low_images,))
-CHECKS = JointPasses(lowered=(unscale_together,))
+CHECKS = JointPasses(lowered=(unscale_together,), keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
-ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA)
-WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA)
+ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA, keeps_casts=True)
+WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA, keeps_casts=True)
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
@@ -99,6 +99,20 @@ def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         assert passes_for("cuda", level, whole=True).lowered == (*ZEROS, lay_low_images)
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
     assert passes_for("cpu", whole=True).lowered == ZEROS
+
+
+def test_casts_of_weights_are_kept_where_memory_is_not_asked_for() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    kept = [joint_passes(Level.O1, at, spares=spares).keeps_casts
+            for at in (cuda, cpu) for spares in (False, True)]  # fmt: skip
+    assert kept == [True, False, False, False]
+
+
+def test_caches_know_whether_casts_are_kept() -> None:
+    given = (with_joint_passes(None, JointPasses(halves=ON_CPU.halves, keeps_casts=keeps))
+             for keeps in (False, True))  # fmt: skip
+    one, other = (options[PARTITIONER].uuid() for options in given if options)
+    assert one != other
 
 
 def test_not_where_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from mpcompile import MPCompileWarning, compiled_plans, ir, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
+from mpcompile.devices.cpu import CPU
 from mpcompile.ir import aten
 from mpcompile.lower import emitter
 from mpcompile.passes.joint.keep_sources import WEIGHT, keep_sources
@@ -149,6 +150,19 @@ def test_a_checkpoint_keeps_no_casts_of_weights(
     assert torch.equal(loss, same_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, same[name]), name
+
+
+def test_a_device_that_keeps_casts(
+    monkeypatch: pytest.MonkeyPatch, without: Callable[..., Any]
+) -> None:
+    """Unless the program asks for memory: then nothing changes."""
+    build = functools.partial(Checkpointed, selective=False)
+    sparing = [trained(made(build))[-1], trained(made(), recompute=True)[-1]]
+    _, _, stored = without(made())
+    monkeypatch.setattr(CPU, "keeps_casts", True)
+    _, _, kept = trained(made())
+    assert stored - kept == 2 * LOGITS
+    assert [trained(made(build))[-1], trained(made(), recompute=True)[-1]] == sparing
 
 
 def test_a_fused_head_wants_the_loss_alone() -> None:

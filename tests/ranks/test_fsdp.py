@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ranks import on_each_rank
 from torch import nn
 
-from mpcompile import MPOptimizer, compiled_plans, loss_scale_of
+from mpcompile import MPOptimizer, compiled_plans, graph_function, loss_scale_of
+from mpcompile.lower.joint import JointPasses, joint_passes
 
 if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
@@ -70,6 +71,25 @@ def test_both_orders_any_root_and_whichever_rank_overflows() -> None:
 @pytest.mark.whole
 def test_every_order_root_level_and_dtype() -> None:
     on_each_rank(_trains_and_skips, [row for row in EACH if row not in SOME])
+
+
+def _keeps_no_casts(rank: int) -> None:
+    """FSDP frees weights between their uses: a low copy that stays would take that back."""
+    asked: list[bool] = []
+
+    def passes(*args: Any, spares: bool, **kwargs: Any) -> JointPasses:
+        asked.append(spares)
+        return joint_passes(*args, spares=spares, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(graph_function, "joint_passes", passes)
+        Training(options={"level": "O1"}).step()
+    assert asked
+    assert all(asked)
+
+
+def test_casts_of_shards_are_not_kept() -> None:
+    on_each_rank(_keeps_no_casts)
 
 
 def _clipped_by_value(rank: int) -> None:
