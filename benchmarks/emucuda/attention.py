@@ -45,8 +45,14 @@ def _attend(
     return found
 
 
+def _alike(t: Tensor, like: Tensor) -> Tensor:
+    """In memory as FlashAttention leaves it: as the operand lies there."""
+    found: Tensor = torch.empty_like(like).copy_(to_device(t.to(like.dtype).contiguous()))
+    return found
+
+
 def _result(t: Tensor, like: Tensor) -> Tensor:
-    """In memory as the GPU's kernels leave it: batch, length, heads, size."""
+    """In memory as the memory-efficient kernel leaves it: batch, length, heads, size."""
     laid_out = to_device(t.to(like.dtype).transpose(1, 2).contiguous())
     found: Tensor = laid_out.transpose(1, 2)
     return found
@@ -63,7 +69,7 @@ def _flash(
     _no_dropout(dropout_p)
     out, sums = _attend(q, k, v, is_causal, scale)
     return (
-        _result(out, q), to_device(sums.contiguous()), None, None, q.shape[2], k.shape[2],
+        _alike(out, q), to_device(sums.contiguous()), None, None, q.shape[2], k.shape[2],
         _zeros(2, dtype=torch.uint64), _zeros(dtype=torch.uint64), _zeros(0, dtype=q.dtype),
     )  # fmt: skip
 
@@ -75,7 +81,7 @@ def _flash_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     operands = map(in_fp32, (grad, q, k, v, out, sums))
     grads = _backward(*operands, 0.0, is_causal, scale=scale)
-    return tuple(_result(g, q) for g in grads)
+    return tuple(_alike(g, x) for g, x in zip(grads, (q, k, v), strict=True))
 
 
 def _efficient(

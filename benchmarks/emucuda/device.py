@@ -28,9 +28,21 @@ class EmulatedGPU:
         launched: the names of Inductor's kernels that were run, in their order.
     """
 
+    CALLS = ("operators", "allocations", "pinned", "copies", "waits")  # as in calls.h
+
     def __init__(self, kind: GPU) -> None:
         self.gpu = kind
         self.launched: list[str] = []
+
+    def host_calls(self) -> dict[str, int]:
+        """What the host has asked of the device since the process began.
+
+        Operators (views aside), Inductor's kernels, allocations of the device's memory (a caching
+        allocator answers them) and of pinned memory, copies between host and device, events made,
+        recorded and asked, and waits for the device.
+        """
+        calls = {name: LIBRARY.emucuda_calls(kind) for kind, name in enumerate(self.CALLS)}
+        return calls | {"kernels": len(self.launched), "events": Event.asked}
 
 
 _became: EmulatedGPU | None = None

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "aliases.h"
+#include "calls.h"
 #include "fallback.h"
 #include "kernels.h"
 #include "memory.h"
@@ -113,6 +114,7 @@ void emucuda_sync_mode(int mode) { emucuda::g_sync_mode = mode; }
 int64_t emucuda_now() { return emucuda::g_now; }
 void emucuda_tick() { ++emucuda::g_now; }
 void emucuda_arrive(int64_t until) { emucuda::arrive(until); }
+int64_t emucuda_calls(int kind) { return emucuda::g_calls[kind]; }
 int64_t emucuda_allocated() { return emucuda::g_allocated; }
 int64_t emucuda_peak() { return emucuda::g_peak; }
 void emucuda_reset_peak() { emucuda::g_peak = emucuda::g_allocated.load(); }

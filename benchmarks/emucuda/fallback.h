@@ -140,12 +140,20 @@ inline bool lacks_kernel(const c10::Error& error) {
       text.find("not supported for") != std::string::npos;
 }
 
+// A result that is an operand's memory, not written: nothing is launched.
+inline bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
 inline void fallback(const c10::OperatorHandle& op, DispatchKeySet, c10::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
       DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch}));
   const auto& name = op.schema().name();
   ++g_now;
+  if (!is_view(op.schema())) asked(kOperators);
   if (kWaiting.count(name)) wait_for_device(name);
   const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
   const c10::Stack operands(first, stack->end());

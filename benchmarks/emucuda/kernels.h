@@ -46,6 +46,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
       c10::autograd_dispatch_keyset_with_ADInplaceOrView |
       DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
   ++g_now;
+  asked(self.is_cuda() != source.is_cuda() ? kCopies : kOperators);
   Aliases aliases;
   const Tensor to = aliases.host(self), from = aliases.host(source);
   const bool to_host = !self.is_cuda() && source.is_cuda() && self.numel();

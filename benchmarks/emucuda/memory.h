@@ -11,6 +11,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "calls.h"
 #include "one_device.h"
 
 namespace emucuda {
@@ -132,6 +133,7 @@ inline void release(void* address) {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &release, kDevice};
+    asked(kAllocations);
     void* address = blocks().take(bytes);
     std::memset(address, 0xFF, bytes);
     return {address, address, &release, kDevice};
@@ -164,6 +166,7 @@ inline void unpin(void* address) {
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &unpin, c10::Device(c10::kCPU)};
+    asked(kPinned);
     void* address = nullptr;
     TORCH_CHECK(!posix_memalign(&address, 512, round_up(bytes, 512)), "no memory to pin");
     std::lock_guard<std::mutex> hold(g_pinned_lock);

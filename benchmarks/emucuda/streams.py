@@ -25,17 +25,26 @@ def synchronize(device: Any = None) -> None:
 
 
 class Event:
-    """A moment in the device's work."""
+    """A moment in the device's work.
+
+    Attributes:
+        asked: how often one was made, recorded, or asked whether it has happened.
+    """
+
+    asked = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Event.asked += 1
         self._recorded: int | None = None
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
+        Event.asked += 1
         self._recorded, self._time = LIBRARY.emucuda_now(), time.perf_counter()
 
     def query(self) -> bool:
         """Whether it has happened. A host that does nothing but ask gets there, too."""
+        Event.asked += 1
         if self._recorded is None or LIBRARY.emucuda_now() >= self._recorded + LAG:
             self.synchronize()
             return True

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <vector>
 
+#include "calls.h"
+
 namespace emucuda {
 
 inline std::atomic<int> g_sync_mode{0};  // as torch.cuda.set_sync_debug_mode: 0 default, 1 warn, 2 error
@@ -34,6 +36,7 @@ inline void arrive(int64_t until) {
 
 inline void wait_for_device(const std::string& who) {
   arrive(INT64_MAX);
+  asked(kWaits);
   TORCH_CHECK(g_sync_mode != 2, "called a synchronizing CUDA operation (emulated: ", who, ")");
   if (g_sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (emulated: ", who, ")");
 }

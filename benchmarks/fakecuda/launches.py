@@ -122,9 +122,10 @@ def _parts(node: BaseSchedulerNode) -> int:
     origin = _origin(node.node)
     if origin is None or not origin.args or not isinstance(origin.args[0], (list, tuple)):
         return 1
-    if not any(name in str(origin.target) for name in ("_foreach_", "unscale_all")):
+    if not any(name in str(origin.target) for name in ("_foreach_", "unscale_all", "cast_all")):
         return 1
-    return launches_of([n.meta["val"].numel() for n in origin.args[0]], TENSORS[0])
+    lists = 2 if "cast_all" in str(origin.target) else 1
+    return launches_of([n.meta["val"].numel() for n in origin.args[0]], TENSORS[lists - 1])
 
 
 def _transposes(node: BaseSchedulerNode) -> Iterator[Launch]:

@@ -21,6 +21,7 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
+from ..passes.joint.cast_together import cast_together
 from ..passes.joint.fill_zeros import fill_zeros
 from ..passes.joint.keep_sources import WEIGHT
 from ..passes.joint.lay_channels_last import lay_channels_last
@@ -45,6 +46,7 @@ _ASKED = tuple(
 
 
 _LAYOUTS = (lay_channels_last, lay_low_images)
+_WITH_OPERATORS = (cast_together, unscale_together)
 
 JointPass = Callable[[fx.Graph], bool]
 HalvesPass = Callable[[fx.Graph, fx.Graph, int], bool]
@@ -93,11 +95,12 @@ def joint_passes(
         images = (lay_channels_last,) if whole else ()
     elif there.convolves_low_channels_last:
         images = (lay_low_images,)
+    casts = (cast_together,) if not whole and there.multi_tensor else ()
     checks = (unscale_together,) if not whole and there.unscales_together else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images, *checks),
+        lowered=(*zeros, *images, *casts, *checks),
         keeps_casts=there.keeps_casts and not spares,
     )
 
@@ -121,7 +124,7 @@ def with_joint_passes(
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
         given[OPTION] = _behind(setting(OPTION), passes.joint)
     refused = () if setting("layout_optimization") else _LAYOUTS
-    refused = (*refused, unscale_together) if setting("cpp_wrapper") else refused
+    refused = (*refused, *_WITH_OPERATORS) if setting("cpp_wrapper") else refused
     if lowered := [one for one in passes.lowered if one not in refused]:
         given[LOWERED] = _behind(setting(LOWERED), lowered)
     if passes.halves:

@@ -32,6 +32,7 @@ from mpcompile.lower.joint import (
     joint_passes,
     with_joint_passes,
 )
+from mpcompile.passes.joint.cast_together import cast_together
 from mpcompile.passes.joint.fill_zeros import fill_zeros
 from mpcompile.passes.joint.keep_sources import keep_sources
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
@@ -44,9 +45,9 @@ from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
-LOWERED_ON_CUDA = (lay_low_images, unscale_together)
+LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together)
 IMAGES = JointPasses(lowered=(lay_low_images,))
-CHECKS = JointPasses(lowered=(unscale_together,), keeps_casts=True)
+CHECKS = JointPasses(lowered=(cast_together, unscale_together), keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
 ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA, keeps_casts=True)
 WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA, keeps_casts=True)

@@ -1,0 +1,164 @@
+"""cast_together: which casts of weights become one, that values stay, and what is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mpcompile import operators
+from mpcompile.ir import aten
+from mpcompile.passes.joint.cast_together import CAST, cast_together
+
+assert "cast_all" in operators.__all__  # it is registered
+ALL = torch.ops.mpcompile.cast_all.default
+LOW = torch.bfloat16
+Forward = Callable[..., tuple[Tensor, ...]]
+
+
+def low(x: Tensor, dtype: torch.dtype = LOW) -> Tensor:
+    found: Tensor = CAST(x, dtype)
+    return found
+
+
+def taken(forward: Forward, *inputs: Tensor, tracing: str = "fake") -> int:
+    """How many casts are made at once; what the graph computes must stay."""
+    gm = make_fx(forward, tracing_mode=tracing)(*inputs)
+    before = [n for n in gm.graph.nodes if n.target is CAST]
+    changed = cast_together(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    for found, wanted in zip(gm(*inputs), forward(*inputs), strict=True):
+        assert found.stride() == wanted.stride()
+        assert torch.equal(found, wanted)
+    after = [n for n in gm.graph.nodes if n.target is CAST]
+    assert changed == (len(after) < len(before))
+    together = sum(len(n.args[0]) for n in gm.graph.find_nodes(op="call_function", target=ALL))
+    assert together == len(before) - len(after)
+    return together
+
+
+def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def chain(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Two products; both low weights are kept for the backward."""
+    v16, w16 = low(v), low(w).t()
+    return torch.mm(torch.mm(low(x), v16), w16), v16, w16
+
+
+def large(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return weights(*((200, 200) for _ in shapes))
+
+
+def test_two_weights_are_cast_at_once() -> None:
+    x, v, w = weights((4, 8), (8, 8), (6, 8))
+    gm = make_fx(chain, tracing_mode="fake")(x, v, w)
+    assert cast_together(gm.graph)
+    (made,) = gm.graph.find_nodes(op="call_function", target=ALL)
+    names = [str(n) for n in made.args[0]]
+    assert names == ["x_1", "v_1", "w_1"]  # small ones all: that of x is an input, too
+    assert taken(chain, x, v, w) == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_large_one_only_if_it_is_kept_anyway(kept: bool) -> None:
+    def products(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        v16, w16 = low(v), low(w)
+        result = torch.mm(torch.mm(x, v16), w16)
+        return (result, v16, w16) if kept else (result,)
+
+    v, w = large((), ())
+    assert taken(products, torch.ones(2, 200, dtype=LOW), v, w) == (2 if kept else 0)
+
+
+def test_not_for_a_kernel_that_casts_on_the_way() -> None:
+    def added(x: Tensor, v: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        v16 = low(v)
+        return torch.mm(x, v16) + low(bias), torch.mm(x, low(w)), v16 + 1, v16
+
+    x = torch.ones(2, 8, dtype=LOW)
+    assert taken(added, x, *weights((8, 8), (8, 8), (8,))) == 0  # one alone is not worth it
+
+
+def test_the_bias_of_a_product() -> None:
+    def biased(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return (torch.addmm(low(bias), x, low(w)),)
+
+    assert taken(biased, torch.ones(2, 8, dtype=LOW), *weights((8, 8), (8,))) == 2
+
+
+def test_of_convolutions_those_that_are_products() -> None:
+    """Inductor lays other weights out anew, where it casts them; and a bias it adds elsewhere."""
+
+    def convolved(x: Tensor, v: Tensor, w: Tensor, far: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        zeros, ones = [0, 0], [1, 1]
+        for weight in (v, w, far):
+            of = low(bias) if weight is v else None
+            x = aten.convolution.default(x, low(weight), of, ones, zeros, ones, False, zeros, 1)
+        return (x,)
+
+    x = torch.ones(1, 4, 5, 5, dtype=LOW)
+    given = weights((4, 4, 1, 1), (4, 4, 1, 1), (4, 4, 3, 3), (4,))
+    assert taken(convolved, x, *given) == 2
+
+
+def test_each_dtype_by_itself() -> None:
+    def both(x: Tensor, y: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        halves = [torch.mm(y, low(w, torch.float16)) for w in given[:2]]
+        return (*halves, *(torch.mm(x, low(w)) for w in given[2:]))
+
+    x = torch.ones(2, 8)
+    shapes = [(8, 8)] * 5
+    assert taken(both, x.to(LOW), x.half(), *weights(*shapes)) == 5
+
+
+def test_not_what_lies_otherwise_or_is_written() -> None:
+    def strange(x: Tensor, gaps: Tensor, written: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        results = [torch.mm(x, low(of)) for of in (gaps, written, w)]
+        aten.copy_.default(written, written + 1)
+        return tuple(results)
+
+    x, gaps = torch.ones(2, 8, dtype=LOW), torch.randn(8, 16)[:, ::2]
+    written, w = weights((8, 8), (8, 8))
+    gm = make_fx(strange, tracing_mode="fake")(x, gaps, written, w)
+    assert not cast_together(gm.graph)
+
+
+def test_not_of_unknown_sizes() -> None:
+    x, v, w = weights((4, 8), (8, 8), (6, 8))
+    assert taken(chain, x, v, w, tracing="symbolic") == 0
+
+
+def test_a_transposed_weight_stays_so() -> None:
+    def product(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.mm(x, low(v)), torch.mm(x, low(w))
+
+    v, w = weights((8, 6), (8, 6))
+    assert taken(product, torch.ones(2, 6, dtype=LOW), v.t(), w.t()) == 2
+
+
+def test_the_operator_casts_as_the_cast_does() -> None:
+    given = [*weights((3, 5), (7,)), torch.randn(4, 6).t(), torch.tensor([1e6, -1e-9, torch.nan])]
+    found = ALL(given, torch.float16)
+    for one, x in zip(found, given, strict=True):
+        assert one.stride() == x.stride()
+        assert torch.equal(one.nan_to_num(7), x.half().nan_to_num(7))
+        assert one.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    sample: Any = ([torch.randn(3, 4), torch.randn(2)], LOW)
+    torch.library.opcheck(ALL, sample)
+
+
+def test_the_graph_stays_a_graph() -> None:
+    """Nothing that was there before is gone but the casts."""
+    x, v, w = weights((4, 8), (8, 8), (6, 8))
+    gm: fx.GraphModule = make_fx(chain, tracing_mode="fake")(x, v, w)
+    before = [n.name for n in gm.graph.nodes if n.target is not CAST]
+    cast_together(gm.graph)
+    assert [n.name for n in gm.graph.nodes if n.name in before] == before
