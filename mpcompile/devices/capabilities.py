@@ -43,8 +43,8 @@ class Capabilities:
         convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
         convolves_low_channels_last: whether convolutions in a low dtype read and write
             channels-last, and Inductor lays out so what some of them read only.
-        unscales_together: whether a launch costs more than a look at a small gradient, so that
-            gradients are unscaled many at once, by the kernel that a GradScaler launches.
+        spares_launches: whether a launch costs more than a look at a small gradient, or than its
+            cast, so that gradients are unscaled and weights cast many at once.
         keeps_casts: whether the low cast of a weight is kept for the backward by those who haven't
             asked for memory: 2 bytes an element until then. Casting it again is a launch and 6
             bytes of traffic an element.
@@ -64,8 +64,8 @@ class Capabilities:
     slow_bools: ClassVar[bool] = False
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False
-    unscales_together: ClassVar[bool] = False
-    keeps_casts: ClassVar[bool] = True
+    spares_launches: ClassVar[bool] = False
+    keeps_casts: ClassVar[bool] = False
     wants_alignment: ClassVar[bool] = True
     large_sizes: ClassVar[bool] = True
 

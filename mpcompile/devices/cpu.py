@@ -33,7 +33,6 @@ class CPU(Capabilities):
     turn = 1e-4
     slow_bools = True
     convolves_channels_last = True  # for oneDNN
-    keeps_casts = False
     wants_alignment = False
     large_sizes = False  # they would take minutes
 

@@ -33,7 +33,8 @@ class CUDA(Capabilities):
     auto = torch.float16
     cuda_graphs = True
     convolves_low_channels_last = True  # cuDNN, on Tensor Cores
-    unscales_together = True
+    spares_launches = True
+    keeps_casts = True
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""

@@ -95,12 +95,11 @@ def joint_passes(
         images = (lay_channels_last,) if whole else ()
     elif there.convolves_low_channels_last:
         images = (lay_low_images,)
-    casts = (cast_together,) if not whole and there.multi_tensor else ()
-    checks = (unscale_together,) if not whole and there.unscales_together else ()
+    few = (cast_together, unscale_together) if not whole and there.spares_launches else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images, *casts, *checks),
+        lowered=(*zeros, *images, *few),
         keeps_casts=there.keeps_casts and not spares,
     )
 

@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return told[-1]
 
     unscale_together.__wrapped__ = pass_  # type: ignore[attr-defined]  (its file is asked for)
-    monkeypatch.setattr(CPU, "unscales_together", True)
+    monkeypatch.setattr(CPU, "spares_launches", True)
     monkeypatch.setattr(joint, "unscale_together", unscale_together)
     torch._dynamo.reset()
     with (
