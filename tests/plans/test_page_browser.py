@@ -27,6 +27,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "resnet": page_plans.resnet_plan,
     "evil": page_plans.evil_plan,
     "long": page_plans.long_plan,
+    "mixed": page_plans.mixed_plan,
 }
 
 
@@ -176,13 +177,63 @@ def test_search(read: Callable[[str], Reader], view: str) -> None:
 
 def test_filters_by_rule_and_precision(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
-    reader.click("#rule option[value='pad']")
-    pads = [f"0/{n.name}" for n in reader.plan.nodes if n.rule == "pad"]
-    assert pads
-    assert reader.rows() == pads
+    reader.click("#rule option[value='cast']")
+    casts = [f"0/{n.name}" for n in reader.plan.nodes if n.rule == "cast"]
+    assert casts
+    assert reader.rows() == casts
     reader.click("[data-kind='LOW']")
     assert reader.rows() == []
     assert "Nothing matches" in reader.driver.find_element(By.ID, "rows").text
+
+
+def test_counters_are_under_keep(read: Callable[[str], Reader]) -> None:
+    """And a search finds them; that of a batch norm is not beside it."""
+    reader = read("resnet")
+    counters = [f"0/{n.name}" for n in reader.plan.nodes if n.op == "aten::add_"]
+    assert len(counters) == 20
+    assert not set(counters) & set(reader.rows())
+    reader.click("#tree [data-path='stem']")
+    assert not set(counters) & set(reader.rows())
+    reader.click("#module-filter button")
+    reader.click("[data-kind='KEEP']")
+    assert reader.rows() == counters
+    reader.click("[data-kind='ALL']")
+    reader.search("aten::add_")
+    assert reader.rows() == counters
+
+
+def test_the_costliest_product_in_fp32_is_open(read: Callable[[str], Reader]) -> None:
+    """Where there is one, and the address names no other; the page is at its top."""
+    reader = read("mixed")
+    (full,) = (n for n in reader.plan.nodes if n.op == "aten::linear" and n.precision == "FULL")
+    assert reader.panel.startswith(f"FULL\n{full.name}\n")
+    assert [row.get_attribute("data-key") for row in reader.all(".row.chosen")] == [
+        f"0/{full.name}"
+    ]
+    assert reader.driver.execute_script("return scrollY") == 0
+    reader.click("#panel .top button")
+    assert reader.panel.startswith("Why is")
+    assert read("resnet").panel.startswith("Why is")  # all of its products are low
+
+
+@pytest.mark.parametrize("width", [800, 1400, 2000])
+def test_nothing_leaves_its_card(read: Callable[[str], Reader], width: int) -> None:
+    """No page and no part of it is wider than what holds it; cards leave no hole in their row."""
+    reader = read("resnet")
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    reader.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        wide = reader.driver.execute_script(
+            "return [...document.querySelectorAll('body *')].filter((one) => one.checkVisibility()"
+            " && one.scrollWidth > one.clientWidth + 1 && one.clientWidth"
+            " && getComputedStyle(one).textOverflow !== 'ellipsis').map((one) => one.outerHTML)"
+        )
+        cards = [card.rect for card in reader.all(".cards > *")]
+    finally:
+        reader.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide == []
+    for y in {card["y"] for card in cards}:
+        assert max(card["x"] + card["width"] for card in cards if card["y"] == y) > width - 50
 
 
 def test_modules_fold(read: Callable[[str], Reader]) -> None:
@@ -216,9 +267,12 @@ def test_a_module_shows_its_nodes(read: Callable[[str], Reader]) -> None:
 def test_a_mixed_module_shows_its_mixture(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
     reader.click("#open-all")
-    inside = [n for n in reader.plan.nodes if n.module.startswith("stages.7") and not n.is_added]
+    inside = [
+        n for n in reader.plan.nodes
+        if n.module.startswith("stages.7") and not n.is_added and n.op != "aten::add_"
+    ]  # fmt: skip
     wide = reader.all("[data-path='stages.7'] .mix")[0].rect["width"]
-    for kind in ("LOW", "FULL", "KEEP"):
+    for kind in ("LOW", "FULL"):
         count = sum(node.precision == kind for node in inside)
         assert count
         (part,) = reader.all(f"[data-path='stages.7'] .mix .{kind}")
@@ -304,7 +358,7 @@ def test_thousands_of_nodes(read: Callable[[str], Reader]) -> None:
     """The first 3000 rows stand there at once, the others behind a button."""
     reader = read("long")
     keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.plan.graphs)
-            for n in graph.nodes if not n.is_added]  # fmt: skip
+            for n in graph.nodes if not n.is_added and n.op != "aten::add_"]  # fmt: skip
     assert len(keys) > 3000
     shown = [key for key in reader.rows() if key]
     assert len(shown) < 3000
