@@ -174,8 +174,10 @@ def test_heads_sort(read: Callable[[str], Reader]) -> None:
 
 def test_values_stand_beside_gradients(read: Callable[[str], Reader]) -> None:
     reader = read("faulty")
-    groups, heads = ([cell.text.rstrip(" ▾") for cell in row.find_elements(By.TAG_NAME, "th")]
-                     for row in reader.driver.find_elements(By.CSS_SELECTOR, "#rows thead tr"))  # fmt: skip
+    rows = reader.driver.find_elements(By.CSS_SELECTOR, "#rows thead tr")
+    groups, heads = (
+        [cell.text.rstrip(" ▾") for cell in row.find_elements(By.TAG_NAME, "th")] for row in rows
+    )
     named = "rounded to zero by FP16", "to infinity by FP16", "largest magnitude"
     assert groups == ["relative error", *named]
     pair = ["value", "gradient"]
