@@ -56,6 +56,8 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
     report = plan.tensor_cores
     if report.flops and has_units(plan):
         shares = {"as captured": report.share_before, "as compiled": report.share}
+        if report.share_before == report.share:
+            shares = {"": report.share}
         bars = {name: _eligible(share) for name, share in shares.items()}
         yield Chart("FLOPs of matrix products", scaled(report.flops, "FLOP"), bars)
     if saved := sorted(bytes_by_dtype(plan).items(), key=lambda pair: -pair[1]):

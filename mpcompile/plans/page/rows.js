@@ -187,7 +187,8 @@ function said(graphs, count) {
   if (state.view === "graph") return "− removed, + added, ~ changed";
   const of = { decisions: "nodes", backward: "backward" }[state.view];
   const total = graphs.reduce((sum, graph) => sum + graph[of].length, 0);
-  const hidden = state.view === "decisions" && !isFiltered() ? "; casts, pads and scaling under ADDED, counters under KEEP" : "";
+  const counters = graphs.some((graph) => graph.nodes.some((node) => node.counter)) ? ", counters under KEEP" : "";
+  const hidden = state.view === "decisions" && !isFiltered() ? `; casts, pads and scaling under ADDED${counters}` : "";
   return `${count} of ${total} nodes${hidden}`;
 }
 
