@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from browser import CHROMEDRIVER, CHROMIUM, browser, opened
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -133,6 +133,14 @@ def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
     assert "infinite 128 0" in lines
     assert any(line.startswith("rounded to infinity 100.00%") for line in lines)
     assert reader.one("tr.chosen td").text.splitlines()[0] == fault.node.name
+
+
+@pytest.mark.parametrize("name", ["overflowing", "several"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut(
+    driver: Any, pages: dict[str, tuple[Report, Path]], name: str, width: int
+) -> None:
+    assert cut_at(driver, width, pages[name][1]) == []
 
 
 def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import page_plans
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, browser, opened
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
 
 from mpcompile.plans.graph_plan import PlanNode
 from mpcompile.plans.plan import Plan
@@ -216,24 +216,12 @@ def test_the_costliest_product_in_fp32_is_open(read: Callable[[str], Reader]) ->
     assert read("resnet").panel.startswith("Why is")  # all of its products are low
 
 
-@pytest.mark.parametrize("width", [800, 1400, 2000])
-def test_nothing_leaves_its_card(read: Callable[[str], Reader], width: int) -> None:
-    """No page and no part of it is wider than what holds it; cards leave no hole in their row."""
-    reader = read("resnet")
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-    reader.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        wide = reader.driver.execute_script(
-            "return [...document.querySelectorAll('body *')].filter((one) => one.checkVisibility()"
-            " && one.scrollWidth > one.clientWidth + 1 && one.clientWidth"
-            " && getComputedStyle(one).textOverflow !== 'ellipsis').map((one) => one.outerHTML)"
-        )
-        cards = [card.rect for card in reader.all(".cards > *")]
-    finally:
-        reader.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert wide == []
-    for y in {card["y"] for card in cards}:
-        assert max(card["x"] + card["width"] for card in cards if card["y"] == y) > width - 50
+@pytest.mark.parametrize("name", ["gpt", "resnet", "mixed"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut(
+    driver: Any, plans: dict[str, tuple[Plan, Path]], name: str, width: int
+) -> None:
+    assert cut_at(driver, width, plans[name][1]) == []
 
 
 def test_modules_fold(read: Callable[[str], Reader]) -> None:
