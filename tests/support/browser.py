@@ -48,8 +48,8 @@ WIDTHS = (800, 1400, 2000)
 """Those at which pages are looked at."""
 
 _WIDER_THAN_IT_SHOWS = """
-return [...document.querySelectorAll('body *')].filter((one) => one instanceof HTMLElement && one.checkVisibility()
-  && one.clientWidth && one.scrollWidth > one.clientWidth + 1
+return [...document.querySelectorAll('body *')].filter((one) => one instanceof HTMLElement
+  && one.checkVisibility() && one.clientWidth && one.scrollWidth > one.clientWidth + 1
   && getComputedStyle(one).textOverflow !== 'ellipsis').map((one) => one.outerHTML)
 """
 
