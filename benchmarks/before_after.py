@@ -64,7 +64,7 @@ def drawn(nodes: list[PlanNode]) -> str:
         if before:
             parts += [_arrow(x, before + OPERATOR, y) for x in (LEFT, RIGHT)]
         parts += [_box(LEFT, y, node, node.captured), _box(RIGHT, y, node, node.planned)]
-        parts.append(_text(RIGHT + BOX + 12, y + 18, node.reason.partition(";")[0], size=12))
+        parts.append(_text(RIGHT + BOX + 12, y + 18, node.reason.rpartition("; ")[2], size=12))
         before = y
         y += OPERATOR + 4
     height = y + MARGIN

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .fp16 import Magnitudes
-from .training import DYNAMIC, FP32, HALF_WEIGHTS, MASTERS, UNSCALED, Results
+from .fp16 import lost
+from .training import DYNAMIC, FP32, HALF_WEIGHTS, MASTERS, UNSCALED, Outcome, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_report"]
 
 
-def draw(path: Path, *, stored: Results, scaled: Results, gradients: Magnitudes) -> None:
-    """Two sets of loss curves and the histogram between what FP16 holds and what it does not."""
+def draw_report(path: Path, report: dict[str, Any]) -> Figure:
+    """As `draw`, of what the report's JSON says."""
+    stored, scaled = (
+        {arm: [Outcome(**one) for one in outcomes] for arm, outcomes in report[kind].items()}
+        for kind in ("master weights", "loss scaling")
+    )
+    shares = report["activation gradients, share by octave"]
+    gradients = {int(octave): share for octave, share in shares.items()}
+    return draw(path, stored=stored, scaled=scaled, gradients=gradients)
+
+
+def draw(path: Path, *, stored: Results, scaled: Results, gradients: Mapping[int, float]) -> Figure:
+    """Two sets of loss curves and the histogram between what FP16 holds and what it does not;
+    `gradients` as `Magnitudes.shares` returns them.
+    """
     import matplotlib as mpl  # only this function needs it
     from matplotlib.figure import Figure
 
@@ -35,6 +50,7 @@ def draw(path: Path, *, stored: Results, scaled: Results, gradients: Magnitudes)
         third.set_title("Gradients of layers' outputs in FP32 training")
         _histogram(third, gradients)
         figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 def _curves(axes: Axes, results: Results, label: str) -> None:
@@ -63,8 +79,7 @@ _LINES = {
 }
 
 
-def _histogram(axes: Axes, gradients: Magnitudes) -> None:
-    shares = gradients.shares()
+def _histogram(axes: Axes, shares: Mapping[int, float]) -> None:
     axes.bar(
         [octave + 0.5 for octave in shares], [100 * x for x in shares.values()], 0.9, color="0.5"
     )
@@ -79,7 +94,7 @@ def _histogram(axes: Axes, gradients: Magnitudes) -> None:
             xytext=(3, -4), textcoords="offset points", rotation=90, va="top",
         )  # fmt: skip
     axes.annotate(
-        f"zero in FP16:\n{gradients.lost(1):.0%} unscaled\n{gradients.lost(8):.0%} scaled by 8\n"
-        f"{gradients.lost(128):.0%} scaled by 128",
+        f"zero in FP16:\n{lost(shares, 1):.0%} unscaled\n{lost(shares, 8):.0%} scaled by 8\n"
+        f"{lost(shares, 128):.0%} scaled by 128",
         (0.02, 0.97), xycoords="axes fraction", va="top",
     )  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["Magnitudes", "vanishes"]
+__all__ = ["Magnitudes", "lost", "vanishes"]
 
 
 def vanishes(weight: Tensor, update: Tensor) -> Tensor:
@@ -38,10 +39,17 @@ class Magnitudes:
         return {octave: count / total for octave, count in sorted(self.counts.items())}
 
     def lost(self, scale: float) -> float:
-        """The share that is zero in FP16 after multiplication by `scale`, a power of two.
+        """As the function `lost`, of what was seen."""
+        return lost(self.shares(), scale)
 
-        FP16's smallest number is 2^-24; what is below half of it rounds to zero.
-        """
-        limit = torch.finfo(torch.float16).smallest_normal * 2.0**-11 / scale
-        kept = (share for octave, share in self.shares().items() if 2.0**octave >= limit)
-        return 1 - sum(kept)
+
+def lost(shares: Mapping[int, float], scale: float) -> float:
+    """The share that is zero in FP16 after multiplication by `scale`, a power of two.
+
+    FP16's smallest number is 2^-24; what is below half of it rounds to zero.
+
+    Args:
+        shares: as `Magnitudes.shares` returns them.
+    """
+    limit = torch.finfo(torch.float16).smallest_normal * 2.0**-11 / scale
+    return 1 - sum(share for octave, share in shares.items() if 2.0**octave >= limit)

@@ -23,7 +23,7 @@ FIGURES = RESULTS.parent.parent / "docs" / "figures"
 class _Illustrated(Report):
     """A report with a figure; the one of the committed numbers lies in the documentation."""
 
-    draw: Callable[[Path], None]
+    draw: Callable[[Path], object]
 
     def write(self, directory: Path) -> list[Path]:
         figure = (FIGURES if directory == RESULTS else directory) / "ablations.svg"
@@ -62,7 +62,7 @@ def make_report(
             "activation gradients, share by octave": gradients.shares(),
         },
         environment=record,
-        draw=functools.partial(draw, stored=stored, scaled=scaled, gradients=gradients),
+        draw=functools.partial(draw, stored=stored, scaled=scaled, gradients=gradients.shares()),
     )
 
 

@@ -1,4 +1,5 @@
-"""The loss curves of every row, and histograms of gradients.
+"""The loss curves of every row, with the one large that needs its loss scale, and histograms of
+gradients.
 
 `python -m benchmarks.papers.figure` draws what is committed.
 """
@@ -21,8 +22,9 @@ from .ways import FP32, UNSCALED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_gradients"]
+__all__ = ["TELLING", "draw", "draw_gradients"]
 
 # Colour, style, width. FP32 is wide and pale, the others lie on top of it where they agree.
 _LINES = {
@@ -35,27 +37,39 @@ _LINES = {
 }
 
 
-def draw(path: Path, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+
+# The row that does not learn without a loss scale, and what its panel is called.
+TELLING = {"GPT, 2^19 tokens": "GPT with the gradients of a batch of 2^19 tokens"}
+_COLUMNS = 4
+
+
+def draw(path: Path, runs: Runs) -> Figure:
     """Panels of training loss, one for each task; `runs` as in the report's JSON."""
     import matplotlib as mpl  # only this function needs it
     from matplotlib.figure import Figure
 
     tasks = [task for task in ROWS if task.name in runs]
-    columns = min(5, len(tasks))
-    lines = -(-len(tasks) // columns)
+    large = [task for task in tasks if task.name in TELLING]
+    small = [task for task in tasks if task.name not in TELLING]
+    left, lines = 2 * len(large), -(-len(small) // _COLUMNS)
     # The same numbers give the same file.
-    with mpl.rc_context({"svg.hashsalt": "papers", "font.size": 8, "axes.titlesize": 9}):
-        figure = Figure(figsize=(3.2 * columns, 2.6 * lines + 0.4), layout="constrained")
-        panels = figure.subplots(lines, columns, squeeze=False).flatten()
-        for panel, task in zip(panels, tasks, strict=False):
-            panel.set_title(f"{task.claim}: {task.name}")
+    with mpl.rc_context({"svg.hashsalt": "papers", "font.size": 8, "axes.titlesize": 8}):
+        figure = Figure(figsize=(2.2 * (left + _COLUMNS), 2 * lines + 0.6), layout="constrained")
+        grid = figure.add_gridspec(lines, left + _COLUMNS)
+        for task in large:
+            panel = figure.add_subplot(grid[:, :left])
+            panel.set_title(TELLING[task.name], fontsize=11)
             _curves(panel, runs[task.name], task.steps)
-        for empty in panels[len(tasks) :]:
-            empty.set_axis_off()
-        handles, labels = panels[0].get_legend_handles_labels()
+        for at, task in enumerate(small):
+            panel = figure.add_subplot(grid[at // _COLUMNS, left + at % _COLUMNS])
+            panel.set_title(task.name)
+            _curves(panel, runs[task.name], task.steps)
+        handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(_LINES), frameon=False)
         figure.supylabel("training loss: mean and range of the seeds")
         figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 def _curves(panel: Axes, row: dict[str, list[dict[str, Any]]], steps: int) -> None:
@@ -73,7 +87,7 @@ def _curves(panel: Axes, row: dict[str, list[dict[str, Any]]], steps: int) -> No
 _FP16 = {"become zero": "tab:red", "subnormal": "tab:orange", "normal": "tab:blue"}
 
 
-def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> None:
+def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> Figure:
     """A panel for each task: percent of the activation gradients by magnitude, and what FP16 makes
     of those without a loss scale; `histograms` as in the report's JSON.
     """
@@ -95,6 +109,7 @@ def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> None:
             axes.legend(frameon=False, title="in FP16", loc="upper left")
         panels[0].set_ylabel("percent of the activation gradients")
         figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 if __name__ == "__main__":

@@ -284,6 +284,12 @@ def loss_of(result: Any) -> torch.Tensor:
     return torch.stack(means).sum()
 
 
+def _known(errors: dict[str, float], seen: dict[str, Numbers], name: str) -> float | None:
+    """An error is that of the finite elements: None where there are none."""
+    found = seen.get(name)
+    return None if found and found.bad == found.count else errors.get(name)
+
+
 def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
     for number, (graph, record) in enumerate(low.calls):
         other = full.record_of(number, graph)
@@ -296,9 +302,9 @@ def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
                 node=_here(node, record),
                 value=record.values[name],
                 gradient=record.gradients.get(name, Numbers()),
-                error=record.errors.get(name),
-                error_fp32=other.errors.get(name) if other else None,
-                gradient_error=record.gradient_errors.get(name),
+                error=_known(record.errors, record.values, name),
+                error_fp32=_known(other.errors, other.values, name) if other else None,
+                gradient_error=_known(record.gradient_errors, record.gradients, name),
                 shares=record.shares.get(name),
                 gradient_shares=record.gradient_shares.get(name),
                 lost=record.lost.get(name, 0.0),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .histogram import RANGES, Chart, Panel
+from .report_text import percent
 
-WIDTH, HEIGHT = 1000, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, WIDTH - 8, 40, HEIGHT - 30
+WIDTH, HEIGHT = 720, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, WIDTH - 8, 10, HEIGHT - 30
 _CLASSES = {
     "become zero": "lost", "subnormal": "subnormal", "normal": "normal", "overflow": "lost"
 }  # fmt: skip
@@ -25,23 +26,29 @@ class Rectangle(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A text at a place; `anchor` is the part of it that lies there: "start", "middle", "end"."""
+    """A text at a place; `anchor` is the part of it that lies there: "middle" or "end"."""
 
     x: float
     y: float
     text: str
     anchor: str = "middle"
-    kind: str = "tick"
 
 
 class Drawing(NamedTuple):
-    """One panel. `levels` are heights of horizontal lines, `borders` places of vertical ones."""
+    """One panel.
+
+    `legend` has the class, name and share of each range; `levels` are heights of horizontal lines,
+    `borders` places of vertical ones.
+    """
 
     title: str
+    legend: list[tuple[str, str, str]]
     bars: list[Rectangle]
     labels: list[Label]
     levels: list[float]
     borders: list[float]
+    width: float = WIDTH
+    height: float = HEIGHT
     left: float = _LEFT
     right: float = _RIGHT
     top: float = _TOP
@@ -54,12 +61,12 @@ def drawing_of(chart: Chart, panel: Panel) -> Drawing:
     def x(place: float) -> float:
         return round(_LEFT + (place - first) / (last - first) * (_RIGHT - _LEFT), 2)
 
-    def y(percent: float) -> float:
-        return round(_TOP + (1 - chart.height(percent)) * (_BOTTOM - _TOP), 2)
+    def y(share: float) -> float:
+        return round(_TOP + (1 - chart.height(share)) * (_BOTTOM - _TOP), 2)
 
-    def bar(left: float, right: float, percent: float, kind: str, what: str) -> Rectangle:
-        top, width = y(percent), round(x(right) - x(left), 2)
-        return Rectangle(x(left), top, width, _BOTTOM - top, kind, f"{what}: {percent:.3g}%")
+    def bar(left: float, right: float, share: float, kind: str, what: str) -> Rectangle:
+        top, width = y(share), round(x(right) - x(left), 2)
+        return Rectangle(x(left), top, width, _BOTTOM - top, kind, f"{what}: {share:.3g}%")
 
     bars = [
         bar(one.left, one.left + 0.9, one.percent, _CLASSES[one.range],
@@ -72,9 +79,8 @@ def drawing_of(chart: Chart, panel: Panel) -> Drawing:
         Label(x(chart.low - 1.75), _BOTTOM + 16, "zero"),
         *(Label(x(place), _BOTTOM + 16, str(place)) for place in chart.ticks),
     ]
-    for one in RANGES:
-        middle = (x(max(one.start, chart.low)) + x(min(one.stop, chart.high))) / 2
-        labels.append(Label(middle, 14, one.name, kind="range"))
-        labels.append(Label(middle, 30, f"{panel.percent(one.name):.3g}%", kind="range"))
+    legend = [
+        (_CLASSES[one.name], one.name, percent(panel.percent(one.name) / 100)) for one in RANGES
+    ]
     levels, borders = [y(decade) for decade in chart.decades], [x(one.start) for one in RANGES[1:]]
-    return Drawing(panel.title, bars, labels, levels, borders)
+    return Drawing(panel.title, legend, bars, labels, levels, borders)

@@ -24,7 +24,8 @@ class NodeNumbers:
         graph: the number of its graph in the model's forward.
         node: its line in the plan.
         value, gradient: of its result, and of the gradient of that, loss scale included.
-        error, gradient_error: by how much they are off, relative to the norm of the exact ones.
+        error, gradient_error: by how much their finite elements are off, relative to the norm of
+            the exact ones; None where none is finite, or it isn't known.
         error_fp32: the same of the value in FP32.
         shares, gradient_shares: what the low dtype makes of the exact ones; None where the value is
             stored in FP32.

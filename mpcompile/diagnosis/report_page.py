@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from ..devices.registry import capabilities
 from ..observe.numbers import Shares
 from ..plans.page import app, of_plan
 from ..plans.page.app import Note, Tile
@@ -26,8 +28,7 @@ def render(report: ReportData) -> str:
         facts={"level": report.level, "low dtype": report.dtype, "device": report.device},
         views={**_VIEWS, "decisions": "Decisions", "graph": "Before and after"},
         data=_data(report),
-        tiles=_tiles(report),
-        charts=[],
+        tiles=tuple(_tiles(report)),
         notes=[Note("Not found out", report.notes, warns=True)],
         numbers={
             "faults": report.faults,
@@ -38,16 +39,14 @@ def render(report: ReportData) -> str:
     return app.html(page)
 
 
-def _tiles(report: ReportData) -> list[Tile]:
+def _tiles(report: ReportData) -> Iterator[Tile]:
     low = of_plan.dtype_word(report.dtype)
-    sides = {side: low if side == "low" else side.upper() for side in report.losses}
-    losses = [Tile(f"Loss in {sides[side]}", f"{loss:.6g}") for side, loss in report.losses.items()]
-    return [
-        *losses,
-        Tile("Loss scale", number(report.scale), scale_note(report)),
-        _lost(low, "values", report.value_shares),
-        _lost(low, "gradients", report.gradient_shares),
-    ]
+    losses = {side: f"{loss:.6g}" for side, loss in report.losses.items()}
+    others = [f"in {side.upper()} {loss}" for side, loss in losses.items() if side != "low"]
+    yield Tile(f"Loss in {low}", losses["low"], ", ".join(others))
+    yield Tile("Loss scale", number(report.scale), scale_note(report))
+    yield _lost(low, "values", report.value_shares)
+    yield _lost(low, "gradients", report.gradient_shares)
 
 
 def _lost(low: str, what: str, found: Shares) -> Tile:
@@ -59,7 +58,9 @@ def _lost(low: str, what: str, found: Shares) -> Tile:
 
 
 def _data(report: ReportData) -> dict[str, Any]:
-    data = of_plan.data_of(report.dtype, report.graphs)
+    data = of_plan.data_of(
+        report.dtype, report.graphs, units=capabilities(report.device).wants_alignment
+    )
     plain = report.to_dict()
     numbers = {(n["graph"], n["node"]): n for n in plain["nodes"]}
     for index, graph in enumerate(data["graphs"]):

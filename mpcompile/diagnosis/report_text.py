@@ -31,6 +31,8 @@ def parts(report: ReportData) -> Iterator[Part]:
 
 def scale_note(report: ReportData) -> str:
     """The largest scale that would fit, in words."""
+    if report.dtype == "float16" and not math.isfinite(report.losses["low"]):
+        return "no scale makes a forward finite"
     if report.suggested_scale is not None:
         return f"the largest power of two that fits: {report.suggested_scale:g}"
     if report.dtype == "float16":

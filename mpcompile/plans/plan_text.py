@@ -24,7 +24,7 @@ def parts(plan: PlanData) -> Iterator[Part]:
             yield ""
             if len(plan.graphs) > 1:
                 yield f"graph {number}"
-            yield from summary.graph(graph, units=_has_units(plan))
+            yield from summary.graph(graph, units=has_units(plan))
     yield ""
     yield from totals(plan)
 
@@ -35,12 +35,12 @@ def full_parts(plan: PlanData) -> Iterator[Part]:
     for number, graph in enumerate(plan.graphs):
         if graph.left is None:
             number_text = f", graph {number}" if len(plan.graphs) > 1 else ""
-            yield from _graph(graph, number_text, units=_has_units(plan))
+            yield from _graph(graph, number_text, units=has_units(plan))
             yield ""
     yield from totals(plan)
 
 
-def _has_units(plan: PlanData) -> bool:
+def has_units(plan: PlanData) -> bool:
     """Whether sizes matter to the device's units for products."""
     return plan.gpu is not None or capabilities(plan.device).wants_alignment
 
@@ -78,7 +78,7 @@ def totals(plan: PlanData) -> Iterator[str]:
     """What holds for all graphs together, and what is not known."""
     shares = plan.tensor_cores
     yield f"Casts: {plan.casts}"
-    if shares.ops and _has_units(plan):
+    if shares.ops and has_units(plan):
         yield f"Tensor Core share of the FLOPs: {shares.share_before:.1%} -> {shares.share:.1%}"
     for reason in plan.left:
         yield f"a graph stays in FP32: {reason}"

@@ -1,33 +1,109 @@
-"""The documents' figures: every word lies on the canvas, and none on another."""
+"""The documents' figures: every word lies on the canvas and none on another, and the committed
+ones say what is drawn today.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from repository import ROOT
 
+from benchmarks.ablations.figure import draw_report
 from benchmarks.harness.report import RESULTS
-from benchmarks.peers.figure import draw
+from benchmarks.papers import figure as papers
+from benchmarks.peers.figure import draw as draw_peers
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
-def test_words_of_the_peers_figure(tmp_path: Path) -> None:
-    rows = json.loads((RESULTS / "peers_cpu.json").read_text())["rows"]
-    figure = draw(tmp_path / "peers.svg", rows)
-    figure.draw_without_rendering()
-    words = [
-        *(text for axes in figure.axes for text in (axes.title, *axes.get_xticklabels())),
-        *(text for legend in figure.legends for text in legend.get_texts()),
-    ]
-    assert len(words) == 2 + 2 * len(rows) + 9
-    boxes = [word.get_window_extent() for word in words]
-    assert all(word.get_text().strip() for word in words)
+FIGURES = ROOT / "docs" / "figures"
+
+
+def committed(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def draw_papers(path: Path) -> Figure:
+    rows = committed("papers_cpu")["rows"]
+    return papers.draw(path, {name: row["runs"] for name, row in rows.items()})
+
+
+DRAWN: dict[str, Callable[[Path], Figure]] = {
+    "ablations": lambda path: draw_report(path, committed("ablations_cpu")),
+    "gradients": lambda path: papers.draw_gradients(path, committed("papers_cpu")["histograms"]),
+    "papers": draw_papers,
+    "peers": lambda path: draw_peers(path, committed("peers_cpu")["rows"]),
+}
+"""Figure -> what draws it of the committed results."""
+
+
+def names(figure: str) -> set[str]:
+    """What the committed results call what a figure shows."""
+    if figure == "ablations":
+        report = committed("ablations_cpu")
+        return {*report["master weights"], *report["loss scaling"]}
+    if figure == "gradients":
+        return {*committed("papers_cpu")["histograms"]}
+    rows = committed(f"{figure}_cpu")["rows"]
+    ways = {way for row in rows.values() for way in row.get("runs", ())}
+    return {*rows, *ways} - {*papers.TELLING}
+
+
+def words(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Bbox]]:
+    """Each text that is drawn, and where."""
+    found: list[tuple[str, Bbox]] = []
+    draw = Text.draw
+
+    def recorded(self: Text, renderer: RendererBase) -> None:
+        if self.get_visible() and self.get_text().strip():
+            found.append((self.get_text(), self.get_window_extent(renderer)))
+        draw(self, renderer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Text, "draw", recorded)
+        FigureCanvasAgg(figure).draw()
+    return found
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = DRAWN[name](tmp_path / f"{name}.svg")
+    found = words(figure, monkeypatch)
+    assert names(name) <= {word.replace("\n", " ") for word, _ in found}
     width, height = figure.bbox.size
-    for word, box in zip(words, boxes, strict=True):
+    for word, box in found:
         assert 0 <= box.x0 < box.x1 <= width, word
         assert 0 <= box.y0 < box.y1 <= height, word
-    for (a, one), (b, other) in itertools.combinations(zip(words, boxes, strict=True), 2):
-        assert not one.overlaps(other), (a, b)
+    for (word, one), (another, other) in itertools.combinations(found, 2):
+        assert not one.overlaps(other), (word, another)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
+    """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.papers.figure` or
+    `benchmarks.peers.figure`.
+
+    Letters are outlines in these files; a comment beside them has each word.
+    """
+    DRAWN[name](tmp_path / f"{name}.svg")
+    said = [
+        re.findall(r"<!-- (.*?) -->", (folder / f"{name}.svg").read_text())
+        for folder in (FIGURES, tmp_path)
+    ]
+    assert said[0] == said[1]
+
+
+def test_every_figure_is_tested() -> None:
+    """`before_after.svg` is, in `tests/plans/test_before_after.py`; the pictures are of pages."""
+    assert {path.stem for path in FIGURES.glob("*.svg")} == {*DRAWN, "before_after"}

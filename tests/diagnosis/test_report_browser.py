@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from browser import CHROMEDRIVER, CHROMIUM, browser, opened
-from reports import EVIL, faulty
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
+from reports import EVIL, faulty, node, numbers
 from torch import nn
 
 from mpcompile import diagnose
@@ -41,9 +42,19 @@ def overflowing() -> Report:
     return diagnose(Net(), torch.ones(8, 16), dtype=torch.float16)
 
 
+def several() -> Report:
+    """That of `faulty` with two nodes more."""
+    made = faulty()
+    add, sub = node("add"), node("sub")
+    graph = dataclasses.replace(made.graphs[0], nodes=(add, *made.graphs[0].nodes, sub))
+    more = numbers(add, error=1e-5, gradient_error=0.1), numbers(sub)
+    return dataclasses.replace(made, nodes=(*more, *made.nodes), graphs=(graph,))
+
+
 REPORTS: dict[str, Callable[[], Report]] = {
     "overflowing": overflowing,
     "faulty": faulty,
+    "several": several,
     "evil": lambda: faulty(EVIL),
 }
 
@@ -76,10 +87,12 @@ class Reader:
         self.one(css).click()
 
     def column(self, number: int) -> list[str]:
-        """The texts of a column of the table, from top to bottom."""
+        """The texts of a column of the table, from top to bottom, without what is below them."""
         cells = self.driver.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({number + 1})")
         return [
-            cell.text for cell in cells if cell.find_elements(By.XPATH, "ancestor::*[@id='rows']")
+            cell.text.partition("\n")[0]
+            for cell in cells
+            if cell.find_elements(By.XPATH, "ancestor::*[@id='rows']")
         ]
 
     @property
@@ -119,7 +132,15 @@ def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
     assert numbers.value.infs == 8 * 16  # every element
     assert "infinite 128 0" in lines
     assert any(line.startswith("rounded to infinity 100.00%") for line in lines)
-    assert reader.one("tr.chosen td").text == fault.node.name
+    assert reader.one("tr.chosen td").text.splitlines()[0] == fault.node.name
+
+
+@pytest.mark.parametrize("name", ["overflowing", "several"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut(
+    driver: Any, pages: dict[str, tuple[Report, Path]], name: str, width: int
+) -> None:
+    assert cut_at(driver, width, pages[name][1]) == []
 
 
 def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:
@@ -129,7 +150,7 @@ def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:
     assert lines[1] == "exp"
     for line in (
         "elements 4 4",
-        "largest finite magnitude 2.00 0",
+        "largest magnitude 2.00 0",
         "smallest above zero 1.00 -",
         "relative error 1.0e-3 5.0e-1",
         "relative error in FP32 1.0e-7 -",
@@ -145,17 +166,47 @@ def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:
 
 
 def test_heads_sort(read: Callable[[str], Reader]) -> None:
+    reader = read("several")
+    fault = ["linear_1"]  # its row is on top, however the others are sorted
+    assert reader.column(0) == [*fault, "exp", "add", "sub"]  # the largest error first
+    reader.click("[data-column='2']")
+    assert reader.column(0) == [*fault, "sub", "add", "exp"]
+    reader.click("[data-column='0']")
+    assert reader.column(0) == [*fault, "add", "exp", "sub"]
+    reader.click("[data-column='0']")
+    assert reader.column(0) == [*fault, "sub", "exp", "add"]
+    reader.click("[data-column='3']")  # what isn't known is last
+    assert reader.column(3) == ["-", "5.0e-1", "1.0e-1", "-"]
+    assert reader.one("th[aria-sort='descending']").text.startswith("gradient")
+
+
+def test_values_stand_beside_gradients(read: Callable[[str], Reader]) -> None:
     reader = read("faulty")
-    assert reader.column(0) == ["linear_1", "exp"]  # the largest error first
-    reader.click("[data-column='4']")
-    assert reader.column(0) == ["exp", "linear_1"]
-    reader.click("[data-column='0']")
-    assert reader.column(0) == ["exp", "linear_1"]
-    reader.click("[data-column='0']")
-    assert reader.column(0) == ["linear_1", "exp"]
-    reader.click("[data-column='6']")  # what isn't known is last
-    assert reader.column(6) == ["5.0e-1", "-"]
-    assert reader.one("th[aria-sort='descending']").text.startswith("gradient's")
+    rows = reader.driver.find_elements(By.CSS_SELECTOR, "#rows thead tr")
+    groups, heads = (
+        [cell.text.rstrip(" ▾") for cell in row.find_elements(By.TAG_NAME, "th")] for row in rows
+    )
+    named = "rounded to zero by FP16", "to infinity by FP16", "largest magnitude"
+    assert groups == ["relative error", *named]
+    pair = ["value", "gradient"]
+    assert heads == ["node, operator", "module, source", *pair, "in FP32", *pair, *pair, *pair]
+    exp = reader.driver.find_elements(By.CSS_SELECTOR, "tr[data-key='0/exp'] td")
+    assert [cell.text for cell in exp[5:7]] == ["50.00%", "25.00%"]
+
+
+def test_no_number_hides_what_is_not_finite(read: Callable[[str], Reader]) -> None:
+    """By hand: all values are infinite, so none has an error; the mean of 128 of them has the
+    gradient 1 / 128, times the loss scale.
+    """
+    reader = read("overflowing")
+    assert reader.report.scale is not None
+    wide = reader.driver.find_elements(By.CSS_SELECTOR, "tr[data-key='0/linear_1'] td")
+    assert [cell.text for cell in wide[2:4]] == ["-", "0"]
+    assert [cell.text for cell in wide[9:]] == ["∞", f"{reader.report.scale / 128:.3f}"]
+    assert reader.column(0)[0] == "linear_1"
+    cards = reader.one(".cards").text
+    assert "no scale makes a forward finite" in cards
+    assert "fits" not in cards
 
 
 def test_search(read: Callable[[str], Reader]) -> None:

@@ -87,6 +87,13 @@ def test_make_targets_exist() -> None:
     assert {"demo", "test", "check", "bench"} <= readme
 
 
+def test_code_is_not_cut() -> None:
+    """103 columns are what `site/site.css` shows at 800 pixels."""
+    for document in DOCUMENTS:
+        wide = [line for line in fenced(document).splitlines() if len(line) > 103]
+        assert wide == [], document.name
+
+
 def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """Lines of fenced blocks, with their flags, and names in text."""
     shown: set[tuple[str, str]] = set()

@@ -14,11 +14,12 @@ from page_parser import Page
 from repository import PACKAGE
 from torch import nn
 
-from mpcompile import MPCompileError, plan_for
+from mpcompile import MPCompileError, explain, plan_for
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
-from mpcompile.plans.page.of_plan import aligned, charts_of, render, tiles_of
+from mpcompile.plans.page.of_plan import aligned, charts_of, render
 from mpcompile.plans.plan import ModuleLine, Plan
 from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.summary import verdict
 from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
 
 MEGABYTE = 1_000_000
@@ -80,7 +81,7 @@ def test_what_holds_for_the_model_stands_on_top() -> None:
     assert "Sizes worth changing" not in texts
 
 
-def test_tiles_and_charts() -> None:
+def test_charts() -> None:
     """By hand: 1 of 4 FLOPs was eligible, 3 of 4 are; 10 FP16 and 30 FP32 bytes are kept."""
     ops = (product("a", 1, True, True), product("b", 2, False, True), product("c", 1, False, False))
     saved = (
@@ -97,9 +98,9 @@ def test_tiles_and_charts() -> None:
         saved=saved,
         casts=1,
     )
-    assert [tile.value for tile in tiles_of(plan)] == ["1", "1", "25.0% → 75.0%", "40 B"]
-    assert tiles_of(plan)[2].note == "as captured → as compiled; products: 3, 4 FLOP"
     nodes, flops, kept = charts_of(plan)
+    assert [chart.total for chart in (nodes, flops, kept)] == ["3", "4 FLOP", "40 B"]
+    assert kept.note == "10 B of it copies of weights and inputs"
     amounts = [[(p.precision, p.amount) for p in bar] for bar in flops.bars.values()]
     assert amounts == [[("LOW", 0.25), ("FULL", 0.75)], [("LOW", 0.75), ("FULL", 0.25)]]
     assert [(p.label, p.amount) for p in nodes.bars[""]] == [("LOW, FP16", 1), ("FULL, FP32", 2)]
@@ -114,18 +115,47 @@ def test_tiles_and_charts() -> None:
     assert xs == [f"{x:.3f}" for first, _ in shares for x in (0, first)]
 
 
+def test_counters_are_no_operators_by_precision() -> None:
+    """`add_` on the batches that a batch norm has seen; an integer that is computed is one."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    plan = explain(model, torch.ones(3, 4), dtype="bf16")
+    assert next(n.op for n in plan.nodes if not n.is_added) == "aten::add_"
+    assert next(charts_of(plan)).total == "2"
+    (graph,) = data_in(plan)["graphs"]
+    assert [n["op"] for n in graph["nodes"] if n["counter"]] == ["aten::add_"]
+    assert [m["counts"].get("KEEP", 0) for m in data_in(plan)["modules"]] == [0, 0, 0]
+    computed = plan_with(node("sum", op="aten::sum", planned="i64[]", precision="KEEP"))
+    assert next(charts_of(computed)).total == "1"
+
+
+def test_the_verdict_stands_on_top() -> None:
+    """That of `print(plan)`, sentence by sentence."""
+    plan = page_plans.resnet_plan()
+    texts = Page(render(plan)).texts
+    lines = [line.strip() for line in verdict(plan)]
+    places = [texts.index(line) for line in lines]
+    assert places == sorted(places)
+    assert places[0] < texts.index("Operators by precision:")
+
+
 def test_large_numbers_have_a_prefix() -> None:
     saved = (Saved("mm", "", (5,), torch.float16, 2_500_000, False),)
     report = TensorCoreReport((product("a", 7_110_000_000_000, True, True),))
-    tiles = tiles_of(plan_with(tensor_cores=report, saved=saved))
-    assert tiles[2].note.endswith("products: 1, 7.11 TFLOP")
-    assert tiles[3].value == "2.50 MB"
+    totals = [chart.total for chart in charts_of(plan_with(tensor_cores=report, saved=saved))]
+    assert totals == ["0", "7.11 TFLOP", "2.50 MB"]
+
+
+def test_a_device_without_tensor_cores_has_none_on_its_page() -> None:
+    report = TensorCoreReport((product("a", 1, True, True),))
+    plan = dataclasses.replace(plan_with(node("a"), tensor_cores=report), device="cpu")
+    assert [chart.title for chart in charts_of(plan)] == ["Operators by precision"]
+    assert data_in(plan)["units"] is False
 
 
 def test_a_plan_of_nothing_has_a_page() -> None:
     page = Page(render(Plan("Net", "O1", "float16", "cpu", ())))
     assert page.data["graphs"] == []
-    assert page.texts.count("none") == 2  # no product, and nothing is saved
+    assert "Net at O1: no matrix product in its graphs" in page.texts
 
 
 def test_modules_count_what_is_below_them() -> None:

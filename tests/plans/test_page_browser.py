@@ -9,7 +9,7 @@ from typing import Any
 
 import page_plans
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, browser, opened
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
 
 from mpcompile.plans.graph_plan import PlanNode
 from mpcompile.plans.plan import Plan
@@ -27,6 +27,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "resnet": page_plans.resnet_plan,
     "evil": page_plans.evil_plan,
     "long": page_plans.long_plan,
+    "mixed": page_plans.mixed_plan,
 }
 
 
@@ -176,13 +177,51 @@ def test_search(read: Callable[[str], Reader], view: str) -> None:
 
 def test_filters_by_rule_and_precision(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
-    reader.click("#rule option[value='pad']")
-    pads = [f"0/{n.name}" for n in reader.plan.nodes if n.rule == "pad"]
-    assert pads
-    assert reader.rows() == pads
+    reader.click("#rule option[value='cast']")
+    casts = [f"0/{n.name}" for n in reader.plan.nodes if n.rule == "cast"]
+    assert casts
+    assert reader.rows() == casts
     reader.click("[data-kind='LOW']")
     assert reader.rows() == []
     assert "Nothing matches" in reader.driver.find_element(By.ID, "rows").text
+
+
+def test_counters_are_under_keep(read: Callable[[str], Reader]) -> None:
+    """And a search finds them; that of a batch norm is not beside it."""
+    reader = read("resnet")
+    counters = [f"0/{n.name}" for n in reader.plan.nodes if n.op == "aten::add_"]
+    assert len(counters) == 20
+    assert not set(counters) & set(reader.rows())
+    reader.click("#tree [data-path='stem']")
+    assert not set(counters) & set(reader.rows())
+    reader.click("#module-filter button")
+    reader.click("[data-kind='KEEP']")
+    assert reader.rows() == counters
+    reader.click("[data-kind='ALL']")
+    reader.search("aten::add_")
+    assert reader.rows() == counters
+
+
+def test_the_costliest_product_in_fp32_is_open(read: Callable[[str], Reader]) -> None:
+    """Where there is one, and the address names no other; the page is at its top."""
+    reader = read("mixed")
+    (full,) = (n for n in reader.plan.nodes if n.op == "aten::linear" and n.precision == "FULL")
+    assert reader.panel.startswith(f"FULL\n{full.name}\n")
+    assert [row.get_attribute("data-key") for row in reader.all(".row.chosen")] == [
+        f"0/{full.name}"
+    ]
+    assert reader.driver.execute_script("return scrollY") == 0
+    reader.click("#panel .top button")
+    assert reader.panel.startswith("Why is")
+    assert read("resnet").panel.startswith("Why is")  # all of its products are low
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "mixed"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut(
+    driver: Any, plans: dict[str, tuple[Plan, Path]], name: str, width: int
+) -> None:
+    assert cut_at(driver, width, plans[name][1]) == []
 
 
 def test_modules_fold(read: Callable[[str], Reader]) -> None:
@@ -216,9 +255,12 @@ def test_a_module_shows_its_nodes(read: Callable[[str], Reader]) -> None:
 def test_a_mixed_module_shows_its_mixture(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
     reader.click("#open-all")
-    inside = [n for n in reader.plan.nodes if n.module.startswith("stages.7") and not n.is_added]
+    inside = [
+        n for n in reader.plan.nodes
+        if n.module.startswith("stages.7") and not n.is_added and n.op != "aten::add_"
+    ]  # fmt: skip
     wide = reader.all("[data-path='stages.7'] .mix")[0].rect["width"]
-    for kind in ("LOW", "FULL", "KEEP"):
+    for kind in ("LOW", "FULL"):
         count = sum(node.precision == kind for node in inside)
         assert count
         (part,) = reader.all(f"[data-path='stages.7'] .mix .{kind}")
@@ -304,7 +346,7 @@ def test_thousands_of_nodes(read: Callable[[str], Reader]) -> None:
     """The first 3000 rows stand there at once, the others behind a button."""
     reader = read("long")
     keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.plan.graphs)
-            for n in graph.nodes if not n.is_added]  # fmt: skip
+            for n in graph.nodes if not n.is_added and n.op != "aten::add_"]  # fmt: skip
     assert len(keys) > 3000
     shown = [key for key in reader.rows() if key]
     assert len(shown) < 3000

@@ -42,3 +42,31 @@ def opened(driver: Any, path: Path) -> Any:
     driver.get("about:blank")  # a change of the fragment alone would not load it again
     driver.get(path.resolve().as_uri())
     return driver
+
+
+WIDTHS = (800, 1400, 2000)
+"""Those at which pages are looked at."""
+
+_WIDER_THAN_IT_SHOWS = """
+return [...document.querySelectorAll('body *')].filter((one) => one instanceof HTMLElement
+  && one.checkVisibility() && one.clientWidth && one.scrollWidth > one.clientWidth + 1
+  && getComputedStyle(one).textOverflow !== 'ellipsis').map((one) => one.outerHTML)
+"""
+
+
+def cut_at(driver: Any, width: int, path: Path) -> list[str]:
+    """What is wider than it shows, so cut or scrolled, on the page in a window of this width.
+
+    The page must also have no hole in a row of cards: the last one reaches the right margin.
+    """
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened(driver, path)
+        cards = [card.rect for card in driver.find_elements("css selector", ".cards > *")]
+        for y in {card["y"] for card in cards}:
+            assert max(one["x"] + one["width"] for one in cards if one["y"] == y) > width - 50
+        found: list[str] = driver.execute_script(_WIDER_THAN_IT_SHOWS)
+        return found
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

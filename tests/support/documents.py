@@ -19,7 +19,8 @@ DOCUMENTS = (
     ROOT / "SUPPORT.md",
     *(ROOT / "docs").rglob("*.md"),
 )
-COMMAND = r"^(?: *- run: )?mpcompile ([a-z]+)\b([^#\n]*)"
+# In YAML, a command goes on in lines that are further in.
+COMMAND = r"^(?: *- run: )?mpcompile ([a-z]+)\b([^#\n]*(?:\n {8,}--[^#\n]*)*)"
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import resnet18
-from mpcompile import compiled_plans, mpcompile, plan_for
+from mpcompile import Policy, compiled_plans, mpcompile, plan_for
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 from mpcompile.plans.plan import ModuleLine, Plan
@@ -37,6 +37,13 @@ def resnet_plan() -> Plan:
     return dataclasses.replace(plan, graphs=tuple(map(with_backward, plan.graphs)))
 
 
+def mixed_plan() -> Plan:
+    """Three layers, of which the policy keeps the middle one in FP32."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64))
+    policy = Policy(modules={"1": "fp32"})
+    return plan_for(model, torch.ones(8, 64), device="t4", policy=policy)
+
+
 def evil_plan() -> Plan:
     """A module with a name that would be markup, and every other text of the plan like it."""
     model = nn.Sequential()
@@ -62,7 +69,7 @@ def evil_plan() -> Plan:
 def long_plan() -> Plan:
     """More than 3000 operators, in the graphs of a model that breaks often."""
     plan = resnet_plan()
-    return dataclasses.replace(plan, graphs=plan.graphs * 40)
+    return dataclasses.replace(plan, graphs=plan.graphs * 50)
 
 
 def with_backward(graph: GraphPlan) -> GraphPlan:

@@ -39,10 +39,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Chart:
-    """Stacked bars: title of the chart, and label -> the parts of each bar."""
+    """Stacked bars: a title, what they are together, label -> the parts of each bar, and a note."""
 
     title: str
+    total: str
     bars: dict[str, list[Part]]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Page:
         facts: what stands beside the title: "level" -> "O1".
         views: the tabs of the list of nodes, by the names that `rows.js` and `tables.js` have.
         data: what the scripts read; `of_plan.data_of` says what is in it.
-        tiles, charts, notes: the summary on top; no note without lines is shown.
+        verdict: sentences on top, the most important first.
+        tiles, charts, notes: the summary below it; no note without lines is shown.
         numbers: what stands on the page of a report alone: "faults", "finite" and "drawings".
     """
 
@@ -72,9 +75,10 @@ class Page:
     facts: dict[str, str]
     views: dict[str, str]
     data: dict[str, Any]
-    tiles: list[Tile]
-    charts: list[Chart]
     notes: list[Note]
+    verdict: tuple[str, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    charts: tuple[Chart, ...] = ()
     numbers: dict[str, Any] | None = None
 
 

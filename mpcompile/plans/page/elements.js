@@ -11,13 +11,16 @@ function el(tag, attributes, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value != null) made.setAttribute(name, value);
   }
-  made.append(...children.flat(2).filter((child) => child != null));
+  made.append(...children.flat(2).filter((child) => child != null && child !== false));
   return made;
 }
 
 function button(attributes, ...children) {
   return el("button", { type: "button", ...attributes }, ...children);
 }
+
+/** A name, which may go on in a new line behind each of its dots and underscores. */
+const breakable = (name) => name.split(/(?<=[._:])/).flatMap((part) => [part, el("wbr")]);
 
 /** A table of texts; `total` is a last row, under a line. */
 function table(heads, rows, total) {
@@ -47,11 +50,11 @@ function moveByKeys(list, rows) {
 /** What a number shows as; a dash for one that isn't known. */
 const known = (format, zero = "0") => (value) => (value == null ? "-" : value === 0 ? zero : format(value));
 const FORMATS = {
-  text: (value) => value,
+  name: ([name, below]) => [el("span", {}, breakable(name)), below && el("span", { class: "sub" }, breakable(below))],
   count: known(String),
   error: known((value) => value.toExponential(1)),
   share: known((value) => (value < 1e-4 ? "<0.01%" : `${(100 * value).toFixed(2)}%`), "0%"),
-  size: known((value) => value.toPrecision(3)),
+  size: known((value) => (value === Infinity ? "∞" : value.toPrecision(3))),
 };
 
 function scaled(count, unit) {

@@ -111,10 +111,21 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
+/** What a reader without an address came for: the most serious fault, or the costliest product in FP32. */
+function firstKey() {
+  const fault = document.querySelector(".fault .link");
+  const products = [...NODES.values()].filter((node) => node.product && node.kind === "FULL");
+  const [costliest] = products.sort((a, b) => b.product.flops - a.product.flops);
+  return fault ? fault.dataset.key : costliest ? costliest.key : "";
+}
+
 makeControls();
 if (tree) makeTree();
 moveByKeys(byId("rows"), () => [...byId("rows").querySelectorAll("[tabindex]")]);
 window.addEventListener("hashchange", showChosen);
 showControls();
 showRows();
+const first = location.hash ? "" : firstKey();
+if (first) location.replace(`#${encodeURIComponent(first)}`);
 showChosen();
+if (first) scrollTo(0, 0); // the summary comes first

@@ -11,9 +11,10 @@ from typing import Any
 from ..graph_data import BackwardNode, GraphData, Line, PlanNode
 from ..grid import scaled
 from ..plan_data import PlanData
-from ..plan_text import bytes_by_dtype, outside
+from ..plan_text import bytes_by_dtype, has_units, outside
+from ..summary import verdict
 from . import app
-from .app import Chart, Note, Part, Tile
+from .app import Chart, Note, Part
 
 VIEWS = {"decisions": "Decisions", "graph": "Before and after", "backward": "Backward"}
 
@@ -22,14 +23,18 @@ def render(plan: PlanData) -> str:
     """The page of a plan; the same text for the same plan."""
     facts = {"level": plan.level, "low dtype": plan.dtype}
     facts["device"] = plan.gpu.name if plan.gpu else plan.device
+    facts |= {"graphs": str(len(plan.graphs)), "casts": str(plan.casts)}
     page = app.Page(
         model=plan.model,
         about="mixed-precision plan",
         facts={**facts, **plan.versions},
         views=VIEWS,
-        data={**data_of(plan.dtype, plan.graphs), "modules": list(_modules(plan))},
-        tiles=tiles_of(plan),
-        charts=charts_of(plan),
+        data={
+            **data_of(plan.dtype, plan.graphs, units=has_units(plan)),
+            "modules": list(_modules(plan)),
+        },
+        verdict=tuple(line.strip() for line in verdict(plan)),
+        charts=tuple(charts_of(plan)),
         notes=_notes(plan),
     )
     return app.html(page)
@@ -38,43 +43,28 @@ def render(plan: PlanData) -> str:
 # -- the summary -----------------------------------------------------------------------------------
 
 
-def tiles_of(plan: PlanData) -> list[Tile]:
-    """The numbers of the plan."""
-    report, graphs = plan.tensor_cores, len(plan.graphs)
-    share = f"{report.share_before:.1%} → {report.share:.1%}" if report.ops else "none"
-    flops = f"products: {len(report.ops)}, {scaled(report.flops, 'FLOP')}"
-    copied = sum(one.bytes for one in plan.saved if one.copied)
-    return [
-        Tile("Graphs", str(graphs), f"left in FP32: {len(plan.left)}; breaks: {len(plan.breaks)}"),
-        Tile("Casts", str(plan.casts), "added by the passes or the program's own"),
-        Tile("FLOPs eligible for Tensor Cores", share, f"as captured → as compiled; {flops}"),
-        Tile(
-            "Saved for the backward",
-            scaled(plan.saved_bytes, "B") if plan.saved else "none",
-            f"{scaled(copied, 'B')} of it copies of weights and inputs" if copied else "",
-        ),
-    ]
-
-
-def charts_of(plan: PlanData) -> list[Chart]:
+def charts_of(plan: PlanData) -> Iterator[Chart]:
     """Nodes by precision, FLOPs by eligibility, and saved bytes by dtype."""
-    nodes = Counter(node.precision for node in plan.nodes if not node.is_added)
+    nodes = Counter(node.precision for node in plan.nodes if _counts(node))
     words = {
         "LOW": f"LOW, {dtype_word(plan.dtype)}",
         "FULL": "FULL, FP32",
         "KEEP": "KEEP, as captured",
     }
     operators = [Part(words[p], p, nodes[p], str(nodes[p])) for p in words if nodes[p]]
-    charts = [Chart("Operators by precision", {"": operators})]
+    yield Chart("Operators by precision", str(nodes.total()), {"": operators})
     report = plan.tensor_cores
-    if report.flops:
+    if report.flops and has_units(plan):
         shares = {"as captured": report.share_before, "as compiled": report.share}
+        if report.share_before == report.share:
+            shares = {"": report.share}
         bars = {name: _eligible(share) for name, share in shares.items()}
-        charts.append(Chart("FLOPs of matrix products", bars))
+        yield Chart("FLOPs of matrix products", scaled(report.flops, "FLOP"), bars)
     if saved := sorted(bytes_by_dtype(plan).items(), key=lambda pair: -pair[1]):
         parts = [Part(name, _precision(name), size, scaled(size, "B")) for name, size in saved]
-        charts.append(Chart("Bytes saved for the backward, by dtype", {"": parts}))
-    return charts
+        copied = sum(one.bytes for one in plan.saved if one.copied)
+        note = f"{scaled(copied, 'B')} of it copies of weights and inputs" if copied else ""
+        yield Chart("Saved for the backward", scaled(plan.saved_bytes, "B"), {"": parts}, note)
 
 
 def _eligible(share: float) -> list[Part]:
@@ -105,12 +95,12 @@ def dtype_word(dtype: str) -> str:
 # -- the data --------------------------------------------------------------------------------------
 
 
-def data_of(dtype: str, graphs: Sequence[GraphData]) -> dict[str, Any]:
-    """What the scripts read of graphs.
+def data_of(dtype: str, graphs: Sequence[GraphData], *, units: bool) -> dict[str, Any]:
+    """What the scripts read of graphs; `units`: whether the device has Tensor Cores.
 
     A plan has "modules" beside it; a report has "updates", and its nodes have "numbers".
     """
-    return {"low": dtype_word(dtype), "graphs": [_graph(graph) for graph in graphs]}
+    return {"low": dtype_word(dtype), "units": units, "graphs": [_graph(graph) for graph in graphs]}
 
 
 def _graph(graph: GraphData) -> dict[str, Any]:
@@ -123,6 +113,7 @@ def _graph(graph: GraphData) -> dict[str, Any]:
                 **dataclasses.asdict(node),
                 "captured": node.captured if _is_captured(node) else None,
                 "added": node.is_added,
+                "counter": _is_counter(node),
                 "change": node.change,
                 "product": products.get(node.name),
             }
@@ -140,6 +131,16 @@ def _graph(graph: GraphData) -> dict[str, Any]:
 def _is_captured(node: PlanNode) -> bool:
     """Whether the FP32 program has the node: what a pass made has a result of type None there."""
     return not node.is_added and node.captured != type(None).__name__
+
+
+def _is_counter(node: PlanNode) -> bool:
+    """Whether it counts in place, as a batch norm does its batches: there is nothing to decide."""
+    return node.op.endswith("_") and node.planned.startswith("i")
+
+
+def _counts(node: PlanNode) -> bool:
+    """Whether it is one of the operators by precision."""
+    return not node.is_added and not _is_counter(node)
 
 
 def aligned(
@@ -176,7 +177,7 @@ def _modules(plan: PlanData) -> Iterator[dict[str, Any]]:
     for node in plan.nodes:
         for path in _with_parents(node.module):
             kinds.setdefault(path, "")
-            if not node.is_added:
+            if _counts(node):
                 counts[path][node.precision] += 1
     children: dict[str, list[str]] = defaultdict(list)
     for path in kinds:

@@ -5,8 +5,8 @@ const panel = byId("panel");
 // The planner's terms; the rows of the table of costs say them in words.
 const TERMS = {
   stored: "writing and reading the value",
-  time: "predicted time",
-  doubt: "doubt about the prediction",
+  time: "what memory moves while it runs",
+  doubt: "a tenth of that: predictions may be off",
   weights: "casting its weights",
   view: "a view: half of what it shows",
   cast: "casts beside it",
@@ -29,7 +29,7 @@ function showPanel(node) {
     ...section("Numbers", numbersOf(node)),
     ...section("To change it", el("p", {}, node.change)),
     ...section("Cost terms", costs(node)),
-    ...section("Tensor Cores", product(node)),
+    ...section(PLAN.units ? "Tensor Cores" : "Product", product(node)),
     ...section("Casts, pads and scaling beside it", links(node, beside(node))),
     ...section("Reads", links(node, node.graph.reads.get(node.name) || [])),
     ...section("Read by", links(node, node.graph.readers.get(node.name) || [])),
@@ -77,10 +77,10 @@ function product(node) {
   const op = node.product;
   if (!op) return null;
   const yes = (eligible) => (eligible ? "yes" : "no");
-  return el("div", {}, el("p", {}, op.reason),
+  return el("div", {}, PLAN.units && el("p", {}, op.reason),
     table([`${op.kind}, ${scaled(op.flops, "FLOP")}`, "as captured", "as compiled"],
       Object.keys(op.before).map((dim) => [dim, String(op.before[dim]), String(op.after[dim])]),
-      ["eligible", yes(op.eligible_before), yes(op.eligible)]));
+      PLAN.units && ["eligible", yes(op.eligible_before), yes(op.eligible)]));
 }
 
 /** The added nodes among operands and readers. */

@@ -31,8 +31,8 @@ function lineMatches(text) {
 /** For each view, what makes the rows of a graph: one function for each row that is shown. */
 const VIEWS = {
   decisions(graph) {
-    const shown = graph.nodes.filter((node) => nodeMatches(node)
-      && (isFiltered() || node.kind !== "ADDED"));
+    const asked = (node) => (node.counter ? state.kind === "KEEP" || state.query : isFiltered());
+    const shown = graph.nodes.filter((node) => nodeMatches(node) && (!(node.added || node.counter) || asked(node)));
     return shown.map((node) => () => decisionRow(node));
   },
   graph(graph) {
@@ -76,7 +76,7 @@ function rowButton(kind, key, ...cells) {
 function decisionRow(node) {
   return rowButton("decision", node.key,
     badge(node.kind, node.rule),
-    el("span", {}, el("b", { class: "mono" }, node.name), el("span", { class: "sub" }, node.module)),
+    el("span", {}, el("b", { class: "mono" }, breakable(node.name)), el("span", { class: "sub" }, breakable(node.module))),
     el("span", {}, node.reason,
       el("span", { class: "sub mono" }, types(node))));
 }
@@ -187,7 +187,8 @@ function said(graphs, count) {
   if (state.view === "graph") return "− removed, + added, ~ changed";
   const of = { decisions: "nodes", backward: "backward" }[state.view];
   const total = graphs.reduce((sum, graph) => sum + graph[of].length, 0);
-  const hidden = state.view === "decisions" && !isFiltered() ? "; casts, pads and scaling under ADDED" : "";
+  const counters = graphs.some((graph) => graph.nodes.some((node) => node.counter)) ? ", counters under KEEP" : "";
+  const hidden = state.view === "decisions" && !isFiltered() ? `; casts, pads and scaling under ADDED${counters}` : "";
   return `${count} of ${total} nodes${hidden}`;
 }
 

@@ -1,8 +1,16 @@
 // The views of a report: what its numbers are, in tables that are sorted by their heads.
 
 const low = PLAN.low;
-const column = (title, kind, of, about) => ({ title, kind, of, about });
+const column = (title, kind, of, about, group = "") => ({ title, kind, of, about, group });
 const share = (what, kind) => ({ numbers }) => (numbers[what] ? numbers[what][kind] : null);
+const badOf = ({ infs, nans }) => (nans ? NaN : infs ? Infinity : null);
+
+const largest = (side) => ({ numbers }) => badOf(numbers[side]) ?? numbers[side].amax;
+
+/** Two columns below one head: of a forward value, and of its gradient. */
+function pair(group, kind, of, ofGradient, about) {
+  return [column("value", kind, of, about, group), column("gradient", kind, ofGradient, `${about}, of the gradient times the loss scale`, group)];
+}
 
 /** Per view: what it lists, which of it is shown, and by which column it is sorted. */
 const TABLES = {
@@ -10,21 +18,15 @@ const TABLES = {
     what: "nodes",
     items: (graphs) => graphs.flatMap((graph) => graph.nodes.filter((node) => node.numbers)),
     matches: nodeMatches,
-    order: { column: 4, down: true },
+    order: { column: 2, down: true },
     columns: [
-      column("node", "text", (n) => n.name),
-      column("operator", "text", (n) => n.op),
-      column("module", "text", (n) => n.module),
-      column("source", "text", (n) => n.source),
-      column("error", "error", (n) => n.numbers.error, "of the value, relative to its norm in FP64"),
-      column("in FP32", "error", (n) => n.numbers.error_fp32, "the same of the FP32 program"),
-      column("gradient's", "error", (n) => n.numbers.gradient_error, "error of the gradient, relative to its norm in FP64"),
-      column("value → 0", "share", share("shares", "flushed"), `values that ${low} rounds to zero`),
-      column("→ ∞", "share", share("shares", "overflowed"), `values that ${low} rounds to infinity`),
-      column("gradient → 0", "share", share("gradient_shares", "flushed"), `gradients, times the loss scale, that ${low} rounds to zero`),
-      column("→ ∞", "share", share("gradient_shares", "overflowed"), `gradients, times the loss scale, that ${low} rounds to infinity`),
-      column("max |x|", "size", (n) => n.numbers.value.amax, "the largest finite magnitude of the value"),
-      column("max |g|", "size", (n) => n.numbers.gradient.amax, "the largest finite magnitude of the gradient, loss scale included"),
+      column("node, operator", "name", (n) => [n.name, n.op]),
+      column("module, source", "name", (n) => [n.module, n.source]),
+      ...pair("relative error", "error", (n) => n.numbers.error, (n) => n.numbers.gradient_error, "relative to its norm in FP64"),
+      column("in FP32", "error", (n) => n.numbers.error_fp32, "of the value in the FP32 program", "relative error"),
+      ...pair(`rounded to zero by ${low}`, "share", share("shares", "flushed"), share("gradient_shares", "flushed"), "share of what is not zero"),
+      ...pair(`to infinity by ${low}`, "share", share("shares", "overflowed"), share("gradient_shares", "overflowed"), "share of what is not zero"),
+      ...pair("largest magnitude", "size", largest("value"), largest("gradient"), "the largest magnitude"),
     ],
   },
   updates: {
@@ -33,9 +35,9 @@ const TABLES = {
     matches: (update) => wordsMatch(update.parameter.toLowerCase()),
     order: { column: 1, down: true },
     columns: [
-      column("parameter", "text", (u) => u.parameter),
+      column("parameter", "name", (u) => [u.parameter]),
       column("would stall", "share", (u) => u.stalls, `elements whose update is too small to move a weight stored in ${low}`),
-      column("|update| / |weight|", "error", (u) => u.ratio, "the median over the elements that moved"),
+      column("update relative to weight", "error", (u) => u.ratio, "the median over the elements that moved"),
     ],
   },
 };
@@ -45,28 +47,38 @@ function showTable({ what, items, matches, order, columns }, graphs) {
   const all = items(graphs);
   const shown = all.filter(matches);
   byId("rows").append(el("table", {},
-    el("thead", {}, el("tr", {}, columns.map((one, number) => headOf(one, number, order)))),
+    el("thead", {}, groupsOf(columns), el("tr", {}, columns.map((one, number) => headOf(one, number, order)))),
     el("tbody", {}, sorted(shown, columns[order.column], order.down).map((item) => el("tr", rowOf(item),
-      columns.map(({ kind, of }) => el("td", { class: kind === "text" && "words" }, FORMATS[kind](of(item)))))))));
+      columns.map(({ kind, of }) => el("td", { class: kind === "name" && "words" }, FORMATS[kind](of(item)))))))));
   return `${shown.length} of ${all.length} ${what}`;
 }
 
-/** What isn't known is smaller than anything. */
+/** A row of heads, each over the columns of one group. */
+function groupsOf(columns) {
+  const spans = listsBy(columns.filter((one) => one.group).map((one) => [one.group, one]));
+  if (!spans.size) return null;
+  const names = columns.filter((one) => one.kind === "name");
+  return el("tr", {}, names.map(() => el("td")),
+    [...spans].map(([group, all]) => el("th", { scope: "colgroup", colspan: all.length, class: "group" }, group)));
+}
+
+/** Faults first. What isn't known is smaller than anything, and NaN is larger. */
 function sorted(items, { kind, of }, down) {
-  const rank = (item) => of(item) ?? -Infinity;
-  const compare = (a, b) => (kind === "text" ? of(a).localeCompare(of(b)) : rank(a) - rank(b));
-  return [...items].sort((a, b) => (down ? compare(b, a) : compare(a, b)));
+  const rank = (item) => (Number.isNaN(of(item)) ? Infinity : of(item) ?? -Infinity);
+  const compare = (a, b) => (kind === "name" ? String(of(a)).localeCompare(of(b)) : rank(a) - rank(b));
+  const wrong = (item) => Number(Boolean(item.faults && item.faults.length));
+  return [...items].sort((a, b) => wrong(b) - wrong(a) || (down ? compare(b, a) : compare(a, b)));
 }
 
 function headOf({ title, kind, about }, number, order) {
   const by = number === order.column;
   const sort = () => {
-    order.down = by ? !order.down : kind !== "text";
+    order.down = by ? !order.down : kind !== "name";
     order.column = number;
     showRows();
   };
   return el("th", {
-    scope: "col", class: kind === "text" && "words",
+    scope: "col", class: kind === "name" && "words",
     "aria-sort": by ? (order.down ? "descending" : "ascending") : "none",
   }, button({ title: about, "data-column": number, onclick: sort }, title));
 }
@@ -88,7 +100,7 @@ function numbersOf({ numbers }) {
   const shares = (title, kind) => row(title, "share", share("shares", kind)({ numbers }), share("gradient_shares", kind)({ numbers }));
   return table(["", "value", "gradient"], [
     both("elements", "count", "count"), both("zeros", "count", "zeros"), both("infinite", "count", "infs"),
-    both("NaN", "count", "nans"), both("largest finite magnitude", "size", "amax"),
+    both("NaN", "count", "nans"), row("largest magnitude", "size", largest("value")({ numbers }), largest("gradient")({ numbers })),
     both("smallest above zero", "size", "amin"),
     row("relative error", "error", numbers.error, numbers.gradient_error),
     row("relative error in FP32", "error", numbers.error_fp32, null),
