@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import fx, nn
 from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
@@ -19,11 +19,12 @@ from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .check_module import check_module, for_weights
 from .devices.registry import is_supported
-from .errors import MPCompileError, MPCompileWarning, did_you_mean
+from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.frozen import see_what_trains
 from .lower.tracing_settings import VALUE_SIZES
+from .other_words import unknown_option
 from .passes.graph.fuse_head import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
@@ -47,11 +48,11 @@ F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
 @overload
 def mpcompile(model: F, **options: Unpack[Options]) -> F: ...
 @overload
-def mpcompile(model: None = None, **options: Unpack[Options]) -> Callable[[F], F]: ...
+def mpcompile(**options: Unpack[Options]) -> Callable[[F], F]: ...
 @documented
 def mpcompile(
-    model: Any = None,
-    *,
+    model: Any = ...,
+    *more: Any,
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
     policy: Policy | str | os.PathLike[str] | None = None,
@@ -91,11 +92,13 @@ def mpcompile(
             unsupported device or torch version.
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
+    if more:
+        _refuse_more(model, more)
     settings = Settings.parse(request)
     check_how(settings.emit)
     request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
-    if model is None:
+    if model is ...:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if isinstance(model, (staticmethod, classmethod)):
         return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))
@@ -105,17 +108,39 @@ def mpcompile(
 
 def _check_kind(model: Any) -> None:
     """Refuse what is neither a module nor a function."""
-    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if isinstance(model, type):
+        name = model.__name__
         raise MPCompileError(
             f"mpcompile({name}): this is a class; give an instance, such as mpcompile({name}(...))"
+        )
+    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise MPCompileError(
+            f"mpcompile({kind_of(model)}): TorchScript can't be captured; give the model or the "
+            "function that it was made of"
         )
     if isinstance(model, nn.Module) or callable(model):
         return
     hint = ""
-    if isinstance(model, torch.Tensor):  # somebody called the decorator that mpcompile(None) is
-        hint = ". (Was the model None? mpcompile(None) waits for the model, as a decorator does)"
-    raise MPCompileError(f"mpcompile({name}): give an nn.Module or a function{hint}")
+    if model is None:
+        hint = ". Does the function that makes it return it? (A decorator is mpcompile(level=...))"
+    elif isinstance(model, (list, tuple, dict)):
+        hint = ", each by itself"
+    elif isinstance(model, torch.optim.Optimizer):
+        hint = "; MPOptimizer(optimizer) compiles the step of an optimizer"
+    raise MPCompileError(f"mpcompile({kind_of(model)}): give an nn.Module or a function{hint}")
+
+
+def _refuse_more(model: Any, more: tuple[Any, ...]) -> None:
+    """Refuse more than one argument without a name."""
+    given = f"mpcompile({', '.join(map(kind_of, (model, *more)))})"
+    if isinstance(model, fx.GraphModule):
+        raise MPCompileError(f'{given}: the backend is a word, torch.compile(backend="mpcompile")')
+    what = "options have names, as level='O2'"
+    if any(isinstance(one, torch.optim.Optimizer) for one in more):
+        what = "no optimizer is handed over; MPOptimizer(optimizer) compiles its step, if you like"
+    elif any(isinstance(one, nn.Module) for one in more):
+        what = "give one model; each is compiled by itself"
+    raise MPCompileError(f"{given}: {what}")
 
 
 def _compiled(
@@ -195,11 +220,11 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
     theirs = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     known = [*OPTIONS, *(name for name in theirs if name not in OPTIONS and name != "backend")]
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name not in theirs:
-            likely = {"precision": "dtype", "amp": "dtype", "opt_level": "level"}.get(name)
-            hint = f"; did you mean {likely!r}?" if likely else did_you_mean(name, known)
-            raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
+            raise unknown_option(name, known)
+        if name in ("dynamic", "fullgraph", "disable") and value not in (True, False, None):
+            raise MPCompileError(f"{name}={value!r}: use True or False")
 
 
 def _check_again(settings: Settings, module: nn.Module) -> None:

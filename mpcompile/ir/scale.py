@@ -74,7 +74,8 @@ class ScaleRule:
         }
         for complaint, fine in checks.items():
             if not fine:
-                raise MPCompileError(f"LossScale.{self.kind}({complaint})")
+                given, _, what = complaint.partition(": ")
+                raise MPCompileError(f"LossScale.{self.kind}({given}): {what}")
 
 
 def _is_count(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
+from ..other_words import unknown_dtype
 from ..profile.model import Profile
 from . import policy_file
 from .formats import Format
@@ -57,8 +58,8 @@ LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Other words for them: those of torch, of Lightning and of Hugging Face's command lines.
 _DTYPE_WORDS = {
     **LOW_DTYPES,
-    **dict.fromkeys(("fp16", "half", "16", "16-mixed", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bf16-mixed", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "half", "16", "16-mixed"), torch.float16),
+    **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
 }
 
 # The words for a precision in `Policy(modules=..., nodes=...)`.
@@ -91,19 +92,12 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """`"float16"`, `"fp16"` or `torch.float16` -> the dtype; `"auto"` -> None (decided by the
     device).
     """
-    if isinstance(dtype, str):
-        word = dtype.lower()
-        if word == "auto":
-            return None
-        if word in _DTYPE_WORDS:
-            return _DTYPE_WORDS[word]
-    elif dtype in LOW_DTYPES.values():
-        return dtype
-    known = "use torch.float16, torch.bfloat16 or 'auto'"
-    if str(dtype).removeprefix("torch.") in ("float32", "fp32", "32", "float", "32-true"):
-        known = "for FP32 without any cast use level='O0'"
-    hint = did_you_mean(str(dtype), [*_DTYPE_WORDS, "auto"])
-    raise MPCompileError(f"unknown dtype {dtype!r}: {known}{hint}")
+    word = str(dtype).removeprefix("torch.").lower()
+    if word == "auto":
+        return None
+    if word not in _DTYPE_WORDS:
+        raise unknown_dtype(dtype, [*_DTYPE_WORDS, "auto"])
+    return _DTYPE_WORDS[word]
 
 
 # Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.
@@ -190,8 +184,9 @@ class Policy:
             try:
                 re.compile(pattern)
             except (re.error, OverflowError) as error:
+                glob = "; it is no glob: '.*' is any text" if pattern.startswith("*") else ""
                 raise MPCompileError(
-                    f"Policy(modules=...): bad regex {pattern!r}: {error}"
+                    f"Policy(modules=...): bad regex {pattern!r}: {error}{glob}"
                 ) from None
         for name, table in (("modules", modules), ("nodes", nodes)):
             parsed = {

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
@@ -63,7 +64,12 @@ class LossScale(Ruled):
         MPCompileError: a factor, interval or bound that makes no sense.
     """
 
-    def __init__(self, rule: ScaleRule, init_scale: float | None) -> None:
+    def __init__(self, rule: ScaleRule | None = None, init_scale: float | None = None) -> None:
+        if not isinstance(rule, ScaleRule):
+            raise MPCompileError(
+                "LossScale(...): make one by LossScale.dynamic(init_scale=...), .grad_scaler(), "
+                ".static(128.0) or .none()"
+            )
         fitting = init_scale is None
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None

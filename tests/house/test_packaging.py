@@ -28,7 +28,7 @@ else:
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
-    {"_torch"},
+    {"_torch", "other_words"},
     {"torch_inside"},
     {"devices", "ranks"},
     {"operators"},
