@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..api import mpcompile
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, MPCompileWarning, kind_of
 from ..pipeline import MAY_BE_DISABLED
 from ..plans.graph_plan import PlanNode
 from ..records import compiled_plans
@@ -116,6 +116,11 @@ def bisect(
     Raises:
         MPCompileError: two runs in FP32 disagree: the model is not finite, or random.
     """
+    if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)):
+        raise MPCompileError(
+            f"bisect({kind_of(model)}, {kind_of(args)}): give an nn.Module and the tuple of its "
+            "arguments, (x,)"
+        )
     agrees = agrees or within(TOLERANCE)
     trials = _Trials(model, args, kwargs or {}, {"emit": "eager", **(options or {})}, agrees)
     if trials.agree():

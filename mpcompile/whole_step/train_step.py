@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    PendingUnbackedSymbolNotFound,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..capture.rebound import gradients_of_rebound
@@ -40,15 +36,11 @@ from ..torch_inside.dynamo_names import (
     FailOnRecompileLimitHit,
     recompile_limit,
 )
-from ..torch_inside.fakes import DataDependentOutputException
 from ..torch_inside.health import why_off
 from ..torch_inside.private_names import Part
-from .backend import WholeBackend
+from .backend import ON_VALUES, WholeBackend
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers
-
-# What torch raises where a number that only a tensor's value tells would have to be known.
-_UNBACKED = (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)
 
 _TORCH = Path(torch.__file__).parent
 
@@ -216,10 +208,10 @@ def _cause(error: Exception) -> Exception:
 
 def _reason(error: Exception) -> str:
     """Why, in one line."""
-    if isinstance(error.__cause__ or error, (DataDependentOutputException, *_UNBACKED)):
-        return "it makes a Python number of a tensor's value, or branches on it"
     if isinstance(error, CannotRewrite):
         return str(error)
+    if isinstance(error.__cause__ or error, ON_VALUES):
+        return f"it makes a Python number of a tensor's value, or branches on it{_place(error)}"
     if isinstance(error, FailOnRecompileLimitHit):
         many = recompile_limit()
         return (
@@ -238,4 +230,5 @@ def _place(error: Exception) -> str:
     users = [f for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
     if not users:
         return ""
-    return f" (at {Path(users[-1].filename).name}:{users[-1].lineno}: {users[-1].line})"
+    at = f"{Path(users[-1].filename).name}:{users[-1].lineno}: {users[-1].line}"
+    return f" (at {at}); do that outside of the step"
