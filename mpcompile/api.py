@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .check_module import check_module, for_weights
+from .check_module import check_module, for_weights, matching_no_module
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
@@ -156,7 +156,7 @@ def _compiled(
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
-    looking_for: Callable[[Any], Looking] | None = None
+    looking_for: Callable[..., Looking] | None = None
     if settings.level is not Level.O0:
         looking_for = functools.partial(
             Looking, plans=record.plans, dtype=settings.dtype, strict=settings.strict
@@ -183,7 +183,10 @@ def _compiled(
         uncalled.expect(first)
         return model
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
-    compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
+    called = functools.partial(_after_call_of_function, model, settings, record.plans)
+    compiled = _compiled_function(
+        model, options, torch_compile_kwargs, record, looking_for, called, anew
+    )
     records[compiled] = record
     return compiled
 
@@ -193,7 +196,8 @@ def _compiled_function(
     options: dict[str, Any],
     compile_kwargs: dict[str, Any],
     record: Record,
-    looking_for: Callable[[Any], Looking] | None,
+    looking_for: Callable[..., Looking] | None,
+    called: Callable[[int], None],
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
@@ -205,14 +209,16 @@ def _compiled_function(
         own.update({"emit": emit} if emit else {})
         backend = functools.partial(mpcompile_backend, options=own)
         compiled = compiled_by(backend, one, **compile_kwargs)
-        looking = looking_for(function) if looking_for is not None and emit is None else None
+        looking = None
+        if looking_for is not None and emit is None:
+            looking = looking_for(function, called=called)
         return running(
             compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
         )
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, anew)
+    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, called, anew)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
@@ -250,6 +256,20 @@ def _after_call(settings: Settings, record: Record, module: nn.Module) -> bool:
         return False
     _warn_of_what_matched_nothing(module, settings, record.plans)
     return True
+
+
+def _after_call_of_function(
+    function: Callable[..., Any], settings: Settings, plans: list[GraphPlan], stacklevel: int
+) -> None:
+    """Warn of what the first training call of a function reveals. Its modules are known only now:
+    those that its operators come from.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    paths = dict.fromkeys((n.module for plan in plans for n in plan.nodes if n.module), "")
+    wrong = matching_no_module(settings, name, paths) if paths else ()
+    for complaint in (*wrong, *matched_nothing(settings, plans)):
+        text = f"mpcompile: {name}: {complaint}"
+        warnings.warn(text, MPCompileWarning, stacklevel=stacklevel + 1)
 
 
 def _warn_of_what_matched_nothing(

@@ -87,7 +87,7 @@ def _check(model: Any, optimizer: Any, loss_fn: Any, accumulate: Any) -> None:
         raise MPCompileError(f"train_step: accumulate={accumulate!r}; give 1 or more")
 
 
-def _split(batch: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
+def _split(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     if len(batch) < 2:
         given = f"step({', '.join(map(kind_of, batch))})"
         raise MPCompileError(

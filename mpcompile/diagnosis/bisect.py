@@ -116,11 +116,7 @@ def bisect(
     Raises:
         MPCompileError: two runs in FP32 disagree: the model is not finite, or random.
     """
-    if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)):
-        raise MPCompileError(
-            f"bisect({kind_of(model)}, {kind_of(args)}): give an nn.Module and the tuple of its "
-            "arguments, (x,)"
-        )
+    _check(model, args)
     agrees = agrees or within(TOLERANCE)
     trials = _Trials(model, args, kwargs or {}, {"emit": "eager", **(options or {})}, agrees)
     if trials.agree():
@@ -137,6 +133,14 @@ def bisect(
         return Culprit(trials=trials.count)
     found = _halved(list(low), list(low), trials)
     return Culprit(nodes=tuple(low[name] for name in found), trials=trials.count)
+
+
+def _check(model: Any, args: Any) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)):
+        raise MPCompileError(
+            f"bisect({kind_of(model)}, {kind_of(args)}): give an nn.Module and the tuple of its "
+            "arguments, (x,)"
+        )
 
 
 def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:

@@ -20,7 +20,7 @@ from ..errors import CannotRewrite
 from ..optim.inputs import Setting
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
-from ..scaling import hooks
+from ..scaling import hooks, no_gradient
 from ..settings import Settings
 from ..torch_inside.autograd import hooks_on
 from ..torch_inside.fakes import DataDependentOutputException
@@ -28,7 +28,7 @@ from . import one_graph
 from .call import Call
 from .parts import is_training_step
 from .program import Program
-from .tracing import changes_settings, check_reached
+from .tracing import changes_settings, check_reached, stepped_without_gradient
 
 # What torch raises where a number that only a tensor's value tells would have to be known.
 ON_VALUES = (
@@ -74,6 +74,8 @@ class WholeBackend:
             return begin_and_run
         hooks.register()
         uncalled.reached(example_inputs)
+        for optimizer in stepped_without_gradient(gm.graph):
+            no_gradient.say(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
         names = request.pop("_names", None)

@@ -58,6 +58,8 @@ class TrainStep:
         options: of our backend.
         compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
+        called: called behind the first call that ran as a whole, with the stack level of whoever
+            made it.
         anew: makes another one of the same function.
     """
 
@@ -68,6 +70,7 @@ class TrainStep:
         options: Mapping[str, Any],
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
+        called: Callable[[int], None],
         anew: Callable[[], TrainStep],
     ) -> None:
         functools.update_wrapper(self, function)
@@ -76,6 +79,7 @@ class TrainStep:
         self._once = compile_in_pieces(_with_code_of_its_own(function), "eager")
         self._own = _with_code_of_its_own(function)
         self._plans = plans
+        self._called: Callable[[int], None] | None = called
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
         self._backend = WholeBackend(options)
         settings = {**compile_kwargs, "fullgraph": True}
@@ -117,6 +121,9 @@ class TrainStep:
                 result = self._whole(*args, **kwargs)
                 self._runs += 1
                 self._forget_once()
+                if self._called is not None:
+                    called, self._called = self._called, None
+                    called(2)
                 return result
             except Outdated as outdated:
                 self._outdated = self._outdated + 1 if self._runs < _OFTEN else 1
