@@ -15,8 +15,7 @@ from rich.console import Console
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..plans.plan import ENOUGH, Plan
-from ..plans.plan_text import outside
-from ..plans.summary import verdict
+from ..plans.plan_text import outside, verdict
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
 from .common import (
