@@ -189,8 +189,8 @@ class Settings:
     )  # fmt: skip
     level: Level = _option(
         "O1", lambda _, value: parse_level(value),
-        '"O0" FP32; "O1" Tensor Core ops low; "O2" everything stored in the low dtype; "O3" all '
-        "low.",
+        '"O0" FP32; "O1" products and convolutions low, norms, softmax, sums and losses in FP32; '
+        '"O2" everything stored low; "O3" all low.',
         words=tuple(level.value for level in Level), plans=True,
     )  # fmt: skip
     policy: Policy = _option(

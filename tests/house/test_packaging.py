@@ -53,6 +53,7 @@ LAYERS = (
     {"diagnosis", "integrations", "preview", "steps"},
     {"check", "demo"},
     {"cli"},
+    {"__main__"},
 )
 PASSES_MAY_IMPORT = {"errors", "torch_inside", "devices", "rules", "ir", "padding", "planner"}
 
