@@ -65,8 +65,8 @@ def _before_step(
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
     place = _place_of_closure(optimizer, args, kwargs)
+    no_gradient.look(optimizer, has_closure=place is not None)
     if place is None:
-        no_gradient.look(optimizer)
         if not by_itself:
             _check_gradients(optimizer)
         return None

@@ -14,12 +14,14 @@ from ..errors import MPCompileWarning
 from . import optimizers, parameters
 
 
-def look(optimizer: Optimizer) -> None:
-    """An optimizer is about to take a step without a closure."""
+def look(optimizer: Optimizer, *, has_closure: bool) -> None:
+    """An optimizer is about to take a step; a closure makes the gradients within it."""
     state = optimizers.state_of(optimizer)
     if state.looked_for_gradient:
         return
     state.looked_for_gradient = True
+    if has_closure:
+        return
     held = [p for group in optimizer.param_groups for p in group["params"]]
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
