@@ -235,6 +235,13 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
 
 def _check_again(settings: Settings, module: nn.Module) -> None:
     """Check the module at its first call and when its dtype has changed: it may have been cast."""
+    if torch.is_grad_enabled() and any(
+        p.is_inference() for p in module.parameters() if p.requires_grad
+    ):
+        raise MPCompileError(
+            f"{type(module).__name__} was made under torch.inference_mode(), so it can't be "
+            "trained: make it outside, or load its state_dict() into one that is"
+        )
     try:
         check_module(module, settings)
     except MPCompileError as error:

@@ -114,7 +114,9 @@ def studied(model: Any, who: str) -> nn.Module:
 
 
 def _record_of(model: Any) -> Record:
-    model = unwrapped(getattr(model, "__func__", model))  # of a method, its function
+    model = getattr(model, "__func__", model)  # of a method, its function
+    if model not in records:
+        model = unwrapped(model)  # of what torch.compile() returned, the module in it
     within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
     if model not in records and within in records:
         model = within

@@ -113,6 +113,19 @@ def of_a_copy() -> None:
     mp.compiled_plans(copy.deepcopy(model))
 
 
+def made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = Net()
+    loss_of(mpcompile(model, **EAGER))
+
+
+def traced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.trace(Net(), batch()[0])  # type: ignore[no-untyped-call]
+    mpcompile(model)
+
+
 REFUSED: dict[str, tuple[Loop, str]] = {
     "half": (cast(lambda m: m.half()), "It was cast after mpcompile()"),
     "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
@@ -129,6 +142,11 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
     "double backward": (penalty, "inside of what is compiled"),
+    "inference mode": (
+        made_in_inference_mode,
+        "make it outside, or load its state_dict()",
+    ),
+    "TorchScript": (traced, "TorchScript can't be captured; give the model or the function that"),
     "copy": (of_a_copy, "or is a copy of one that was. (Of a training step, ask the step"),
     "accumulate=3": (
         lambda: step(accumulate=3)(*batch(16)),
@@ -169,6 +187,15 @@ def test_it_is_refused(name: str) -> None:
     loop, words = REFUSED[name]
     with pytest.raises(MPCompileError, match=re.escape(words)):
         loop()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_torch_compile_beside_mpcompile_is_no_mistake(order: str) -> None:
+    by_torch: Any = torch.compile(Net() if order == "before" else mpcompile(Net(), **EAGER))
+    model = mpcompile(by_torch, strict=True, **EAGER) if order == "before" else by_torch
+    model(batch()[0]).sum().backward()
+    (plan,) = mp.compiled_plans(model)
+    assert plan.counts()["LOW"] == 2
 
 
 # -- said ------------------------------------------------------------------------------------------
