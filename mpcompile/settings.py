@@ -124,9 +124,9 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
         return made
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return LossScale.static(float(value))
-    hint = did_you_mean(str(value), ("dynamic", "grad_scaler", "none"))
-    if isinstance(value, torch.amp.GradScaler):
-        hint = ". The graph scales the loss: leave the GradScaler out of the loop, too"
+    hint = ". The graph scales the loss: leave the GradScaler out of the loop, too"
+    if not isinstance(value, torch.amp.GradScaler):
+        hint = did_you_mean(str(value), ("dynamic", "grad_scaler", "none"))
     raise MPCompileError(
         f"{name}={value!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale{hint}"
     )

@@ -78,6 +78,16 @@ class ScaleRule:
                 raise MPCompileError(f"LossScale.{self.kind}({given}): {what}")
 
 
+def rule_of(given: Any) -> ScaleRule:
+    """The rule that a LossScale is made with. Raises MPCompileError if it is none."""
+    if not isinstance(given, ScaleRule):
+        raise MPCompileError(
+            "LossScale(...): make one by LossScale.dynamic(init_scale=...), .grad_scaler(), "
+            ".static(128.0) or .none()"
+        )
+    return given
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
 

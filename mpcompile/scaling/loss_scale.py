@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MPCompileError
-from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
+from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
@@ -65,11 +64,7 @@ class LossScale(Ruled):
     """
 
     def __init__(self, rule: ScaleRule | None = None, init_scale: float | None = None) -> None:
-        if not isinstance(rule, ScaleRule):
-            raise MPCompileError(
-                "LossScale(...): make one by LossScale.dynamic(init_scale=...), .grad_scaler(), "
-                ".static(128.0) or .none()"
-            )
+        rule = rule_of(rule)
         fitting = init_scale is None
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None
