@@ -29,7 +29,7 @@ from .passes.graph.fuse_head import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .records import Record, records
-from .rules.policy import Level, Policy
+from .rules.policy import Level, Policy, around
 from .runtime import uncalled
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
@@ -272,7 +272,8 @@ def _after_call_of_function(
     those that its operators come from.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    paths = dict.fromkeys((n.module for plan in plans for n in plan.nodes if n.module), "")
+    inner = {n.module for plan in plans for n in plan.nodes if n.module}
+    paths = dict.fromkeys([*sorted(inner), *(path for one in inner for path in around(one))], "")
     wrong = matching_no_module(settings, name, paths) if paths else ()
     for complaint in (*wrong, *matched_nothing(settings, plans)):
         text = f"mpcompile: {name}: {complaint}"

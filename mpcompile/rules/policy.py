@@ -143,8 +143,9 @@ class Policy:
         low, full, keep: operators, as `"softmax"`, `"aten.softmax"`, `"mylib::op"` or the
             `torch.ops` object itself.
         modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
-            (`"layers.0.mlp.fc1"`). In `mpcompile(module)`, a regex that matches no module is an
-            error. `"bf16"` and `"fp16"` mean low in that dtype, whatever the rest runs in.
+            (`"layers.0.mlp.fc1"`), and in those of the modules that it is in: `"^encoder$"` is all
+            of the encoder. In `mpcompile(module)`, a regex that matches no module is an error.
+            `"bf16"` and `"fp16"` mean low in that dtype, whatever the rest runs in.
         nodes: node name as the dump shows it -> precision.
 
     Raises:
@@ -279,9 +280,20 @@ class Policy:
         return None
 
     def for_module(self, path: str) -> tuple[str, Precision] | None:
-        """The last regex that matches the module path, and its precision."""
-        hits = [(p, word) for p, word in self.modules.items() if re.search(p, path)]
+        """The last regex that matches the path of the module, or of one that it is in, and its
+        precision.
+        """
+        paths = (path, *around(path))
+        hits = [
+            (p, word) for p, word in self.modules.items() if any(re.search(p, one) for one in paths)
+        ]
         return hits[-1] if hits else None
+
+
+def around(path: str) -> list[str]:
+    """The paths of the modules that a module is in: of "blocks.0.fc", "blocks.0" and "blocks"."""
+    words = path.split(".")
+    return [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
 
 
 @dataclass(frozen=True)

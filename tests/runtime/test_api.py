@@ -198,6 +198,15 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
     assert precisions(plan)["linear_1"] == "KEEP"  # the last matching regex
 
 
+def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
+    """Also where the regex ends with the module's own name."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
+    policy = Policy(modules={r"^0$": "fp32", r"^0\.1$": "low"})
+    _, (plan,) = run(model, policy=policy, dtype=torch.float16)
+    decided = {n.module: n.precision for n in plan.nodes if n.op == "aten::linear"}
+    assert decided == {"0.0": "FULL", "0.1": "LOW", "1": "LOW"}
+
+
 # -- what bad input gets --------------------------------------------------------------------------
 
 
