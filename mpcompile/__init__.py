@@ -3,6 +3,10 @@
 model = mpcompile(model)        # the only line; the training loop stays plain PyTorch
 """
 
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
 from . import _torch as _torch
 from ._version import __version__
 from .api import mpcompile
@@ -38,3 +42,15 @@ __all__ = [
     "register_rule",
     "train_step",
 ]
+
+
+class _Module(ModuleType):
+    """`import mpcompile; mpcompile(model)`: says which name was meant."""
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise MPCompileError(
+            "this is the module mpcompile, not the function in it: from mpcompile import mpcompile"
+        )
+
+
+sys.modules[__name__].__class__ = _Module

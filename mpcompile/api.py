@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import fx, nn
 from typing_extensions import Unpack
 
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .check_module import check_module, for_weights
+from .check_module import check_module, for_weights, matching_no_module
 from .devices.registry import is_supported
-from .errors import MPCompileError, MPCompileWarning, did_you_mean
+from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.frozen import see_what_trains
 from .lower.tracing_settings import VALUE_SIZES
+from .other_words import unknown_option
 from .passes.graph.fuse_head import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .records import Record, records
-from .rules.policy import Level, Policy
+from .rules.policy import Level, Policy, around
 from .runtime import uncalled
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
@@ -47,11 +48,11 @@ F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
 @overload
 def mpcompile(model: F, **options: Unpack[Options]) -> F: ...
 @overload
-def mpcompile(model: None = None, **options: Unpack[Options]) -> Callable[[F], F]: ...
+def mpcompile(**options: Unpack[Options]) -> Callable[[F], F]: ...
 @documented
 def mpcompile(
-    model: Any = None,
-    *,
+    model: Any = ...,
+    *more: Any,
     dtype: torch.dtype | str = "auto",
     level: Level | str = "O1",
     policy: Policy | str | os.PathLike[str] | None = None,
@@ -91,11 +92,13 @@ def mpcompile(
             unsupported device or torch version.
     """
     request = {name: value for name, value in locals().items() if name in OPTIONS}
+    if more:
+        _refuse_more(model, more)
     settings = Settings.parse(request)
     check_how(settings.emit)
     request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
-    if model is None:
+    if model is ...:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if isinstance(model, (staticmethod, classmethod)):
         return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))
@@ -105,17 +108,39 @@ def mpcompile(
 
 def _check_kind(model: Any) -> None:
     """Refuse what is neither a module nor a function."""
-    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if isinstance(model, type):
+        name = model.__name__
         raise MPCompileError(
             f"mpcompile({name}): this is a class; give an instance, such as mpcompile({name}(...))"
+        )
+    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise MPCompileError(
+            f"mpcompile({kind_of(model)}): TorchScript can't be captured; give the model or the "
+            "function that it was made of"
         )
     if isinstance(model, nn.Module) or callable(model):
         return
     hint = ""
-    if isinstance(model, torch.Tensor):  # somebody called the decorator that mpcompile(None) is
-        hint = ". (Was the model None? mpcompile(None) waits for the model, as a decorator does)"
-    raise MPCompileError(f"mpcompile({name}): give an nn.Module or a function{hint}")
+    if model is None:
+        hint = ". Does the function that makes it return it? (A decorator is mpcompile(level=...))"
+    elif isinstance(model, (list, tuple, dict)):
+        hint = ", each by itself"
+    elif isinstance(model, torch.optim.Optimizer):
+        hint = "; MPOptimizer(optimizer) compiles the step of an optimizer"
+    raise MPCompileError(f"mpcompile({kind_of(model)}): give an nn.Module or a function{hint}")
+
+
+def _refuse_more(model: Any, more: tuple[Any, ...]) -> None:
+    """Refuse more than one argument without a name."""
+    given = f"mpcompile({', '.join(map(kind_of, (model, *more)))})"
+    if isinstance(model, fx.GraphModule):
+        raise MPCompileError(f'{given}: the backend is a word, torch.compile(backend="mpcompile")')
+    what = "options have names, as level='O2'"
+    if any(isinstance(one, torch.optim.Optimizer) for one in more):
+        what = "no optimizer is handed over; MPOptimizer(optimizer) compiles its step, if you like"
+    elif any(isinstance(one, nn.Module) for one in more):
+        what = "give one model; each is compiled by itself"
+    raise MPCompileError(f"{given}: {what}")
 
 
 def _compiled(
@@ -131,7 +156,7 @@ def _compiled(
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
-    looking_for: Callable[[Any], Looking] | None = None
+    looking_for: Callable[..., Looking] | None = None
     if settings.level is not Level.O0:
         looking_for = functools.partial(
             Looking, plans=record.plans, dtype=settings.dtype, strict=settings.strict
@@ -158,7 +183,10 @@ def _compiled(
         uncalled.expect(first)
         return model
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
-    compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
+    called = functools.partial(_after_call_of_function, model, settings, record.plans)
+    compiled = _compiled_function(
+        model, options, torch_compile_kwargs, record, looking_for, called, anew
+    )
     records[compiled] = record
     return compiled
 
@@ -168,7 +196,8 @@ def _compiled_function(
     options: dict[str, Any],
     compile_kwargs: dict[str, Any],
     record: Record,
-    looking_for: Callable[[Any], Looking] | None,
+    looking_for: Callable[..., Looking] | None,
+    called: Callable[[int], None],
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
@@ -180,14 +209,16 @@ def _compiled_function(
         own.update({"emit": emit} if emit else {})
         backend = functools.partial(mpcompile_backend, options=own)
         compiled = compiled_by(backend, one, **compile_kwargs)
-        looking = looking_for(function) if looking_for is not None and emit is None else None
+        looking = None
+        if looking_for is not None and emit is None:
+            looking = looking_for(function, called=called)
         return running(
             compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
         )
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, anew)
+    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, called, anew)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
@@ -195,15 +226,22 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
         raise MPCompileError("mpcompile() is the backend; choose what runs below it with emit=")
     theirs = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     known = [*OPTIONS, *(name for name in theirs if name not in OPTIONS and name != "backend")]
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name not in theirs:
-            likely = {"precision": "dtype", "amp": "dtype", "opt_level": "level"}.get(name)
-            hint = f"; did you mean {likely!r}?" if likely else did_you_mean(name, known)
-            raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
+            raise unknown_option(name, known)
+        if name in ("dynamic", "fullgraph", "disable") and value not in (True, False, None):
+            raise MPCompileError(f"{name}={value!r}: use True or False")
 
 
 def _check_again(settings: Settings, module: nn.Module) -> None:
     """Check the module at its first call and when its dtype has changed: it may have been cast."""
+    if torch.is_grad_enabled() and any(
+        p.is_inference() for p in module.parameters() if p.requires_grad
+    ):
+        raise MPCompileError(
+            f"{type(module).__name__} was made under torch.inference_mode(), so it can't be "
+            "trained: make it outside, or load its state_dict() into one that is"
+        )
     try:
         check_module(module, settings)
     except MPCompileError as error:
@@ -225,6 +263,21 @@ def _after_call(settings: Settings, record: Record, module: nn.Module) -> bool:
         return False
     _warn_of_what_matched_nothing(module, settings, record.plans)
     return True
+
+
+def _after_call_of_function(
+    function: Callable[..., Any], settings: Settings, plans: list[GraphPlan], stacklevel: int
+) -> None:
+    """Warn of what the first training call of a function reveals. Its modules are known only now:
+    those that its operators come from.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    inner = {n.module for plan in plans for n in plan.nodes if n.module}
+    paths = dict.fromkeys([*sorted(inner), *(path for one in inner for path in around(one))], "")
+    wrong = matching_no_module(settings, name, paths) if paths else ()
+    for complaint in (*wrong, *matched_nothing(settings, plans)):
+        text = f"mpcompile: {name}: {complaint}"
+        warnings.warn(text, MPCompileWarning, stacklevel=stacklevel + 1)
 
 
 def _warn_of_what_matched_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -48,15 +49,34 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
                 f"{where}: {name} is on {parameter.device}; supported devices: "
                 f"{', '.join(supported())}"
             )
-    paths = [name for name, _ in module.named_modules() if name]
+    kinds = {name: type(m).__name__ for name, m in module.named_modules() if name}
+    for complaint in matching_no_module(settings, where, kinds):
+        raise MPCompileError(complaint)
+
+
+def matching_no_module(settings: Settings, where: str, kinds: Mapping[str, str]) -> Iterator[str]:
+    """Regexes of the policy that match no module, as one message each.
+
+    Args:
+        where: what holds the modules.
+        kinds: dotted path of a module -> its class, or "" where that isn't known.
+    """
     for pattern in settings.policy.modules:
-        if not any(re.search(pattern, path) for path in paths):
-            hint = did_you_mean(pattern, [*paths, *(path.rpartition(".")[2] for path in paths)])
-            some = ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
-            raise MPCompileError(
-                f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of "
-                f"{where}: {some or 'none'}"
-            )
+        if any(re.search(pattern, path) for path in kinds):
+            continue
+        ends = [*kinds, *(path.rpartition(".")[2] for path in kinds)]
+        hint = did_you_mean(pattern, ends) or did_you_mean(pattern.rpartition(".")[2], ends)
+        if pattern in kinds.values():
+            paths = [path for path, kind in kinds.items() if kind == pattern]
+            hint = f": it is a class, and what is searched are paths, as {_some(paths)}"
+        yield (
+            f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of {where}: "
+            f"{_some(list(kinds)) or 'none'}"
+        )
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
 
 
 def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:

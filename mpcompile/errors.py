@@ -36,6 +36,13 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}{more}"
 
 
+def kind_of(value: object) -> str:
+    """What somebody handed over, for an error: `"Tensor"`, `"None"`, or `"class Net"`."""
+    if value is None:
+        return "None"
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: `"; did you mean 'softmax'?"`, or the empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)

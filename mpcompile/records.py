@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .errors import MPCompileError
+from .errors import MPCompileError, kind_of
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .scaling import parameters
@@ -106,7 +106,7 @@ def studied(model: Any, who: str) -> nn.Module:
     refuse(Part.EXPLAIN, who, "TORCH_LOGS=mpcompile tells what a training compiles")
     if not isinstance(model, nn.Module):
         raise MPCompileError(
-            f"{who}({type(model).__name__}): give an nn.Module. Of a compiled function, "
+            f"{who}({kind_of(model)}): give an nn.Module. Of a compiled function, "
             "compiled_plans(function) has the plans after its first call"
         )
     inner = unwrapped(model)
@@ -115,13 +115,20 @@ def studied(model: Any, who: str) -> nn.Module:
 
 def _record_of(model: Any) -> Record:
     model = getattr(model, "__func__", model)  # of a method, its function
+    if model not in records:
+        model = unwrapped(model)  # of what torch.compile() returned, the module in it
     within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
     if model not in records and within in records:
         model = within
     if model not in records:
+        hint = ""
+        if isinstance(model, nn.Module):
+            hint = ". (Of a training step, ask the step: train_step() and mpcompile() return it)"
+        elif callable(model):
+            hint = ". (mpcompile(function) returns the compiled one: ask that)"
         raise MPCompileError(
             f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
-            "that was"
+            f"that was{hint}"
         )
     record: Record = records[model]
     return record

@@ -28,6 +28,7 @@ from ._torch import NEWEST, check_torch_version
 from .capture.provenance import Names, nobody
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
+from .other_words import unknown_option
 from .ranks.refuse import check_ranks
 from .rules.op_names import op_exists
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
@@ -123,9 +124,11 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
         return made
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return LossScale.static(float(value))
+    hint = ". The graph scales the loss: leave the GradScaler out of the loop, too"
+    if not isinstance(value, torch.amp.GradScaler):
+        hint = did_you_mean(str(value), ("dynamic", "grad_scaler", "none"))
     raise MPCompileError(
-        f"{name}={value!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a "
-        f"LossScale{did_you_mean(str(value), ('dynamic', 'grad_scaler', 'none'))}"
+        f"{name}={value!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale{hint}"
     )
 
 
@@ -159,6 +162,9 @@ def _passes(name: str, value: Any) -> tuple[str, ...]:
 def _inductor_options(name: str, value: Any) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, Mapping):
         raise MPCompileError(f"{name}={value!r}: give a dict of Inductor's options")
+    for key in value or {}:
+        if key in OPTIONS:
+            raise MPCompileError(f"{name}={value!r} are Inductor's; {key}= is an option beside it")
     return value
 
 
@@ -183,8 +189,8 @@ class Settings:
     )  # fmt: skip
     level: Level = _option(
         "O1", lambda _, value: parse_level(value),
-        '"O0" FP32; "O1" Tensor Core ops low; "O2" everything stored in the low dtype; "O3" all '
-        "low.",
+        '"O0" FP32; "O1" products and convolutions low, norms, softmax, sums and losses in FP32; '
+        '"O2" everything stored low; "O3" all low.',
         words=tuple(level.value for level in Level), plans=True,
     )  # fmt: skip
     policy: Policy = _option(
@@ -271,8 +277,7 @@ class Settings:
         check_ranks()
         for key in request:
             if key not in OPTIONS:
-                hint = did_you_mean(key, OPTIONS)
-                raise MPCompileError(f"unknown option {key!r}{hint}; known: {', '.join(OPTIONS)}")
+                raise unknown_option(key, OPTIONS)
         written = {name: request.get(name, one.default) for name, one in OPTIONS.items()}
         scale = written["loss_scale"]
         settings = cls(

@@ -56,7 +56,9 @@ def names_in(module: torch.nn.Module) -> Names:
 
     def names() -> Mapping[int, str]:
         alive = there()
-        return {id(p): name for name, p in alive.named_parameters()} if alive else {}
+        if alive is None:  # (a module may have a length, and be false)
+            return {}
+        return {id(p): name for name, p in alive.named_parameters()}
 
     return names
 

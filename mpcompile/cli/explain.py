@@ -15,8 +15,7 @@ from rich.console import Console
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..plans.plan import ENOUGH, Plan
-from ..plans.plan_text import outside
-from ..plans.summary import verdict
+from ..plans.plan_text import outside, verdict
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
 from .common import (
@@ -119,17 +118,20 @@ def _share(text: str) -> float:
     return share
 
 
-def _planned(options: argparse.Namespace) -> Plan:
+def _planned(options: argparse.Namespace, console: Console) -> Plan:
     device = None if options.device == "auto" else options.device
     if device is not None:
         gpu(device)  # check before the factory runs
     model, args, kwargs, _ = made(options)
     held = given(options, ["mp_optimizer"])
-    return plan_call(model, args, kwargs, device=device, options=given(options, _OPTIONS), **held)
+    with console.status("planning"):
+        return plan_call(
+            model, args, kwargs, device=device, options=given(options, _OPTIONS), **held
+        )
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    found = _planned(options)
+    found = _planned(options, console)
     if options.json:
         show(console, _json(found.to_dict()))
     else:
@@ -146,7 +148,7 @@ def _show_plan(console: Console, plan: Plan, *, all: bool) -> None:
 
 def _explain(options: argparse.Namespace, console: Console) -> int:
     other = Plan.load(options.diff) if options.diff else None
-    plan = _planned(options)
+    plan = _planned(options, console)
     if options.html:
         plan.to_html(options.html)
     if options.why:

@@ -80,14 +80,15 @@ def _loss_scale(text: str) -> float | str:
 
 def _diagnose(options: argparse.Namespace, console: Console) -> int:
     model, args, kwargs, loss_fn = made(options)
-    report = diagnose_call(
-        model,
-        args,
-        kwargs,
-        loss_fn=loss_fn,
-        steps=options.steps,
-        options=given(options, _DIAGNOSE_OPTIONS),
-    )
+    with console.status("a step in FP64, in FP32, and as it is rewritten"):
+        report = diagnose_call(
+            model,
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            steps=options.steps,
+            options=given(options, _DIAGNOSE_OPTIONS),
+        )
     if options.html:
         report.to_html(options.html)
     if options.png:
@@ -120,20 +121,32 @@ def _add_bisect(commands: Commands) -> None:
     for name in _BISECT_OPTIONS:
         add_option(search, name, **own.get(name, {}))
     search.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="relative error that is no breakage"
+        "--tolerance", type=_positive, default=TOLERANCE, help="relative error that is no breakage"
     )
     search.set_defaults(run=_bisect)
 
 
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed, such as 0.1")
+    return number
+
+
 def _bisect(options: argparse.Namespace, console: Console) -> int:
     model, args, kwargs, _ = made(options)
-    found = bisect(
-        model,
-        args,
-        kwargs,
-        options=given(options, _BISECT_OPTIONS),
-        agrees=within(options.tolerance),
-    )
+    with console.status("bisecting") as status:
+        found = bisect(
+            model,
+            args,
+            kwargs,
+            options=given(options, _BISECT_OPTIONS),
+            agrees=within(options.tolerance),
+            progress=lambda what: status.update(f"bisecting: {what}"),
+        )
     show(
         console,
         "nothing breaks: loss and gradients are near FP32's" if found is None else str(found),

@@ -202,6 +202,14 @@ def _train(
                     trainee.step(idx, targets)
                 live = f"loss {trainee.losses[-1]:.3f}  {1e3 * trainee.seconds[-1]:.0f} ms"
                 progress.update(bar, advance=1, live=live)
+            if not console.is_terminal and (step == 0 or 10 * (step + 1) % settings.steps < 10):
+                console.print(_line(step + 1, full, mixed))  # a file shows no bars
+
+
+def _line(step: int, *trainees: Trainee) -> str:
+    """How far the training is: `"step 20: FP32 loss 3.214, 12 ms; BF16 O1 loss 3.215, 11 ms"`."""
+    each = (f"{t.name} loss {t.losses[-1]:.3f}, {1e3 * t.seconds[-1]:.0f} ms" for t in trainees)
+    return f"step {step}: {'; '.join(each)}"
 
 
 def _outcome(trainee: Trainee, judge: list[tuple[Tensor, Tensor]]) -> Outcome:

@@ -91,9 +91,10 @@ def gpu(name: str) -> GPU:
     Raises:
         MPCompileError: the name is unknown.
     """
-    key = name.lower().replace(" ", "").replace("-", "")
+    key = str(name).lower().replace(" ", "").replace("-", "")
     if key not in GPUS:
-        raise MPCompileError(
-            f"unknown GPU {name!r}{did_you_mean(key, GPUS)}; known: {', '.join(GPUS)}"
-        )
+        hint = did_you_mean(key, GPUS)
+        if key.partition(":")[0] in ("cpu", "cuda"):
+            hint = ": where none is named, the plan is for the device that the model is on"
+        raise MPCompileError(f"unknown GPU {name!r}{hint}; known: {', '.join(GPUS)}")
     return GPUS[key]

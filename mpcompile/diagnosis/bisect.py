@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..api import mpcompile
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, MPCompileWarning, in_one_line, kind_of
 from ..pipeline import MAY_BE_DISABLED
 from ..plans.graph_plan import PlanNode
 from ..records import compiled_plans
@@ -100,6 +100,7 @@ def bisect(
     *,
     options: Mapping[str, Any] | None = None,
     agrees: Agrees | None = None,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> Culprit | None:
     """Find the decision of the compiler that makes a model's loss or gradients wrong.
 
@@ -109,29 +110,43 @@ def bisect(
         options: of `mpcompile()`. Without "emit", graphs run op by op, which takes less time.
         agrees: whether an outcome, the first argument, is as good as that of FP32, the second;
             default: `within(TOLERANCE)`.
+        progress: called before each run, with what is run.
 
     Returns:
         The culprit, or None if the compiled model agrees with FP32.
 
     Raises:
-        MPCompileError: two runs in FP32 disagree: the model is not finite, or random.
+        MPCompileError: the model's call fails; or two runs in FP32 disagree: it is not finite, or
+            random.
     """
+    _check(model, args)
     agrees = agrees or within(TOLERANCE)
-    trials = _Trials(model, args, kwargs or {}, {"emit": "eager", **(options or {})}, agrees)
-    if trials.agree():
+    options = {"emit": "eager", **(options or {})}
+    trials = _Trials(model, args, kwargs or {}, options, agrees, progress)
+    if trials.agree("compiled"):
         return None
     disabled = tuple(trials.options.get("disable_passes", ()))
     for name in MAY_BE_DISABLED:
-        if name not in disabled and trials.agree(disable_passes=[*disabled, name]):
+        if name in disabled:
+            continue
+        if trials.agree(f"without the pass {name}", disable_passes=[*disabled, name]):
             return Culprit(passes=(name,), trials=trials.count)
     trials.options["disable_passes"] = [*disabled, *RENAMING]
-    if trials.agree():
+    if trials.agree(f"without the passes {', '.join(RENAMING)}"):
         return Culprit(passes=RENAMING, trials=trials.count)
     low = {n.name: n for n in trials.nodes if n.precision == "LOW" and not n.is_added}
-    if not trials.agree(policy=trials.policy.with_pins(low)):
+    if not trials.agree("all operators in FP32", policy=trials.policy.with_pins(low)):
         return Culprit(trials=trials.count)
     found = _halved(list(low), list(low), trials)
     return Culprit(nodes=tuple(low[name] for name in found), trials=trials.count)
+
+
+def _check(model: Any, args: Any) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)):
+        raise MPCompileError(
+            f"bisect({kind_of(model)}, {kind_of(args)}): give an nn.Module and the tuple of its "
+            "arguments, (x,)"
+        )
 
 
 def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
@@ -140,7 +155,8 @@ def _halved(suspects: list[str], low: list[str], trials: _Trials) -> list[str]:
         middle = len(suspects) // 2
         for half in (suspects[:middle], suspects[middle:]):
             others = [name for name in low if name not in half]
-            if not trials.agree(policy=trials.policy.with_pins(others)):
+            what = f"{len(half)} of {len(low)} operators low"
+            if not trials.agree(what, policy=trials.policy.with_pins(others)):
                 suspects = half
                 break
         else:
@@ -158,22 +174,34 @@ class _Trials:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
         agrees: Agrees,
+        progress: Callable[[str], None],
     ) -> None:
+        self.progress = progress
         self.model, self.args, self.kwargs = model, args, kwargs
         self.policy: Policy = OPTIONS["policy"].parse("policy", options.get("policy"))
         self.options, self.agrees = {**options, "policy": self.policy}, agrees
         self.count = 0
         self.nodes: list[PlanNode] = []  # those of the last trial
-        self.full = self._outcome(copy.deepcopy(model))
+        progress("in FP32")
+        try:
+            self.full = self._outcome(copy.deepcopy(model))
+        except MPCompileError:
+            raise
+        except Exception as error:
+            raise MPCompileError(
+                f"{type(model).__name__} fails on these inputs: {in_one_line(error)}"
+            ) from error
         if not agrees(self._outcome(copy.deepcopy(model)), self.full):
             raise MPCompileError(
                 f"{type(model).__name__} disagrees with itself in FP32: its loss or a gradient is "
-                "not finite, or the same call gives different numbers"
+                "not finite, or the same call gives different numbers; `mpcompile diagnose` names "
+                "what is not finite"
             )
 
-    def agree(self, **changes: Any) -> bool:
-        """Whether the model compiled with these options agrees with FP32."""
+    def agree(self, what: str, **changes: Any) -> bool:
+        """Whether the model compiled with these options agrees with FP32; `what` they are."""
         self.count += 1
+        self.progress(f"{self.count}: {what}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MPCompileWarning)
             twin = mpcompile(copy.deepcopy(self.model), **{**self.options, **changes})

@@ -8,8 +8,9 @@ has changed much.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import fx, nn
 from typing_extensions import Unpack
 
 from .. import ir
-from ..errors import MPCompileError
+from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
 from ..observe.compared import source_of_value
 from ..observe.numbers import Numbers
@@ -30,6 +31,8 @@ from .diagnose import loss_of, sides_of
 from .sides import Run, Side
 
 __all__ = ["calibrate"]
+
+_EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
 Step = Callable[[Callable[..., Any], Any], torch.Tensor]
 
@@ -66,13 +69,18 @@ def calibrate(
     """
     model = studied(model, "calibrate")
     check_trained(model, "calibrate")
-    example = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
-    check_loss_fn(loss_fn, "model, batch", example)
+    check_loss_fn(loss_fn, "model, batch", _EXAMPLE)
+    if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
+        raise MPCompileError(
+            f"batches={kind_of(batches)}: give several, such as a DataLoader or a list, [batch]"
+        )
     if not margin >= 1:
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
     sides, _ = sides_of(model, options, "pin")
     seen = _Seen(float(margin))
     for batch in batches:
+        if loss_fn is None:
+            _check_call(model, batch)
         step = functools.partial(_step, loss_fn, batch)
         seen.add(sides.run(Side.FULL, step=step))
     if not seen.batches:
@@ -85,9 +93,27 @@ def _step(loss_fn: Step | None, batch: Any, forward: Callable[..., Any]) -> torc
 
 
 def _loss(forward: Callable[..., Any], batch: Any) -> torch.Tensor:
+    args, kwargs = _arguments(batch)
+    return loss_of(forward(*args, **kwargs))
+
+
+def _arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a model is called with, by default, for a batch."""
     if isinstance(batch, Mapping):
-        return loss_of(forward(**batch))
-    return loss_of(forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch))
+        return (), batch
+    return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _check_call(model: nn.Module, batch: Any) -> None:
+    """Raise if the batch is not just the model's arguments: it may hold the targets, too."""
+    args, kwargs = _arguments(batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise MPCompileError(
+            f"{type(model).__name__} can't be called with a batch: {error}. If a batch holds the "
+            f"targets, too, give loss_fn, as `{_EXAMPLE}`"
+        ) from None
 
 
 class _Seen:

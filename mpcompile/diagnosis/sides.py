@@ -253,11 +253,10 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else repr(loss)
-        )
+        what = repr(loss)
+        if isinstance(loss, torch.Tensor):
+            lacks = "" if loss.requires_grad else " without a gradient"
+            what = f"a tensor of shape {tuple(loss.shape)}{lacks}"
         raise MPCompileError(
             f"loss_fn returned {what}: it must make one number with a gradient of the model's "
             "result, as `lambda out: F.cross_entropy(out, y)` does"

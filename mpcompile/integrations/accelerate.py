@@ -136,7 +136,7 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
             raise MPCompileError(
                 "GradScalerKwargs, and loss_scale in the arguments of mpcompile(): give one"
             )
-        mpcompile(None, **options)  # checks them
+        mpcompile(**options)  # checks them
         self.compile_options = dict(options)
         self.compile_optimizers = compile_optimizers
         # Scales are looked up when the state is saved: which models exist, and who steps them, can

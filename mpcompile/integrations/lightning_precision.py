@@ -32,7 +32,7 @@ class CompiledPrecision:
         super().__init__()
         if not isinstance(compile_optimizers, bool):
             raise MPCompileError(f"compile_optimizers={compile_optimizers!r}: use True or False")
-        self._compile = mpcompile(None, **options)
+        self._compile = mpcompile(**options)
         self._options = options
         self._compile_optimizers = compile_optimizers
         self._module: Any = None

@@ -74,7 +74,18 @@ class ScaleRule:
         }
         for complaint, fine in checks.items():
             if not fine:
-                raise MPCompileError(f"LossScale.{self.kind}({complaint})")
+                given, _, what = complaint.partition(": ")
+                raise MPCompileError(f"LossScale.{self.kind}({given}): {what}")
+
+
+def rule_of(given: Any) -> ScaleRule:
+    """The rule that a LossScale is made with. Raises MPCompileError if it is none."""
+    if not isinstance(given, ScaleRule):
+        raise MPCompileError(
+            "LossScale(...): make one by LossScale.dynamic(init_scale=...), .grad_scaler(), "
+            ".static(128.0) or .none()"
+        )
+    return given
 
 
 def _is_count(value: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from .._version import __version__
-from ..errors import CannotRewrite, MPCompileError
+from ..errors import CannotRewrite, MPCompileError, did_you_mean
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.keep_sources import keep_sources
 from ..passes.joint.keep_written_inputs import keep_written_inputs
@@ -211,8 +212,11 @@ def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
     try:
         _inductor(mode, options, NO_PASSES)
     except (RuntimeError, TypeError, ValueError) as error:
-        text = str(error).partition(", known options")[0]
-        raise MPCompileError(f"mode={mode!r}, options={options!r}: {text}") from None
+        text, _, known = str(error).partition(", known options")
+        wrong, names = text.rpartition(" ")[2], re.findall(r"'([\w.]+)'", known)
+        asked = {"mode": mode, "options": options}
+        given = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
+        raise MPCompileError(f"{given}: {text}{did_you_mean(wrong, names)}") from None
 
 
 def _recomputing(compile_graph: Compiler) -> Compiler:

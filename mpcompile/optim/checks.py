@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import MPCompileError, did_you_mean
+from ..errors import MPCompileError, did_you_mean, kind_of
 from ..lower.emitter import check_how, check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
+from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.health import refuse
 from ..torch_inside.private_names import Part
 from .inputs import parameters_of
 from .masters import is_low
 from .trace_context import raw_step
+
+_EXAMPLE = "MPOptimizer(torch.optim.AdamW(model.parameters()))"
 
 
 def check_arguments(cls: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -34,13 +37,21 @@ def check_arguments(cls: type[Any], args: tuple[Any, ...], options: dict[str, An
         return
     given = args[0] if args else options.get("optimizer")
     name = type(given).__name__ if isinstance(given, Optimizer) else "AdamW"
+    if len(args) > 1:
+        found = ", ".join(map(kind_of, args))
+        raise MPCompileError(
+            f"MPOptimizer({found}): give the optimizer alone, made, as in {_EXAMPLE}"
+        )
     for option in options:
-        if option not in known:
-            raise MPCompileError(
-                f"MPOptimizer({option}=...): there is no such argument"
-                f"{did_you_mean(option, known)}. What the optimizer itself takes goes there: "
-                f"MPOptimizer(torch.optim.{name}(model.parameters(), {option}=...))"
-            )
+        if option in known:
+            continue
+        hint = did_you_mean(option, known) or (
+            ". What the optimizer itself takes goes there: "
+            f"MPOptimizer(torch.optim.{name}(model.parameters(), {option}=...))"
+        )
+        if option in OPTIONS:
+            hint = f": that is an option of the model, mpcompile(model, {option}=...)"
+        raise MPCompileError(f"MPOptimizer({option}=...): there is no such argument{hint}")
 
 
 def check(
@@ -60,12 +71,10 @@ def check(
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise MPCompileError(
-            f"MPOptimizer({name}): give a torch.optim optimizer, as in "
-            "MPOptimizer(torch.optim.AdamW(model.parameters()))"
+            f"MPOptimizer({kind_of(optimizer)}): give a torch.optim optimizer, as in {_EXAMPLE}"
         )
     _check_wrapper(name, optimizer)
-    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(type(optimizer)):
         raise MPCompileError(
             f"MPOptimizer: {name}.step() runs its closure several times, which can't be traced; "
             f"use {name} as it is"
@@ -75,11 +84,15 @@ def check(
     for group in optimizer.param_groups:
         check_group(name, group)
     if scale is not None and not isinstance(scale, LossScale):
-        raise MPCompileError(f"MPOptimizer(loss_scale={scale!r}): give a LossScale")
+        raise MPCompileError(
+            f"MPOptimizer(loss_scale={scale!r}): give a LossScale, as LossScale.static(1024.0); or "
+            "leave it to the model, mpcompile(model, loss_scale=...)"
+        )
     number: Any = max_grad_norm
     if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
         raise MPCompileError(
-            f"MPOptimizer(max_grad_norm={max_grad_norm!r}): must be a positive number"
+            f"MPOptimizer(max_grad_norm={max_grad_norm!r}): must be a positive number, or None to "
+            "clip nothing"
         )
     if emit not in ("inductor", "aot_eager", "eager"):
         raise MPCompileError(f"MPOptimizer(emit={emit!r}): use inductor, aot_eager or eager")
@@ -91,6 +104,12 @@ def check(
     if options is not None and not isinstance(options, Mapping):
         raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
     check_inductor(mode, options)
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether a step runs the model by itself, perhaps several times, as that of LBFGS."""
+    closure = inspect.signature(raw_step(cls)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_wrapper(name: str, optimizer: Optimizer) -> None:
@@ -132,7 +151,10 @@ def check_ranks(optimizer: Optimizer, max_grad_norm: float | None) -> Connected 
 def check_group(name: str, group: dict[str, Any]) -> None:
     """Refuse a param group of the optimizer called `name`. Raises MPCompileError."""
     if group.get("differentiable"):
-        raise MPCompileError(f"MPOptimizer: {name}(differentiable=True) can't be compiled")
+        raise MPCompileError(
+            f"MPOptimizer: {name}(differentiable=True) can't be compiled; leave that out, or use "
+            f"{name} as it is"
+        )
     if name == "ZeroRedundancyOptimizer" and any(map(is_low, group["params"])):
         raise MPCompileError(
             "MPOptimizer(ZeroRedundancyOptimizer): some parameters are stored in FP16 or BF16, and "

@@ -17,6 +17,7 @@ from ..errors import CannotRewrite, MPCompileError
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import foreign, guard, parameters
 from ..scaling.loss_scale import LossScale
+from ..settings import OPTIONS
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compile_piece import Emit
@@ -93,7 +94,7 @@ class MPOptimizer(Optimizer):
         self._inner = optimizer
         self._max_grad_norm = max_grad_norm
         self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
-        self._dump = Path(dump) if dump is not None else None
+        self._dump = OPTIONS["dump"].parse("dump", dump) if dump is not None else None
         self._given_scale = loss_scale
         self._saved_scales = SavedScales()  # those loaded before their models' first run
         self._start()

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import MPCompileError
+from ..plans.plan_text import shortened
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from .first_state import state_stands_by
@@ -109,6 +110,11 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    if "param_groups" not in state_dict:
+        raise MPCompileError(
+            f"MPOptimizer.load_state_dict: {shortened(list(state_dict))} are not the keys of an "
+            "optimizer's state. Is it that of the model?"
+        )
     for name, member, entries in _entries_of(optimizer, state_dict):
         own, shapes = tuple(member.param.shape), _shapes(entries)
         if not shapes or (own in shapes.values() and {*shapes.values()} <= {own, ()}):

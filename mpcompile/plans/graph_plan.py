@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rich.console import Group
 from torch import fx
 
 from .. import ir
 from ..ir import hidden_products
 from ..rules.policy import Config
+from . import graph_text
 from .graph_data import BackwardNode, GraphData, Line, PlanNode
+from .grid import as_rich, as_text
 from .stored import restored
 from .tensor_cores import tensor_core_report
 from .why import Answer, answer
@@ -44,16 +47,20 @@ class GraphPlan(GraphData):
         """Why a node is what it is, or what was decided for a module; as `Plan.why`."""
         return answer({None: self}, name)
 
-    def __str__(self) -> str:
+    def full(self) -> Answer:
+        """The graph node by node, with casts and what scales gradients: text to print.
+        `print(plan)` says what matters of it.
+        """
         if self.left is not None:
-            return f"{self.level} {self.dtype} on {self.device}: left in FP32: {self.left}"
-        width = max((len(f"{n.name}: {n.planned}") for n in self.nodes), default=0)
-        lines = [
-            f"{f'{n.name}: {n.planned}':<{width}}  {n.precision:<4}  {n.reason}"
-            + (f"  ({n.module})" if n.module else "")
-            for n in self.nodes
-        ]
-        return "\n".join([self.head(), *lines, str(self.tensor_cores)])
+            return Answer(self)
+        units = graph_text.has_units(self.device)
+        return Answer(as_text(graph_text.full_parts(self, units=units)))
+
+    def __str__(self) -> str:
+        return as_text(graph_text.parts(self))
+
+    def __rich__(self) -> Group:
+        return as_rich(graph_text.parts(self))
 
 
 def plan_of_left(reason: str, device: torch.device) -> GraphPlan:

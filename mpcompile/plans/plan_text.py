@@ -6,18 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..devices.cuda import AbsentGPU
-from ..devices.registry import capabilities
 from ..ir import SHORT
-from . import summary
-from .graph_data import GraphData
-from .grid import Grid, Part, scaled
-from .node_text import node_grid, short
+from . import graph_text, summary
+from .grid import Part, scaled
 from .plan_data import PlanData
 
 
 def parts(plan: PlanData) -> Iterator[Part]:
     """The text of a plan in short, part by part."""
-    yield from summary.verdict(plan)
+    yield from verdict(plan)
     yield f"on {_where(plan)}"
     for number, graph in enumerate(plan.graphs):
         if graph.left is None:
@@ -29,49 +26,31 @@ def parts(plan: PlanData) -> Iterator[Part]:
     yield from totals(plan)
 
 
+def verdict(plan: PlanData) -> Iterator[str]:
+    """How many products run low, and why the others don't."""
+    return summary.verdict(f"{plan.model} at {plan.level}", plan.graphs)
+
+
 def full_parts(plan: PlanData) -> Iterator[Part]:
     """The text of a plan node by node, casts and the backward included."""
     yield _where(plan)
     for number, graph in enumerate(plan.graphs):
         if graph.left is None:
             number_text = f", graph {number}" if len(plan.graphs) > 1 else ""
-            yield from _graph(graph, number_text, units=has_units(plan))
+            yield from graph_text.full_parts(graph, number_text, units=has_units(plan))
             yield ""
     yield from totals(plan)
 
 
 def has_units(plan: PlanData) -> bool:
     """Whether sizes matter to the device's units for products."""
-    return plan.gpu is not None or capabilities(plan.device).wants_alignment
+    return plan.gpu is not None or graph_text.has_units(plan.device)
 
 
 def _where(plan: PlanData) -> str:
     if plan.gpu is None:
         return plan.device
     return f"{plan.gpu.name}; Tensor Cores: {AbsentGPU(plan.gpu).units()}"
-
-
-def _graph(graph: GraphData, number: str, *, units: bool) -> Iterator[Part]:
-    yield graph.head(number)
-    if graph.nodes:
-        yield node_grid(graph.nodes, graph.dtype)
-    if units:
-        yield str(graph.tensor_cores)
-    yield from backward(graph)
-
-
-def backward(graph: GraphData) -> Iterator[Part]:
-    """The backward of one graph, if the plan has it."""
-    if graph.backward:
-        again = sum(node.recomputed for node in graph.backward)
-        yield f"backward: {len(graph.backward)} operators" + (
-            f", {again} of them compute a value of the forward again" if again else ""
-        )
-        grid = Grid(("node", "op", "result", "of", "recomputed"), indent=2)
-        for node in graph.backward:
-            recomputed = "recomputed" if node.recomputed else ""
-            grid.add(node.name, short(node.op), node.result, node.forward, recomputed)
-        yield grid
 
 
 def totals(plan: PlanData) -> Iterator[str]:

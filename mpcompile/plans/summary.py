@@ -12,23 +12,22 @@ from dataclasses import dataclass
 from .graph_data import GraphData, PlanNode
 from .grid import STYLES, Grid, Part, scaled
 from .node_text import runs_in, short, types
-from .plan_data import PlanData
 from .tensor_cores import TensorCoreOp
 
 _LISTED = 3  # reasons of the verdict
 
 
-def verdict(plan: PlanData) -> Iterator[str]:
+def verdict(title: str, graphs: Sequence[GraphData]) -> Iterator[str]:
     """How many products run low, and why the others don't."""
-    found = list(_products(plan))
-    hidden = sum(node.products for node in plan.nodes)
+    found = [one for graph in graphs for one in _products_of(graph)]
+    hidden = sum(node.products for graph in graphs for node in graph.nodes)
     if not found and not hidden:
-        yield f"{plan.model} at {plan.level}: no matrix product in its graphs"
+        yield f"{title}: no matrix product"
         return
     low = [one for one in found if one.is_low]
     total = sum(one.op.flops for one in found)
-    words = dict.fromkeys(runs_in("LOW", graph.dtype) for graph in plan.graphs if not graph.left)
-    head = f"{plan.model} at {plan.level}: {len(low)} of {len(found) + hidden} products in "
+    words = dict.fromkeys(runs_in("LOW", graph.dtype) for graph in graphs if not graph.left)
+    head = f"{title}: {len(low)} of {len(found) + hidden} products in "
     head += "/".join(words) or "FP32"
     if total:
         head += f", {sum(one.op.flops for one in low) / total:.1%} of {scaled(total, 'FLOP', 1)}"
@@ -89,11 +88,6 @@ class _Product:
     def why(self) -> str:
         """Why it is not low: without the reason why its operator would be."""
         return self.node.reason.rsplit("; but ", 1)[-1]
-
-
-def _products(plan: PlanData) -> Iterator[_Product]:
-    for one in plan.graphs:
-        yield from _products_of(one)
 
 
 def _products_of(graph: GraphData) -> Iterator[_Product]:

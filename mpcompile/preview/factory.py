@@ -43,7 +43,13 @@ def made_by(target: str) -> Made:
     """
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
-        raise MPCompileError(f"{target!r}: write the factory as pkg.module:factory")
+        raise MPCompileError(
+            f"{target!r}: write the factory as pkg.module:factory{_likely(target)}"
+        )
+    if module_name.endswith(".py") or "/" in module_name:
+        raise MPCompileError(
+            f"{target!r}: name the module, not its file{_likely(f'{module_name}.{path}')}"
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -68,6 +74,12 @@ def made_by(target: str) -> Made:
     except Exception as error:
         raise MPCompileError(f"{target}() fails: {described(error)}") from error
     return _checked(target, made)
+
+
+def _likely(target: str) -> str:
+    """`"; did you mean models.gpt:make?"` for `models.gpt.make`, also with the file's name."""
+    words = target.removeprefix("./").replace("/", ".").replace(".py.", ".").split(".")
+    return f"; did you mean {'.'.join(words[:-1])}:{words[-1]}?" if len(words) > 1 else ""
 
 
 def _checked(target: str, made: Any) -> Made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ def op_key(op: Any) -> str:
             return packet_name(op)
         if isinstance(op, HigherOrderOperator):
             return f"higher_order::{op.name()}"
-        raise MPCompileError(f"not an operator: {op!r}; give a name or a torch.ops object")
+        raise MPCompileError(
+            f"not an operator: {op!r}{_likely(op)}; give a name or a torch.ops object"
+        )
     if "::" in op:
         namespace, name = op.split("::", 1)
     elif "." in op:
@@ -36,6 +39,14 @@ def op_key(op: Any) -> str:
     else:
         namespace, name = "aten", op
     return f"{namespace}::{name.split('.', 1)[0]}"
+
+
+def _likely(function: Any) -> str:
+    """The operator that a function of torch's or a class of modules means: of `nn.LayerNorm`,
+    `"; did you mean 'layer_norm'?"`; or the empty string.
+    """
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", getattr(function, "__name__", "")).lower()
+    return f"; did you mean {name!r}?" if name and op_exists(f"aten::{name}") else ""
 
 
 def op_exists(key: str) -> bool:

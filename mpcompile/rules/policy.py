@@ -17,6 +17,7 @@ import torch
 
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
+from ..other_words import unknown_dtype
 from ..profile.model import Profile
 from . import policy_file
 from .formats import Format
@@ -57,8 +58,8 @@ LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Other words for them: those of torch, of Lightning and of Hugging Face's command lines.
 _DTYPE_WORDS = {
     **LOW_DTYPES,
-    **dict.fromkeys(("fp16", "half", "16", "16-mixed", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bf16-mixed", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "half", "16", "16-mixed"), torch.float16),
+    **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
 }
 
 # The words for a precision in `Policy(modules=..., nodes=...)`.
@@ -91,19 +92,12 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """`"float16"`, `"fp16"` or `torch.float16` -> the dtype; `"auto"` -> None (decided by the
     device).
     """
-    if isinstance(dtype, str):
-        word = dtype.lower()
-        if word == "auto":
-            return None
-        if word in _DTYPE_WORDS:
-            return _DTYPE_WORDS[word]
-    elif dtype in LOW_DTYPES.values():
-        return dtype
-    known = "use torch.float16, torch.bfloat16 or 'auto'"
-    if str(dtype).removeprefix("torch.") in ("float32", "fp32", "32", "float", "32-true"):
-        known = "for FP32 without any cast use level='O0'"
-    hint = did_you_mean(str(dtype), [*_DTYPE_WORDS, "auto"])
-    raise MPCompileError(f"unknown dtype {dtype!r}: {known}{hint}")
+    word = str(dtype).removeprefix("torch.").lower()
+    if word == "auto":
+        return None
+    if word not in _DTYPE_WORDS:
+        raise unknown_dtype(dtype, [*_DTYPE_WORDS, "auto"])
+    return _DTYPE_WORDS[word]
 
 
 # Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.
@@ -149,8 +143,9 @@ class Policy:
         low, full, keep: operators, as `"softmax"`, `"aten.softmax"`, `"mylib::op"` or the
             `torch.ops` object itself.
         modules: regex -> `"low" | "fp32" | "keep"`, searched in the module's dotted path
-            (`"layers.0.mlp.fc1"`). In `mpcompile(module)`, a regex that matches no module is an
-            error. `"bf16"` and `"fp16"` mean low in that dtype, whatever the rest runs in.
+            (`"layers.0.mlp.fc1"`), and in those of the modules that it is in: `"^encoder$"` is all
+            of the encoder. In `mpcompile(module)`, a regex that matches no module is an error.
+            `"bf16"` and `"fp16"` mean low in that dtype, whatever the rest runs in.
         nodes: node name as the dump shows it -> precision.
 
     Raises:
@@ -190,8 +185,9 @@ class Policy:
             try:
                 re.compile(pattern)
             except (re.error, OverflowError) as error:
+                glob = "; it is no glob: '.*' is any text" if pattern.startswith("*") else ""
                 raise MPCompileError(
-                    f"Policy(modules=...): bad regex {pattern!r}: {error}"
+                    f"Policy(modules=...): bad regex {pattern!r}: {error}{glob}"
                 ) from None
         for name, table in (("modules", modules), ("nodes", nodes)):
             parsed = {
@@ -284,9 +280,20 @@ class Policy:
         return None
 
     def for_module(self, path: str) -> tuple[str, Precision] | None:
-        """The last regex that matches the module path, and its precision."""
-        hits = [(p, word) for p, word in self.modules.items() if re.search(p, path)]
+        """The last regex that matches the path of the module, or of one that it is in, and its
+        precision.
+        """
+        paths = (path, *around(path))
+        hits = [
+            (p, word) for p, word in self.modules.items() if any(re.search(p, one) for one in paths)
+        ]
         return hits[-1] if hits else None
+
+
+def around(path: str) -> list[str]:
+    """The paths of the modules that a module is in: of "blocks.0.fc", "blocks.0" and "blocks"."""
+    words = path.split(".")
+    return [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
 
 
 @dataclass(frozen=True)

@@ -120,12 +120,12 @@ _overloads(FULL, _WHY, "div.Tensor_mode div.Scalar_mode", digits="self other", m
 _row(FULL, "what is left of a number without its whole part", "frac", digits="self", keeps=NOTHING,
      elementwise=True)
 
-_WHY = "a sum over many terms: FP16 partial sums round and overflow"
+_WHY = "a sum over many terms: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "sum", grows=True, keeps=NOTHING)
 _row(FULL, _WHY, "nansum sum_to_size prod cumsum cumprod trace", grows=True)
 _row(FULL, _WHY, "embedding_bag", grows=True, fuses=False)
 
-_WHY = "a mean: FP16 partial sums round and overflow"
+_WHY = "a mean: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "mean", averages=True, keeps=NOTHING)
 _row(FULL, _WHY, "nanmean", averages=True)
 _row(FULL, _WHY, """

@@ -81,6 +81,8 @@ class Looking:
         plans: of the graphs compiled so far.
         dtype: what the user asked for; None: "auto".
         strict: whether it is an error if products run outside of all graphs.
+        called: called behind the first training call that was looked at, with the stack level of
+            whoever made it.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Looking:
         dtype: torch.dtype | None,
         *,
         strict: bool,
+        called: Callable[[int], None] = lambda level: None,
     ) -> None:
+        self._called = called
         self.due, self.again = True, False
         self.parts: list[nn.Module] = []
         self._module = compiled if isinstance(compiled, nn.Module) else None
@@ -114,6 +118,8 @@ class Looking:
         self.again = bool(parts)
         if not self.again:
             self._modes.remove(training)
+            if training:
+                self._called(4)
             if gains and self._said(outside):  # else there is another warning of that
                 self._modes.clear()
         self.due = bool(self._modes)

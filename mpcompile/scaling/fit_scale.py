@@ -307,13 +307,20 @@ def check_two_scales(
         if one is None or other is None or one.is_sparse:
             continue
         wanted = FACTOR if i in scaled else 1.0
-        one, other = one.float() / wanted, other.float()
+        one, other = _real(one) / wanted, _real(other)
         if _is_multiple(one, other, FACTOR) or _is_multiple(other, one, FACTOR):
             raise MPCompileError(
                 f"the gradient of input {i} of a compiled graph depends on the loss scale. This is "
                 "a bug of mpcompile, and the gradient is wrong; until it is mended, compile this "
                 'model with loss_scale="none", or in BF16'
             )
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    """In FP32; of complex numbers, both parts."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient.float()
 
 
 def _is_multiple(one: torch.Tensor, other: torch.Tensor, factor: float) -> bool:

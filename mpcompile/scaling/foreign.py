@@ -104,9 +104,10 @@ def refuse_autocast_forward(module: nn.Module) -> None:
             raise MPCompileError(
                 f"the forward of this {type(module).__name__} was replaced by one under "
                 f"autocast({autocast.fast_dtype}), which would choose the dtypes that mpcompile "
-                "chooses. It is Accelerate that does so: make it Accelerator(mixed_precision="
-                '"no"), or TrainingArguments without bf16 and fp16. MPCompileAccelerator and '
-                "MPCompileTrainer, of mpcompile.integrations, take the setting over"
+                "chooses: take that off. If it is Accelerate that does so, make it Accelerator("
+                'mixed_precision="no"), or TrainingArguments without bf16 and fp16. '
+                "MPCompileAccelerator and MPCompileTrainer, of mpcompile.integrations, take the "
+                "setting over"
             )
         forward = getattr(forward, "__wrapped__", None)
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import foreign, guard, optimizers, reductions, shardings
+from . import foreign, guard, no_gradient, optimizers, reductions, shardings
 from .scale_search import closure_runs
 
 _CLOSURE = "closure"
@@ -65,6 +65,7 @@ def _before_step(
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
     place = _place_of_closure(optimizer, args, kwargs)
+    no_gradient.look(optimizer, has_closure=place is not None)
     if place is None:
         if not by_itself:
             _check_gradients(optimizer)

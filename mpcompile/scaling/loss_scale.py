@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, updated
+from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of, updated
 from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
@@ -63,7 +63,8 @@ class LossScale(Ruled):
         MPCompileError: a factor, interval or bound that makes no sense.
     """
 
-    def __init__(self, rule: ScaleRule, init_scale: float | None) -> None:
+    def __init__(self, rule: ScaleRule | None = None, init_scale: float | None = None) -> None:
+        rule = rule_of(rule)
         fitting = init_scale is None
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None

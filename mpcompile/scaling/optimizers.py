@@ -20,6 +20,7 @@ class OptimizerState:
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
+        looked_for_gradient: its first step was looked at (`no_gradient.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `reductions.beside`, and when that was derived.
         nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
@@ -29,7 +30,7 @@ class OptimizerState:
     def __init__(self) -> None:
         self.skips_by_itself = self.calls_closure_again = False
         self.poisoned = False
-        self.looked_for_scaler = False
+        self.looked_for_scaler = self.looked_for_gradient = False
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
             weakref.WeakKeyDictionary()
         )

@@ -10,20 +10,30 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
 
 from .. import backend, ir
 from ..errors import CannotRewrite
 from ..optim.inputs import Setting
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
-from ..scaling import hooks
+from ..scaling import hooks, no_gradient
 from ..settings import Settings
 from ..torch_inside.autograd import hooks_on
+from ..torch_inside.fakes import DataDependentOutputException
 from . import one_graph
 from .call import Call
 from .parts import is_training_step
 from .program import Program
-from .tracing import changes_settings, check_reached
+from .tracing import changes_settings, check_reached, stepped_without_gradient
+
+# What torch raises where a number that only a tensor's value tells would have to be known.
+ON_VALUES = (
+    DataDependentOutputException, GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound,
+)  # fmt: skip
 
 
 class _Thread(threading.local):
@@ -64,6 +74,8 @@ class WholeBackend:
             return begin_and_run
         hooks.register()
         uncalled.reached(example_inputs)
+        for optimizer in stepped_without_gradient(gm.graph):
+            no_gradient.say(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
         names = request.pop("_names", None)
@@ -71,8 +83,13 @@ class WholeBackend:
         if names is not None:
             settings = replace(settings, names=names)
         _check(example_inputs, settings)
-        program = Program(gm, example_inputs, settings, lambda o: self.varying.get(o, frozenset()))
-        traced = one_graph.trace(program)
+        try:
+            program = Program(gm, example_inputs, settings, self._varying)
+            traced = one_graph.trace(program)
+        except (CannotRewrite, *ON_VALUES) as error:
+            if not isinstance(error, ON_VALUES) and not isinstance(error.__cause__, ON_VALUES):
+                raise
+            raise CannotRewrite(_why_on_values(gm.graph)) from error
         trained = [(i, x) for i, x in enumerate(example_inputs) if is_leaf(x)]
         fresh = program.held.fresh
         stays = [isinstance(x, torch.nn.Parameter) for x in example_inputs] + [
@@ -85,8 +102,24 @@ class WholeBackend:
                 listener(forward.plan)
         return call
 
+    def _varying(self, optimizer: Any) -> frozenset[Setting]:
+        return self.varying.get(optimizer, frozenset())
+
     def _begin(self) -> None:
         self.thread.began = True
+
+
+def _why_on_values(graph: fx.Graph) -> str:
+    """Where the step needs a value that only a run has, and what to do instead."""
+    why = "it makes a Python number of a tensor's value"
+    for node in graph.find_nodes(op="call_method", target="item"):
+        code = [text for text in (node.stack_trace or "").splitlines() if text.strip(" ^~")]
+        at = f" (at {ir.source(node)}: {code[-1].strip()})" if code else ""
+        return (
+            f"{why}{at}; return the tensor, as loss.detach(), and call .item() on that, outside of "
+            "the step"
+        )
+    return f"{why}, or branches on it"
 
 
 def _check_graph(gm: fx.GraphModule) -> None:

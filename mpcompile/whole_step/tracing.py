@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
 from ..capture import rebound
@@ -131,10 +132,12 @@ class _Patches:
         backward: in the place of Dynamo's tracing of `backward()`.
         groups: in the place of its reading of `param_groups`.
         seen: the optimizers that it has met, by their numbers.
+        stepped: the numbers of those whose `step` it has read.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, Optimizer] = {}
+        self.stepped: set[int] = set()
         optimizers = dynamo.OptimizerVariable
         self.backward = calls_of(dynamo.TensorVariable, "backward", _go_backward)
         self.groups = reads_of(optimizers, "param_groups", self._read_groups)
@@ -171,7 +174,10 @@ class _Patches:
             yield
 
     def _read(self, ours: Any, theirs: Any, variable: Any, tx: Any) -> Any:
-        return dynamo.with_number(ours, self._number(variable))
+        number = self._number(variable)
+        if ours is _traced_step:
+            self.stepped.add(number)
+        return dynamo.with_number(ours, number)
 
     def _read_groups(self, theirs: Any, variable: Any, tx: Any) -> None:
         """As of any attribute: Dynamo's own marks parameters as static, and makes the optimizer
@@ -215,6 +221,13 @@ def check_reached(has_backward: bool) -> None:
     seen = patches.seen.values()
     if any(id(o.param_groups) in known for o in seen) and not patches.groups.reached:
         raise CannotRewrite("Dynamo has read an optimizer's param_groups in a way not known")
+
+
+def stepped_without_gradient(graph: fx.Graph) -> list[Optimizer]:
+    """The optimizers whose step left nothing in the graph: it comes before the backward."""
+    takes = graph.find_nodes(op="call_function", target=torch.ops.mpcompile.take_step.default)
+    patches, taken = _current(), {node.args[0] for node in takes}
+    return [patches.seen[number] for number in sorted(patches.stepped - taken)]
 
 
 def changes_settings() -> bool:

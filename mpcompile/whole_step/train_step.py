@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    PendingUnbackedSymbolNotFound,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..capture.rebound import gradients_of_rebound
@@ -40,15 +36,11 @@ from ..torch_inside.dynamo_names import (
     FailOnRecompileLimitHit,
     recompile_limit,
 )
-from ..torch_inside.fakes import DataDependentOutputException
 from ..torch_inside.health import why_off
 from ..torch_inside.private_names import Part
-from .backend import WholeBackend
+from .backend import ON_VALUES, WholeBackend
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers
-
-# What torch raises where a number that only a tensor's value tells would have to be known.
-_UNBACKED = (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)
 
 _TORCH = Path(torch.__file__).parent
 
@@ -66,6 +58,8 @@ class TrainStep:
         options: of our backend.
         compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
+        called: called behind the first call that ran as a whole, with the stack level of whoever
+            made it.
         anew: makes another one of the same function.
     """
 
@@ -76,6 +70,7 @@ class TrainStep:
         options: Mapping[str, Any],
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
+        called: Callable[[int], None],
         anew: Callable[[], TrainStep],
     ) -> None:
         functools.update_wrapper(self, function)
@@ -84,6 +79,7 @@ class TrainStep:
         self._once = compile_in_pieces(_with_code_of_its_own(function), "eager")
         self._own = _with_code_of_its_own(function)
         self._plans = plans
+        self._called: Callable[[int], None] | None = called
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
         self._backend = WholeBackend(options)
         settings = {**compile_kwargs, "fullgraph": True}
@@ -125,6 +121,9 @@ class TrainStep:
                 result = self._whole(*args, **kwargs)
                 self._runs += 1
                 self._forget_once()
+                if self._called is not None:
+                    called, self._called = self._called, None
+                    called(2)
                 return result
             except Outdated as outdated:
                 self._outdated = self._outdated + 1 if self._runs < _OFTEN else 1
@@ -216,10 +215,10 @@ def _cause(error: Exception) -> Exception:
 
 def _reason(error: Exception) -> str:
     """Why, in one line."""
-    if isinstance(error.__cause__ or error, (DataDependentOutputException, *_UNBACKED)):
-        return "it makes a Python number of a tensor's value, or branches on it"
     if isinstance(error, CannotRewrite):
         return str(error)
+    if isinstance(error.__cause__ or error, ON_VALUES):
+        return f"it makes a Python number of a tensor's value, or branches on it{_place(error)}"
     if isinstance(error, FailOnRecompileLimitHit):
         many = recompile_limit()
         return (
@@ -238,4 +237,5 @@ def _place(error: Exception) -> str:
     users = [f for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
     if not users:
         return ""
-    return f" (at {Path(users[-1].filename).name}:{users[-1].lineno}: {users[-1].line})"
+    at = f"{Path(users[-1].filename).name}:{users[-1].lineno}: {users[-1].line}"
+    return f" (at {at}); do that outside of the step"

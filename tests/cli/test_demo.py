@@ -224,6 +224,8 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     assert (result.dumps[0] / "plan.json").is_file()
     assert result.dumps[0].is_relative_to(tmp_path)
     text = out.getvalue()
+    said = [line.partition(":")[0] for line in text.splitlines() if line.startswith("step ")]
+    assert said == ["step 1", "step 2", "step 3"]  # in a file, whose end nobody waits for
     for row in (
         "held-out loss",
         "ms per step",

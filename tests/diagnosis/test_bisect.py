@@ -61,9 +61,12 @@ def test_the_operator_that_overflows(big: int) -> None:
 
 def test_it_takes_few_trials() -> None:
     """All passes, and then the logarithm of the number of operators, two for each halving."""
-    found = bisect(Net(2, layers=16), (X,), options=OPTIONS)
+    said: list[str] = []
+    found = bisect(Net(2, layers=16), (X,), options=OPTIONS, progress=said.append)
     assert found is not None
     assert found.trials <= 3 + len(pipeline.MAY_BE_DISABLED) + 2 * 5
+    assert said[:2] == ["in FP32", "1: compiled"]
+    assert len(said) == 1 + found.trials
 
 
 def test_a_pass_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ else:
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
-    {"_torch"},
+    {"_torch", "other_words"},
     {"torch_inside"},
     {"devices", "ranks"},
     {"operators"},
@@ -53,6 +53,7 @@ LAYERS = (
     {"diagnosis", "integrations", "preview", "steps"},
     {"check", "demo"},
     {"cli"},
+    {"__main__"},
 )
 PASSES_MAY_IMPORT = {"errors", "torch_inside", "devices", "rules", "ir", "padding", "planner"}
 

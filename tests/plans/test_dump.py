@@ -107,9 +107,20 @@ def test_a_plan_prints_a_line_a_node() -> None:
     model = mpcompile(Net(), dtype=torch.float16, emit="eager")
     model(torch.randn(4, 8))
     (plan,) = compiled_plans(model)
-    text = str(plan).splitlines()
-    report = str(plan.tensor_cores).splitlines()
-    assert len(text) == 1 + len(plan.nodes) + len(report)
-    assert text[-len(report) :] == report
+    text = plan.full().splitlines()
+    assert len(text) == 2 + len(plan.nodes)
     assert text[0].startswith("O1 float16 on cpu: ")
-    assert any("softmax" in line and "FULL" in line and "exponentials" in line for line in text)
+    assert any("softmax" in line and "FP32" in line and "exponentials" in line for line in text)
+
+
+def test_a_plan_of_one_graph_in_short() -> None:
+    """As the plan of a model: a verdict, the products, the others; no casts, no scaling."""
+    model = mpcompile(Net(), dtype=torch.float16, emit="eager")
+    model(torch.randn(4, 8))
+    (plan,) = compiled_plans(model)
+    verdict, blank, *rows, _, casts = str(plan).splitlines()
+    assert verdict.startswith("O1 on cpu: 2 of 2 products in FP16, 100.0% of ")
+    assert (blank, casts) == ("", f"Casts: {plan.casts}")
+    kinds = [row.split()[:3] for row in rows if row]
+    assert [kind[0] for kind in kinds] == ["products", "blocks.*.proj", "other", *["blocks.*"] * 2]
+    assert {kind[1] for kind in kinds[1:] if kind[0] != "other"} == {"(2)"}  # alike layers

@@ -198,6 +198,15 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
     assert precisions(plan)["linear_1"] == "KEEP"  # the last matching regex
 
 
+def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
+    """Also where the regex ends with the module's own name."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
+    policy = Policy(modules={r"^0$": "fp32", r"^0\.1$": "low"})
+    _, (plan,) = run(model, policy=policy, dtype=torch.float16)
+    decided = {n.module: n.precision for n in plan.nodes if n.op == "aten::linear"}
+    assert decided == {"0.0": "FULL", "0.1": "LOW", "1": "LOW"}
+
+
 # -- what bad input gets --------------------------------------------------------------------------
 
 
@@ -207,11 +216,11 @@ def test_policy_precedence_is_node_then_module_then_op() -> None:
         ({"level": "01"}, "unknown level '01'.*the letter O"),
         ({"level": 1}, "unknown level 1"),
         ({"dtype": "float15"}, "did you mean 'float16'"),
-        ({"dtype": torch.float64}, "unknown dtype torch.float64: use torch.float16"),
+        ({"dtype": torch.float64}, "unknown dtype torch.float64: it is wider than FP32"),
         ({"dtype": "fp17"}, "unknown dtype 'fp17'.*torch.bfloat16"),
         ({"dtype": "fp32"}, "unknown dtype 'fp32': for FP32 without any cast use level='O0'"),
-        ({"precision": "16-mixed"}, "unknown option 'precision'; did you mean 'dtype'"),
-        ({"opt_level": "O1"}, "unknown option 'opt_level'; did you mean 'level'"),
+        ({"precision": "16-mixed"}, "unknown option 'precision': the low dtype is dtype="),
+        ({"opt_level": "O1"}, "unknown option 'opt_level': that is level="),
         ({"dynamc": True}, "did you mean 'dynamic'.*known: dtype, .*fullgraph"),
         ({"emit": "inducter"}, "did you mean 'inductor'"),
         ({"pad": "sometimes"}, "pad='sometimes'"),
@@ -278,7 +287,7 @@ def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
         (nn.Linear(4, 4).double(), r"no FP32 parameters"),
         (nn.Linear(4, 4, device="meta"), "supported devices: cuda, cpu"),
         (3, "give an nn.Module or a function$"),
-        (torch.randn(2), r"give an nn.Module or a function. \(Was the model None\?"),
+        (None, r"mpcompile\(None\): .*Does the function that makes it return it\?"),
         (nn.Linear, r"Linear\): this is a class; give an instance, such as mpcompile\(Linear\("),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_models import MODELS
+from plan_lines import lines_of
 
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.rules.table import TABLE
@@ -61,7 +62,7 @@ def train(device: fakecuda.FakeGPU, build: Any, level: str, generated: bool) -> 
             for n in plan.nodes
             if n.op in TABLE and TABLE[n.op].product
         ],
-        "plan": str(plan),
+        "plan": lines_of(plan),
     }  # fmt: skip
 
 

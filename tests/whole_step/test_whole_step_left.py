@@ -67,9 +67,16 @@ def printing(loss: torch.Tensor) -> torch.Tensor:
 
 
 ENDS = {
-    "item": (lambda loss: loss.item(), "Python number of a tensor's value"),
-    "branch": (branching, r"left.py:\d+: return loss.detach\(\) \* \(2 if loss > 0 else 3\)\)$"),
-    "print": (printing, r'left.py:\d+: print\("loss"\)\)$'),
+    "item": (
+        lambda loss: loss.item(),
+        r"Python number of a tensor's value \(at test_whole_step_left.py:\d+: .*loss.item\(\).*\); "
+        r"return the tensor, as loss.detach\(\), and call .item\(\) on that",
+    ),
+    "branch": (
+        branching,
+        r"left.py:\d+: return loss.detach\(\) \* \(2 if loss > 0 else 3\)\); do that outside",
+    ),
+    "print": (printing, r'left.py:\d+: print\("loss"\)\); do that outside of the step$'),
 }
 """What is done with the loss, and what the reason says."""
 

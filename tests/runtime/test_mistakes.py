@@ -1,0 +1,327 @@
+"""Mistakes in arguments that a newcomer makes, or who comes from autocast, GradScaler, Apex,
+Lightning or torch.compile: what the message says. It names the thing, and the way out.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_net import Net
+from torch import nn
+
+import mpcompile as module
+from mpcompile import MPCompileError
+from mpcompile.diagnosis.bisect import bisect as search
+from mpcompile.plans.plan import Plan
+
+# Any: a type checker would find most of these mistakes.
+mp: Any = module
+mpcompile, train_step, register_rule = mp.mpcompile, mp.train_step, mp.register_rule
+MPOptimizer, LossScale, Policy = mp.MPOptimizer, mp.LossScale, mp.Policy
+explain, plan_for, diagnose, calibrate = mp.explain, mp.plan_for, mp.diagnose, mp.calibrate
+loss_scale_of, compiled_plans = mp.loss_scale_of, mp.compiled_plans
+bisect: Any = search
+compile_by_torch: Any = torch.compile
+
+X = torch.zeros(4, 8)
+Mistake = Callable[[], Any]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def wrapped(**options: Any) -> Any:
+    return MPOptimizer(sgd(Net()), **options)
+
+
+def with_policy(**arguments: Any) -> Any:
+    return mpcompile(Net(), policy=Policy(**arguments))
+
+
+def stepping(**changes: Any) -> Any:
+    given: dict[str, Any] = {"model": (model := Net()), "optimizer": sgd(model)}
+    return train_step(**{**given, "loss_fn": F.mse_loss, **changes})
+
+
+FP32 = "for FP32 without any cast use level='O0'"
+LOW = "the low dtype is dtype='float16', 'bfloat16' or 'auto'"
+
+# a value of an option of mpcompile() -> what the error says
+VALUES: dict[tuple[str, Any], str] = {
+    ("dtype", "fp61"): "did you mean 'fp16'?",
+    ("dtype", "f16"): "did you mean 'fp16'?",
+    ("dtype", "bfloat"): "did you mean 'bfloat16'?",
+    ("dtype", "float"): FP32,
+    ("dtype", torch.float32): FP32,
+    ("dtype", "float64"): "it is wider than FP32; a model in FP64 runs as it is",
+    ("dtype", torch.float64): "it is wider than FP32; a model in FP64 runs as it is",
+    ("dtype", "tf32"): "torch.set_float32_matmul_precision('high') is TF32",
+    ("dtype", torch.float8_e4m3fn): "there are two: 'float16' and 'bfloat16'",
+    ("dtype", "int8"): "there are two: 'float16' and 'bfloat16'",
+    ("dtype", "16-true"): "parameters stay in FP32, whatever the low dtype",
+    ("dtype", None): "use torch.float16, torch.bfloat16 or 'auto'",
+    ("level", "02"): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
+    ("level", 2): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
+    ("loss_scale", 0): "must be positive and finite",
+    ("loss_scale", float("nan")): "must be positive and finite",
+    ("loss_scale", "static"): "use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale",
+    ("loss_scale", torch.amp.GradScaler("cpu")): "leave the GradScaler out of the loop, too",
+    ("reduce", "mean"): "reduce='mean': use one of auto, low, fp32",
+    ("pad", True): "pad=True: use one of auto, always, never",
+    ("emit", "cudagraphs"): "emit='cudagraphs': use one of inductor, aot_eager, eager",
+    ("dump", True): "dump=True: give the path of a directory",
+    ("strict", None): "strict=None: use True or False",
+    ("dynamic", "yes"): "dynamic='yes': use True or False",
+    ("fullgraph", "yes"): "fullgraph='yes': use True or False",
+    ("mode", "max_autotune"): "mode='max_autotune': Unrecognized mode=max_autotune, should be one",
+    ("disable_passes", ("plan_pad",)): "no pass 'plan_pad'; did you mean 'plan_pads'?",
+    ("policy", "fp32"): "a policy file ends in .toml or .json, and 'fp32' does not",
+    ("policy", "none.toml"): "can't read the policy file none.toml: No such file",
+    ("backend", "inductor"): "mpcompile() is the backend; choose what runs below it with emit=",
+    # words of others
+    ("precision", "16-mixed"): LOW,
+    ("mixed_precision", "fp16"): LOW,
+    ("fp16", True): LOW,
+    ("autocast", True): LOW,
+    ("opt_level", "O1"): "that is level='O0' to 'O3'",
+    ("enabled", False): "level='O0' leaves everything in FP32",
+    ("device", "cuda"): "it runs where the parameters are: model.to(device)",
+    ("optimizer", None): "an optimizer is taken as it is; MPOptimizer(optimizer) compiles its step",
+    ("max_grad_norm", 1.0): "MPOptimizer(optimizer, max_grad_norm=...)",
+    ("init_scale", 1024): "loss_scale=LossScale.dynamic(...) takes it",
+    ("grad_scaler", None): "loss_scale='dynamic' is on by itself",
+    ("keep_batchnorm_fp32", True): "norms compute in FP32 at O1 and O2",
+    ("master_weights", True): "parameters stay in FP32: they are the masters",
+    ("accumulate_grad_batches", 4): "or by train_step(..., accumulate=...)",
+    ("max_autotune", True): "Inductor's go into a dict, options={...}",
+    ("dynmic", True): "did you mean 'dynamic'?; known: dtype, level,",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
+def test_an_option(name: str, value: Any) -> None:
+    options = {name: value}
+    with pytest.raises(MPCompileError, match=re.escape(VALUES[name, value])) as caught:
+        mpcompile(Net(), **options)
+    assert name in str(caught.value) or "LossScale" in str(caught.value)
+    assert "model," not in str(caught.value)  # it is no option
+
+
+def modules(word: str) -> Mistake:
+    return functools.partial(with_policy, modules={word: "fp32"})
+
+
+MISTAKES: dict[str, tuple[Mistake, str]] = {
+    # what is compiled
+    "None": (lambda: mpcompile(None), "mpcompile(None): give an nn.Module or a function. Does the"),
+    "None with options": (lambda: mpcompile(None, level="O2"), "function that makes it return it?"),
+    "class": (
+        lambda: mpcompile(nn.Linear),
+        "this is a class; give an instance, such as mpcompile(",
+    ),
+    "the module": (lambda: mp(Net()), "from mpcompile import mpcompile"),
+    "list": (
+        lambda: mpcompile([Net()]),
+        "mpcompile(list): give an nn.Module or a function, each by",
+    ),
+    "an optimizer": (lambda: mpcompile(sgd(Net())), "MPOptimizer(optimizer) compiles the step"),
+    "as in Apex": (
+        lambda: mpcompile(model := Net(), sgd(model), level="O1"),
+        "mpcompile(Net, SGD): no optimizer is handed over; MPOptimizer(optimizer) compiles its",
+    ),
+    "level by place": (lambda: mpcompile(Net(), "O2"), "options have names, as level='O2'"),
+    "two models": (lambda: mpcompile(Net(), Net()), "give one model; each is compiled by itself"),
+    "name": (lambda: mpcompile("gpt2"), "mpcompile(str): give an nn.Module or a function"),
+    "half": (lambda: mpcompile(Net().half()), "already in half precision"),
+    "other half": (
+        lambda: mpcompile(Net().bfloat16(), dtype="fp16"),
+        "stored in bfloat16, and the low dtype is float16",
+    ),
+    "double": (lambda: mpcompile(Net().double()), "call model.float() first"),
+    "complex": (lambda: mpcompile(nn.Linear(4, 4, dtype=torch.complex64)), "nothing to do in FP16"),
+    "options of ours": (
+        lambda: mpcompile(Net(), options={"level": "O2"}),
+        "options={'level': 'O2'} are Inductor's; level= is an option beside it",
+    ),
+    "options of theirs": (
+        lambda: mpcompile(Net(), options={"max_autotunee": True}),
+        "Unexpected optimization option max_autotunee; did you mean 'max_autotune'?",
+    ),
+    # policies
+    "near": (modules("fc_1"), "'fc_1' matches no module; did you mean 'fc1'?; the modules of Net:"),
+    "prefix": (modules("model.fc1"), "did you mean 'fc1'?"),
+    "kind": (modules("LayerNorm"), "it is a class, and what is searched are paths, as norm"),
+    "glob": (modules("*fc"), "bad regex '*fc': nothing to repeat at position 0; it is no glob"),
+    "object": (
+        lambda: Policy(modules={nn.LayerNorm: "fp32"}),
+        "give a dict, name -> precision",
+    ),
+    "FP64": (lambda: with_policy(modules={"fc1": "fp64"}), "use 'low', 'fp32' or 'keep'"),
+    "class of modules": (lambda: Policy(full=[nn.LayerNorm]), "did you mean 'layer_norm'?"),
+    "function": (lambda: Policy(full=[F.softmax]), "did you mean 'softmax'?"),
+    "operator": (lambda: with_policy(full=["torch.softmax"]), "no operator 'torch::softmax'; did"),
+    "policy as dict": (
+        lambda: mpcompile(Net(), policy={"low": ["mm"]}),
+        "give an mpcompile.Policy(",
+    ),
+    "rule": (
+        lambda: register_rule("softmax", "lower", "because"),
+        "use 'low', 'full', 'follow' or",
+    ),
+    # loss scales
+    "LossScale": (lambda: LossScale(), "make one by LossScale.dynamic(init_scale=...)"),
+    "as GradScaler": (lambda: LossScale(init_scale=1024.0), "LossScale.dynamic(init_scale=...)"),
+    "scale of a plain model": (lambda: loss_scale_of(Net()), "was not compiled by mpcompile(...)"),
+    "plans of a plain function": (
+        lambda: compiled_plans(F.relu),
+        "mpcompile(function) returns the compiled one: ask that",
+    ),
+    # MPOptimizer
+    "model first": (lambda: MPOptimizer(model := Net(), sgd(model)), "give the optimizer alone"),
+    "class of optimizers": (
+        lambda: MPOptimizer(torch.optim.AdamW),
+        "MPOptimizer(class AdamW): give",
+    ),
+    "no optimizer": (lambda: MPOptimizer(None), "MPOptimizer(None): give a torch.optim optimizer"),
+    "lr": (lambda: wrapped(lr=0.1), "MPOptimizer(torch.optim.SGD(model.parameters(), lr=...))"),
+    "level there": (
+        lambda: wrapped(level="O2"),
+        "an option of the model, mpcompile(model, level=...)",
+    ),
+    "max_norm": (lambda: wrapped(max_norm=1.0), "did you mean 'max_grad_norm'?"),
+    "no clipping": (lambda: wrapped(max_grad_norm=0), "a positive number, or None to clip nothing"),
+    "scale there": (
+        lambda: wrapped(loss_scale=1024),
+        "give a LossScale, as LossScale.static(1024.0)",
+    ),
+    "dump there": (lambda: wrapped(dump=3), "dump=3: give the path of a directory"),
+    "twice": (lambda: MPOptimizer(wrapped()), "wrap the torch.optim optimizer once"),
+    "state of a model": (
+        lambda: wrapped(emit="eager").load_state_dict(Net().state_dict()),
+        "are not the keys of an optimizer's state. Is it that of the model?",
+    ),
+    # train_step
+    "swapped": (lambda: stepping(model=sgd(Net())), "give an nn.Module and an optimizer"),
+    "class of losses": (
+        lambda: stepping(loss_fn=nn.CrossEntropyLoss),
+        "CrossEntropyLoss is a class; give an instance, CrossEntropyLoss()",
+    ),
+    "loss by name": (lambda: stepping(loss_fn="mse"), "loss_fn='mse' is not callable"),
+    "another model's": (
+        lambda: stepping(optimizer=sgd(Net())),
+        "the optimizer holds no parameter of the model, and would train nothing",
+    ),
+    "LBFGS": (
+        lambda: stepping(model=(model := Net()), optimizer=torch.optim.LBFGS(model.parameters())),
+        "LBFGS runs the model inside of its step",
+    ),
+    "accumulate": (lambda: stepping(accumulate=0), "accumulate=0; give 1 or more"),
+    "accumulate as a float": (lambda: stepping(accumulate=2.0), "accumulate=2.0; give 1 or more"),
+    "accumulate by another word": (
+        lambda: stepping(gradient_accumulation_steps=2),
+        "unknown option 'gradient_accumulation_steps': accumulate as in plain PyTorch, or by train",
+    ),
+    # studies
+    "explain a class": (lambda: explain(Net, X), "explain(class Net): give an nn.Module"),
+    "explain nothing": (lambda: explain(Net()), "can't be called so: missing a required argument"),
+    "explain by cuda": (
+        lambda: explain(Net(), X, device="cuda"),
+        "unknown GPU 'cuda': where none is named, the plan is for the device that the model is on",
+    ),
+    "a device": (
+        lambda: plan_for(Net(), X, device=torch.device("cpu")),
+        "unknown GPU device(type=",
+    ),
+    "a GPU": (lambda: plan_for(Net(), X, device="rtx3090"), "did you mean 'rtx4090'?; known: h200"),
+    "why": (lambda: explain(Net(), X).why("fc9"), "no node and no module 'fc9'; did you mean 'fc"),
+    "diff": (lambda: explain(Net(), X).diff({}), "a Plan is compared with a Plan, not with a dict"),
+    "no plan": (lambda: Plan.load("none.json"), "none.json can't be read: No such file"),
+    "diagnose by name": (
+        lambda: diagnose(Net(), X, loss_fn="ce"),
+        "loss_fn='ce' is not a function",
+    ),
+    "two arguments": (
+        lambda: diagnose(Net(), X, loss_fn=F.mse_loss),
+        "is called as loss_fn(result)",
+    ),
+    "detached": (
+        lambda: diagnose(Net(), X, loss_fn=lambda out: out.detach().sum()),
+        "a tensor of shape () without a gradient: it must make one number with a gradient",
+    ),
+    "calibrate on a tensor": (lambda: calibrate(Net(), X), "give several, such as a DataLoader or"),
+    "calibrate on None": (lambda: calibrate(Net(), None), "batches=None: give several"),
+    "calibrate with targets": (
+        lambda: calibrate(Net(), [(X, X)]),
+        "If a batch holds the targets, too, give loss_fn, as `lambda model, batch:",
+    ),
+    "bisect a tensor": (lambda: bisect(Net(), X), "bisect(Net, Tensor): give an nn.Module and the"),
+    "bisect fails": (
+        lambda: bisect(Net(), (X[:, :7],)),
+        "Net fails on these inputs: RuntimeError:",
+    ),
+    "bisect on NaN": (
+        lambda: bisect(Net(), (X + torch.nan,)),
+        "`mpcompile diagnose` names what is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_call(name: str) -> None:
+    mistake, words = MISTAKES[name]
+    with pytest.raises(MPCompileError, match=re.escape(words)):
+        mistake()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modules = {fc1 = fp32}", "holds no policy: Invalid value"),
+        ("[module]\nfc1 = 'fp32'", "unknown key 'module'; did you mean 'modules'?"),
+        ("[modules]\nblocks.0 = 'fp32'", "put a name that has dots into quotes"),
+    ],
+)
+def test_a_policy_file(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(MPCompileError, match=re.escape(words)) as caught:
+        mpcompile(Net(), policy=tmp_path / "policy.toml")
+    assert "policy.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hello", "is not a plan: not JSON"),
+        ("[]", "this is not the data of a Plan: Plan is [], not of type dict"),
+        ('{"nodes": []}', "this is the plan of one graph: GraphPlan.from_dict() reads it"),
+    ],
+)
+def test_a_plan_file(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(MPCompileError, match=re.escape(words)) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "plan.json" in str(caught.value)
+
+
+def test_the_backend_says_the_same() -> None:
+    """Within what torch puts around it."""
+    for options, words in (
+        ({"levle": "O2"}, "unknown option 'levle'; did you mean 'level'?"),
+        ({"max_autotune": True}, "Inductor's go into a dict, options={...}"),
+        ({"level": "O9"}, "use one of O0, O1, O2, O3"),
+    ):
+        model: Any = compile_by_torch(
+            Net(), backend="mpcompile", options={"emit": "eager", **options}
+        )
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=re.escape(words)):
+            model(X)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the backend is a word"):
+        compile_by_torch(Net(), backend=mpcompile)(X)

@@ -1,0 +1,367 @@
+"""Mistakes in a training loop and on the command line: what is said, and where it is silent torch
+that says it, or that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_net import Net
+from torch import nn
+
+import mpcompile as module
+from mpcompile import MPCompileError, MPCompileWarning, cli
+
+# Any: a type checker would find some of these mistakes.
+mp: Any = module
+mpcompile, train_step, MPOptimizer, Policy = (
+    mp.mpcompile, mp.train_step, mp.MPOptimizer, mp.Policy,
+)  # fmt: skip
+
+EAGER = {"emit": "eager", "dtype": "fp16"}
+Loop = Callable[[], Any]
+
+
+def batch(size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randint(4, (size,))
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def generated(model: nn.Module) -> Any:
+    return MPOptimizer(sgd(model), emit="eager")
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    x, y = batch()
+    loss: torch.Tensor = F.cross_entropy(model(x), y)
+    return loss
+
+
+def backward(level: str = "O1") -> tuple[Any, Any]:
+    """A compiled model that has gone backward, and its MPOptimizer."""
+    model = mpcompile(Net(), level=level, **EAGER)
+    optimizer = generated(model)
+    loss_of(model).backward()
+    return model, optimizer
+
+
+def step(**options: Any) -> Callable[..., Any]:
+    model = Net()
+    given: dict[str, Any] = {"loss_fn": F.cross_entropy, **EAGER, **options}
+    made: Callable[..., Any] = train_step(model, sgd(model), **given)
+    return made
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def cast(change: Callable[[Any], Any]) -> Loop:
+    return lambda: loss_of(change(mpcompile(Net(), **EAGER)))
+
+
+def clipped_by_torch() -> None:
+    model, optimizer = backward("O2")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def stepped_beside() -> None:
+    model, _ = backward("O2")
+    sgd(model).step()
+
+
+def scaled_twice_at_o2() -> None:
+    model = mpcompile(Net(), level="O2", **EAGER)
+    optimizer, scaler = generated(model), torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+
+
+def autocast_forward() -> None:
+    model = Net()
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    mpcompile(model, **EAGER)(batch()[0])
+
+
+def sparse() -> None:
+    model = mpcompile(nn.Embedding(10, 4, sparse=True), **EAGER)
+    optimizer = generated(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def penalty() -> None:
+    x = batch()[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(mpcompile(Net(), **EAGER)(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def of_a_copy() -> None:
+    model = mpcompile(Net(), **EAGER)
+    mp.compiled_plans(copy.deepcopy(model))
+
+
+def made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = Net()
+    loss_of(mpcompile(model, **EAGER))
+
+
+def traced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.trace(Net(), batch()[0])  # type: ignore[no-untyped-call]
+    mpcompile(model)
+
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "half": (cast(lambda m: m.half()), "It was cast after mpcompile()"),
+    "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
+    "meta": (
+        cast(lambda m: m.to("meta")),
+        "is on meta; supported devices: cuda, cpu. It was",
+    ),
+    "clip": (
+        clipped_by_torch,
+        "use mpcompile.clip_grad_norm_ or clip_grad_value_ in place",
+    ),
+    "two optimizers": (stepped_beside, "Step each parameter with one of them"),
+    "scaler": (scaled_twice_at_o2, "Leave the GradScaler out: loss.backward(), optimizer.step()"),
+    "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
+    "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
+    "double backward": (penalty, "inside of what is compiled"),
+    "inference mode": (
+        made_in_inference_mode,
+        "make it outside, or load its state_dict()",
+    ),
+    "TorchScript": (traced, "TorchScript can't be captured; give the model or the function that"),
+    "copy": (of_a_copy, "or is a copy of one that was. (Of a training step, ask the step"),
+    "accumulate=3": (
+        lambda: step(accumulate=3)(*batch(16)),
+        "accumulate=3 can't split a batch of 16 into equal parts: give batches of a multiple of 3",
+    ),
+    "accumulate=16": (
+        lambda: step(accumulate=16)(*batch(4)),
+        "accumulate=16 can't split a batch of 4 into equal parts",
+    ),
+    "sizes": (
+        lambda: step(accumulate=2)(batch(4)[0], batch(8)[1]),
+        "splits all arguments alike along dim 0, and they have 4, 8 rows",
+    ),
+    "a number": (
+        lambda: step(accumulate=2)(batch(4)[0], torch.tensor(1)),
+        "splits each argument along its dim 0, and can't split a number",
+    ),
+    "a dict": (lambda: step(accumulate=2)({"x": 1}, batch()[1]), "can't split a dict"),
+    "no target": (lambda: step()(batch()[0]), "give the model's inputs and, last, the target"),
+    "a tuple": (lambda: step()(batch()), "step(tuple): give the model's inputs and, last, the"),
+    "unreduced": (
+        lambda: step(loss_fn=nn.CrossEntropyLoss(reduction="none"))(*batch()),
+        'a tensor of shape (4,); give one number, such as its mean (reduction="mean")',
+    ),
+    "detached": (
+        lambda: step(loss_fn=lambda p, y: F.cross_entropy(p.detach(), y))(*batch()),
+        "the loss has no gradient: it doesn't depend on a trained parameter",
+    ),
+    "item": (
+        lambda: step(loss_fn=lambda p, y: 0.5)(*batch()),
+        "loss_fn returned a float, not a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(name: str) -> None:
+    loop, words = REFUSED[name]
+    with pytest.raises(MPCompileError, match=re.escape(words)):
+        loop()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_torch_compile_beside_mpcompile_is_no_mistake(order: str) -> None:
+    by_torch: Any = torch.compile(Net() if order == "before" else mpcompile(Net(), **EAGER))
+    model = mpcompile(by_torch, strict=True, **EAGER) if order == "before" else by_torch
+    model(batch()[0]).sum().backward()
+    (plan,) = mp.compiled_plans(model)
+    assert plan.counts()["LOW"] == 2
+
+
+# -- said ------------------------------------------------------------------------------------------
+
+
+def stepped_first(make: Callable[[Any], Any]) -> Loop:
+    def loop() -> None:
+        model = mpcompile(Net(), **EAGER)
+        optimizer = make(model)
+        for _ in range(2):
+            loss = loss_of(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+
+    return loop
+
+
+def of_another_model() -> None:
+    model, optimizer = mpcompile(Net(), **EAGER), generated(Net())
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def whole(**options: Any) -> Any:
+    """A whole step in the wrong order; `options` are its own."""
+    model = Net()
+    optimizer = sgd(model)
+
+    @mpcompile(**EAGER, **options)
+    def stepped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if not options:
+            optimizer.step()
+        loss.backward()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    stepped(*batch())
+
+
+def never_called() -> None:
+    model = mpcompile(Net(), **EAGER)
+    F.cross_entropy(model.forward(batch()[0]), batch()[1]).backward()
+    sgd(model).step()
+
+
+def scaled_twice() -> None:
+    model = mpcompile(Net(), **EAGER)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+
+
+def function_with(**policy: Any) -> Loop:
+    model = Net()
+    compiled = mpcompile(lambda x: model(x), policy=Policy(**policy), **EAGER)
+    return lambda: compiled(batch()[0])
+
+
+NO_GRADIENT = "changes nothing, since none of its parameters has a gradient: call loss.backward()"
+
+SAID: dict[str, tuple[Loop, str]] = {
+    "step first": (stepped_first(sgd), f"this step of SGD {NO_GRADIENT} before step()"),
+    "generated": (stepped_first(generated), f"this step of MPOptimizer {NO_GRADIENT}"),
+    "another model": (of_another_model, "are these the parameters of another model?"),
+    "step first in a whole step": (whole, f"this step of SGD {NO_GRADIENT}"),
+    "forward": (never_called, "Net was compiled but never called, yet SGD updates its parameters"),
+    "scaler": (scaled_twice, "Leave the GradScaler out: loss.backward(), optimizer.step()"),
+    "modules": (
+        function_with(modules={"fcX": "fp32"}),
+        "Policy(modules=...): 'fcX' matches no module; did you mean 'fc",
+    ),
+    "nodes": (function_with(nodes={"linaer": "fp32"}), "no node 'linaer'; did you mean 'linear'?"),
+    "modules of a step": (
+        lambda: whole(policy=Policy(modules={"fcX": "fp32"})),
+        "stepped: Policy(modules=...): 'fcX' matches no module; did you mean 'fc",
+    ),
+    "head": (
+        lambda: step(loss_fn=lambda p, y: p.square().mean(), fuse_head=True)(*batch()),
+        "fuse_head=True, but there is no cross_entropy in what was compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_it_is_said_once(name: str) -> None:
+    loop, words = SAID[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MPCompileWarning)
+        loop()
+    said = [str(one.message) for one in caught if issubclass(one.category, MPCompileWarning)]
+    assert len(said) == 1, said
+    assert words in said[0]
+
+
+def test_a_right_order_is_not_spoken_of() -> None:
+    """A closure makes the gradients within the step; frozen parameters have none."""
+    model = mpcompile(Net(), **EAGER)
+    model.fc1.requires_grad_(False)
+    for optimizer in (generated(model), sgd(model)):
+
+        def closure(optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.step()  # not the first
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+MODELS = """
+import torch
+from torch import nn
+
+def make(): return nn.Linear(4, 4), (torch.zeros(2, 4),)
+def model(): return nn.Linear(4, 4)
+def tensor(): return nn.Linear(4, 4), torch.zeros(2, 4)
+def wide(): return nn.Linear(4, 4), (torch.zeros(2, 5),)
+def nan(): return nn.Linear(4, 4), (torch.full((2, 4), torch.nan),)
+net = nn.Linear(4, 4)
+"""
+
+COMMANDS: dict[str, str] = {
+    "plan some_models": "write the factory as pkg.module:factory",
+    "plan some_models.make": "did you mean some_models:make?",
+    "plan some_models.py:make": "name the module, not its file; did you mean some_models:make?",
+    "plan ./some_models.py:make": "name the module, not its file; did you mean some_models:make?",
+    "plan some_models:mak": "some_models has no 'mak'; did you mean 'make'?",
+    "plan none:make": "there is no module 'none' in the current directory or among the installed",
+    "plan some_models:model": "returned a Linear; factory() must return (model, args)",
+    "plan some_models:tensor": "returned a Tensor as args; factory() must return (model, args)",
+    "plan some_models:net": "some_models:net is a Linear, not a function; factory() must return",
+    "plan some_models:make --device t5": "unknown GPU 't5'; known: h200",
+    "plan some_models:make --dtype float64": "unknown dtype 'float64': it is wider than FP32",
+    "plan some_models:make --policy none.toml": "can't read the policy file none.toml",
+    "explain some_models:make --device cpu": "the plan is for the device that the model is on",
+    "explain some_models:make --diff none.json": "none.json can't be read",
+    "explain some_models:make --fail-under-tensor-core-share 95": "a share from 0 to 1 is needed",
+    "diagnose some_models:make --steps 0": "steps=0: give a whole number from 1",
+    "diagnose some_models:make --loss-scale big": "use 'dynamic', 'grad_scaler', 'none', a number",
+    "bisect some_models:wide": "Linear fails on these inputs: RuntimeError: mat1 and mat2",
+    "bisect some_models:nan": "`mpcompile diagnose` names what is not finite",
+    "bisect some_models:make --tolerance -1": "-1: a number above 0 is needed, such as 0.1",
+    "demo --device cuda:9": "device 'cuda:9' is not there: torch sees",
+    "info --device gpu": "unknown device 'gpu': use auto, cpu, cuda or cuda:N",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "some_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "some_models", raising=False)
+    try:
+        status = cli.main(command.split())
+    except SystemExit as stop:
+        status = stop.code  # type: ignore[assignment]
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert COMMANDS[command] in " ".join(said.err.split())
+    assert "Traceback" not in said.err
