@@ -11,8 +11,7 @@ from typing import Any
 from ..graph_data import BackwardNode, GraphData, Line, PlanNode
 from ..grid import scaled
 from ..plan_data import PlanData
-from ..plan_text import bytes_by_dtype, has_units, outside
-from ..summary import verdict
+from ..plan_text import bytes_by_dtype, has_units, outside, verdict
 from . import app
 from .app import Chart, Note, Part
 
