@@ -21,7 +21,7 @@ doesn't do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,15 @@ from ..lower.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
-from ..torch_inside.dynamo_names import BackendCompilerFailed
+from ..torch_inside.dynamo_names import BackendCompilerFailed, recompile_limit
 from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
-from .left_to_python import Looking, enter_by_itself, entry
+from .left_to_python import Looking, enter_by_itself, entry, shared_entry
 from .outside_products import aside
 from .owned_backend import compiled_by
+from .regions import call_of, graphs_end_at
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
@@ -51,7 +52,7 @@ def running(
     plain: Callable[..., Any],
     *contexts: Any,
     looking: Looking | None = None,
-    **settings: bool,
+    **settings: Any,
 ) -> Callable[..., Any]:
     """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
     contexts and with these settings (`traced_with`), without the caller's autocast, and an
@@ -97,6 +98,7 @@ class ModuleCall:
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
         looking: what looks at the first calls of a module; None: nobody does.
+        equal: finds the modules inside of it that share a compile, in groups; None: nobody does.
         method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
@@ -110,11 +112,14 @@ class ModuleCall:
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
         looking: Callable[[nn.Module], Looking] | None = None,
+        equal: Callable[[nn.Module], Sequence[Sequence[nn.Module]]] | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
         self._reads_copies, self._check, self._called = reads_copies, check, called
         self._method, self._checked = method, False
+        self._equal, self._divided = equal, equal is None
+        self._regions: list[nn.Module] = []
         self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
@@ -144,7 +149,8 @@ class ModuleCall:
             self._check(self._module)
             self._checked = True
         self._look_at_forward()
-        if self._is_stale():
+        if self._is_stale() or self._is_to_be_divided():
+            self._divided = True
             self._compiled = self._compile()
         made: list[torch.Tensor] = []
         if self._widens:
@@ -168,7 +174,9 @@ class ModuleCall:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
         check_engines(module)
-        for part in parts_of(module):
+        if self._equal is not None and self._divided:
+            self._compile_regions(self._equal)
+        for part in parts_of(module, self._regions):
             if compiled_call(part) is None:
                 self._compile_part(part)
         for part in self._looking.parts if self._looking is not None else ():
@@ -194,17 +202,45 @@ class ModuleCall:
         )
         set_compiled_call(part, ends_graph(call))
 
+    def _is_to_be_divided(self) -> bool:
+        """Whether equal modules are still to be found: at the first call that Dynamo doesn't trace,
+        when hooks and optimizers are there.
+        """
+        return not self._divided and not torch.compiler.is_dynamo_compiling()
+
+    def _compile_regions(self, equal: Callable[[nn.Module], Sequence[Sequence[nn.Module]]]) -> None:
+        """Compile equal modules inside of this one, each group as one function."""
+        for region in self._regions:
+            set_compiled_call(region, None)
+        self._regions.clear()
+        for group in equal(self._module):
+            kind = type(group[0])
+            own = shared_entry(plain_call(kind), kind)
+            run = self._running(own, None, compiles=len(group))
+            for region in group:
+                set_compiled_call(region, call_of(region, run))
+            self._regions += group
+
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
-        module = self._module
-        settings = dict(VALUE_SIZES)
-        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        return self._running(entry(function, self._module), self._looking)
+
+    def _running(
+        self, own: Callable[..., Any], looking: Looking | None, compiles: int = 1
+    ) -> Callable[..., Any]:
+        """A function with code of its own, compiled; it may be so `compiles` times as often as
+        Dynamo allows for one module.
+        """
+        settings: dict[str, Any] = dict(VALUE_SIZES)
+        if any(isinstance(m, nn.RNNBase) for m in self._module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        own = entry(function, module)
+        if compiles > 1:
+            settings["recompile_limit"] = recompile_limit() * compiles
         compiled = compiled_by(self._backend, own, **self._compile_kwargs)
-        run = running(compiled, own, looking=self._looking, **settings)
+        ends = [graphs_end_at(self._regions)] if self._regions else []
+        run = running(compiled, own, *ends, looking=looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

@@ -1,0 +1,116 @@
+"""Equal modules of a model that share one compile (`regional=True`).
+
+    for block in self.blocks:       # 24 equal blocks: 24 calls of one function, compiled once
+        x = block(x)
+
+Dynamo keeps what it compiled at a function's code, and guards on what the graph reads of a module:
+not on which module it is. So equal modules are called through one function. They are the outermost
+ones that have an equal in the same `ModuleList`, `ModuleDict` or `Sequential`.
+
+A plan also depends on what Dynamo does not guard on: on the module's path, by the policy; on the
+optimizer that holds a parameter; on hooks; on whether a parameter belongs to other modules, too.
+Modules that differ in this share no function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..ranks import fsdp
+from ..rules.policy import Policy
+from ..scaling import parameters
+from ..torch_inside.dynamo import calls_of_modules, compile_lock
+from ..torch_inside.modules import compiled_call, hooks_around
+from .sharded_call import ends_graph
+
+__all__ = ["call_of", "equal_modules", "graphs_end_at"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def equal_modules(model: nn.Module, policy: Policy) -> list[list[nn.Module]]:
+    """The modules of a model that share a compile, in groups; a group may hold a single one.
+
+    Args:
+        policy: the user's.
+
+    Returns:
+        The groups; none where nothing is equal, or everything was compiled before.
+    """
+    held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    groups: dict[Any, list[nn.Module]] = {}
+    for path, module in _repeated(model, ""):
+        within = (*_shape(module), *_unguarded(path, module, policy, held))
+        groups.setdefault(within, []).append(module)
+    return list(groups.values())
+
+
+def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that have an equal beside them, each with its path."""
+    children = {name: m for name, m in module.named_children() if not _is_taken(m)}
+    shapes = {name: _shape(m) for name, m in children.items()}
+    seen = Counter(shapes.values()) if isinstance(module, _CONTAINERS) else Counter()
+    for name, child in children.items():
+        at = f"{path}.{name}" if path else name
+        if seen[shapes[name]] > 1 and any(True for _ in child.children()):
+            yield at, child
+        else:
+            yield from _repeated(child, at)
+
+
+def _is_taken(module: nn.Module) -> bool:
+    """Whether somebody else says how the module is compiled: the user, or FSDP's hooks."""
+    return compiled_call(module) is not None or fsdp.is_sharded(module)
+
+
+def _shape(module: nn.Module) -> tuple[Any, ...]:
+    """What equal modules have in common: classes, and all of their tensors but the numbers."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, type(m)) for name, m in module.named_modules()),
+        tuple((name, x.shape, x.dtype, x.device, x.requires_grad) for name, x in tensors),
+    )
+
+
+def _unguarded(
+    path: str, module: nn.Module, policy: Policy, held: Mapping[int, int]
+) -> tuple[Any, ...]:
+    """What else a plan of the module depends on."""
+    within = list(module.named_modules(remove_duplicate=False))
+    own = [p for _, p in module.named_parameters()]
+    changed = any("forward" in vars(m) or any(hooks_around(m)) for _, m in within)
+    elsewhere = any(held[id(p)] > 1 for p in own)
+    return (
+        tuple(policy.for_module(f"{path}.{name}" if name else path) for name, _ in within),
+        tuple(id(parameters.owner_of(p)) for p in own),
+        id(module) if changed or elsewhere else None,
+    )
+
+
+def call_of(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of the module from Python runs, of a function that takes the module, too."""
+    return ends_graph(lambda *args, **kwargs: compiled(module, *args, **kwargs))
+
+
+def graphs_end_at(
+    regions: Collection[nn.Module],
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which Dynamo ends a graph before it calls one of these modules. It would trace
+    through to their code otherwise, whatever a call of them runs.
+    """
+    calls = calls_of_modules(lambda module: module in regions)
+
+    @contextlib.contextmanager
+    def ending() -> Iterator[None]:
+        with compile_lock, contextlib.ExitStack() as undo:
+            if not calls.is_applied:  # by a function that is called in this one
+                calls.apply()
+                undo.callback(calls.revert)
+            yield
+
+    return ending
