@@ -41,7 +41,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let a call of the module run this; None: its plain call. The module's state stays as it is."""
+    """Let a call of the module run this; None: its plain call. Its state stays as it is."""
     module._compiled_call_impl = call
 
 
