@@ -69,7 +69,7 @@ _LONGEST = 60.0  # seconds to wait for other threads, which may wait for this on
 def traced_with(
     compiled: Callable[..., Any],
     *contexts: Callable[[], AbstractContextManager[Any]],
-    **settings: Any,
+    **settings: bool,
 ) -> Callable[..., Any]:
     """Wrap a compiled function: what is compiled while it runs is traced with these settings, and
     within these contexts.

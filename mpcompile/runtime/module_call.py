@@ -33,7 +33,7 @@ from ..lower.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
-from ..torch_inside.dynamo_names import BackendCompilerFailed, recompile_limit
+from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
@@ -41,7 +41,7 @@ from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import Looking, enter_by_itself, entry, shared_entry
 from .outside_products import aside
 from .owned_backend import compiled_by
-from .regions import call_of, graphs_end_at
+from .regions import Shared, graphs_end_at
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
@@ -52,7 +52,7 @@ def running(
     plain: Callable[..., Any],
     *contexts: Any,
     looking: Looking | None = None,
-    **settings: Any,
+    **settings: bool,
 ) -> Callable[..., Any]:
     """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
     contexts and with these settings (`traced_with`), without the caller's autocast, and an
@@ -214,31 +214,29 @@ class ModuleCall:
             set_compiled_call(region, None)
         self._regions.clear()
         for group in equal(self._module):
-            kind = type(group[0])
-            own = shared_entry(plain_call(kind), kind)
-            run = self._running(own, None, compiles=len(group))
+            shared = Shared(self._backend, functools.partial(self._for_each, type(group[0])))
             for region in group:
-                set_compiled_call(region, call_of(region, run))
+                set_compiled_call(region, shared.call_of(region))
             self._regions += group
+
+    def _for_each(self, kind: type[nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of any module of a class, compiled; it takes the module, too."""
+        return self._running(shared_entry(plain_call(kind), kind), backend, None)
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
-        return self._running(entry(function, self._module), self._looking)
+        return self._running(entry(function, self._module), self._backend, self._looking)
 
     def _running(
-        self, own: Callable[..., Any], looking: Looking | None, compiles: int = 1
+        self, own: Callable[..., Any], backend: Callable[..., Any], looking: Looking | None
     ) -> Callable[..., Any]:
-        """A function with code of its own, compiled; it may be so `compiles` times as often as
-        Dynamo allows for one module.
-        """
-        settings: dict[str, Any] = dict(VALUE_SIZES)
+        """A function with code of its own, compiled."""
+        settings = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in self._module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        if compiles > 1:
-            settings["recompile_limit"] = recompile_limit() * compiles
-        compiled = compiled_by(self._backend, own, **self._compile_kwargs)
+        compiled = compiled_by(backend, own, **self._compile_kwargs)
         ends = [graphs_end_at(self._regions)] if self._regions else []
         run = running(compiled, own, *ends, looking=looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function

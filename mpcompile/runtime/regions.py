@@ -16,19 +16,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from ..ranks import fsdp
 from ..rules.policy import Policy
 from ..scaling import parameters
 from ..torch_inside.dynamo import calls_of_modules, compile_lock
+from ..torch_inside.dynamo_names import recompile_limit
 from ..torch_inside.modules import compiled_call, hooks_around
 from .sharded_call import ends_graph
 
-__all__ = ["call_of", "equal_modules", "graphs_end_at"]
+__all__ = ["Shared", "equal_modules", "graphs_end_at"]
+
+Function = Callable[..., Any]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -92,9 +95,42 @@ def _unguarded(
     )
 
 
-def call_of(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of the module from Python runs, of a function that takes the module, too."""
-    return ends_graph(lambda *args, **kwargs: compiled(module, *args, **kwargs))
+class Shared:
+    """What is compiled for a group of equal modules.
+
+    They may turn out to differ in something that Dynamo guards on, such as a number that each has
+    and reads. It compiles a function only so many times: modules that come after the first kinds
+    have functions of their own.
+
+    Args:
+        backend: takes a graph and its inputs.
+        compiled: (backend) -> a function of a module and its arguments, with code of its own.
+    """
+
+    def __init__(self, backend: Function, compiled: Callable[[Function], Function]) -> None:
+        self._backend, self._compiled = backend, compiled
+        self._graphs = self._kinds = 0
+        self._shared = compiled(self._count)
+
+    def call_of(self, module: nn.Module) -> Function:
+        """What a call of the module from Python runs."""
+        run: Function | None = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal run
+            if run is not None:
+                return run(module, *args, **kwargs)
+            many = self._kinds >= recompile_limit() // 2
+            run, before = self._compiled(self._count) if many else self._shared, self._graphs
+            result = run(module, *args, **kwargs)
+            self._kinds += self._graphs > before
+            return result
+
+        return ends_graph(call)
+
+    def _count(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        self._graphs += 1
+        return self._backend(gm, example_inputs)
 
 
 def graphs_end_at(
