@@ -67,9 +67,9 @@ def _how(work: Work) -> list[str]:
         "steps (a start settles for a while). Seconds: one cold first step at O1, optimizer "
         f"included, with `emit={work.compiler!r}` and empty caches.",
         f"Deep GPT: medians over rounds ({work.deep.rounds}) of all arms in turn; a ratio is the "
-        "median of those within a round. Forward, backward and AdamW, from the call that compiles to the "
-        "end of the step, without what any compiler imports. By its blocks, the rest of the model "
-        f"runs as torch runs it, but under {REGIONAL}.",
+        "median of those within a round. Forward, backward and AdamW, from the call that compiles "
+        "to the end of the step, without what any compiler imports. By its blocks, the rest of the "
+        f"model runs as torch runs it, but under {REGIONAL}.",
     ]
 
 
