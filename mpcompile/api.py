@@ -33,7 +33,7 @@ from .runtime import uncalled
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by
-from .runtime.regions import equal_modules
+from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
@@ -150,7 +150,7 @@ def _compiled(
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
             looking=looking_for,
-            equal=_equal_for(settings, first),
+            regions=Regions(first, settings.policy) if settings.regional else None,
         )
         for module in (first, *others):
             call = compiled_call(module)
@@ -168,21 +168,6 @@ def _compiled(
     compiled = _compiled_function(model, options, torch_compile_kwargs, record, looking_for, anew)
     records[compiled] = record
     return compiled
-
-
-def _equal_for(
-    settings: Settings, model: nn.Module
-) -> Callable[[nn.Module], list[list[nn.Module]]] | None:
-    """What finds the modules of a model that share a compile, or None."""
-    if not settings.regional:
-        return None
-    find = functools.partial(equal_modules, policy=settings.policy)
-    if not find(model):
-        raise MPCompileError(
-            f"regional=True: {type(model).__name__} holds no equal modules, such as the blocks of "
-            "a transformer, in a ModuleList, ModuleDict or Sequential: leave regional=True out"
-        )
-    return find
 
 
 def _compiled_function(

@@ -15,21 +15,23 @@ Modules that differ in this share no function.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 
+from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..rules.policy import Policy
 from ..scaling import parameters
 from ..torch_inside.dynamo import calls_of_modules, compile_lock
 from ..torch_inside.dynamo_names import recompile_limit
-from ..torch_inside.modules import compiled_call, hooks_around
+from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_call
 from .sharded_call import ends_graph
 
-__all__ = ["Shared", "equal_modules", "graphs_end_at"]
+__all__ = ["Regions"]
 
 Function = Callable[..., Any]
 
@@ -133,20 +135,57 @@ class Shared:
         return self._backend(gm, example_inputs)
 
 
-def graphs_end_at(
-    regions: Collection[nn.Module],
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which Dynamo ends a graph before it calls one of these modules. It would trace
-    through to their code otherwise, whatever a call of them runs.
+class Regions:
+    """The equal modules of a model. All that a call of the model may go through shares them: the
+    model itself, a DDP around it, the steps of a LightningModule.
+
+    Attributes:
+        modules: those that share a compile; none before `divide`.
+        divided: whether they were looked for.
+
+    Raises:
+        MPCompileError: there are none.
     """
-    calls = calls_of_modules(lambda module: module in regions)
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._model, self._policy = model, policy
+        self.modules: list[nn.Module] = []
+        self.divided = False
+        self._calls = calls_of_modules(lambda module: module in self.modules)
+        if not equal_modules(model, policy):
+            raise MPCompileError(
+                f"regional=True: {type(model).__name__} holds no equal modules, such as the blocks "
+                "of a transformer, in a ModuleList, ModuleDict or Sequential: leave it out"
+            )
+
+    def divide(
+        self,
+        backend: Function,
+        compiled: Callable[[type[nn.Module], Function], Function],
+    ) -> None:
+        """Give the modules their calls, anew if they have some.
+
+        Args:
+            backend: takes a graph and its inputs.
+            compiled: (class, backend) -> a function of a module of that class and its arguments.
+        """
+        for module in self.modules:
+            set_compiled_call(module, None)
+        self.modules.clear()
+        for group in equal_modules(self._model, self._policy):
+            shared = Shared(backend, functools.partial(compiled, type(group[0])))
+            for module in group:
+                set_compiled_call(module, shared.call_of(module))
+            self.modules += group
+        self.divided = True
 
     @contextlib.contextmanager
-    def ending() -> Iterator[None]:
+    def ending_graphs(self) -> Iterator[None]:
+        """In this context, Dynamo ends a graph before it calls one of the modules. It would trace
+        through to their code otherwise, whatever a call of them runs.
+        """
         with compile_lock, contextlib.ExitStack() as undo:
-            if not calls.is_applied:  # by a function that is called in this one
-                calls.apply()
-                undo.callback(calls.revert)
+            if not self._calls.is_applied:  # by a function that is called in this one
+                self._calls.apply()
+                undo.callback(self._calls.revert)
             yield
-
-    return ending

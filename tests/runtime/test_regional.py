@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpcompile import (
     LossScale,
     MPCompileError,
+    MPCompileWarning,
     MPOptimizer,
     Policy,
     compiled_plans,
@@ -248,6 +249,29 @@ def test_the_first_backward_finds_the_scale() -> None:
     model(WORDS).backward()
     assert_near(model, gradients)
     assert 1.0 < loss_scale_of(model).value < 2.0**17
+
+
+class Tied(Net):
+    """Its head is a function in the frame that holds the loop."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.words.weight)
+        return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def test_a_product_beside_the_loop_is_said() -> None:
+    model = Tied()
+    del model.head
+    gradients = exact(model)
+    compiled(model, strict=False)
+    with pytest.warns(
+        MPCompileWarning, match="of the product FLOPs of Tied ran in compiled graphs"
+    ):
+        model(WORDS).backward()
+    assert_near(model, gradients)
 
 
 # -- what is refused, and what stays ---------------------------------------------------------------
