@@ -72,38 +72,15 @@ def scaled(
         searches: whether its first backward can search for the start of the scale.
         constant: the results that no gradient enters.
     """
-    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     masters = tuple(inputs.copies.values())
-
-    # Dynamo may run this graph with the parameters of equal modules in turn: by the first one's id,
-    # all of them, and whether FSDP still uses their shards.
-    known: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]] = {}
-
-    def watch(args: Sequence[Any]) -> None:
-        now = [args[i] for i in leaves]
-        shards = guard.watch(list(filter(is_leaf, now)), scale)
-        scale.open |= any(map(_is_computed, args))
-        for key in [key for key, (refs, _) in known.items() if refs[0]() is None]:
-            del known[key]
-        if now:
-            known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
-
-    def is_known(args: Sequence[Any]) -> bool:
-        if not leaves:
-            return True
-        refs, current = known.get(id(args[leaves[0]]), ((), ()))
-        same = bool(refs) and all(ref() is args[i] for ref, i in zip(refs, leaves, strict=True))
-        return same and all(is_current() for is_current in current)
-
-    watch(examples)
+    watch = _Watch(examples, scale)
     trouble = scale.trouble
     trouble.judge = functools.partial(judge, scale)
     is_first = True
 
     def call(*args: Any) -> Any:
         nonlocal is_first
-        if not is_known(args):
-            watch(args)
+        watch.see(args)
         scale.saw_forward()
         looks = trouble.pending and trouble.is_watched()
         # A search would write to the scale that a watched graph has saved.
@@ -120,6 +97,44 @@ def scaled(
         return results
 
     return call
+
+
+class _Watch:
+    """Tells optimizers which scale the gradients of a graph's parameters depend on. Dynamo may run
+    the graph with the parameters of equal modules in turn, so those of several are known.
+
+    Args:
+        examples: the caller's inputs that the graph was compiled with.
+        scale: the scale.
+    """
+
+    def __init__(self, examples: Sequence[Any], scale: LossScale) -> None:
+        self._leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+        self._scale = scale
+        # By the first one's id: all of them, and whether FSDP still uses their shards.
+        self._known: dict[
+            int, tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]
+        ] = {}
+        self._tell(examples)
+
+    def see(self, args: Sequence[Any]) -> None:
+        """The graph is about to run with these inputs."""
+        leaves = self._leaves
+        if not leaves:
+            return
+        refs, current = self._known.get(id(args[leaves[0]]), ((), ()))
+        same = bool(refs) and all(ref() is args[i] for ref, i in zip(refs, leaves, strict=True))
+        if not (same and all(is_current() for is_current in current)):
+            self._tell(args)
+
+    def _tell(self, args: Sequence[Any]) -> None:
+        now, known = [args[i] for i in self._leaves], self._known
+        shards = guard.watch(list(filter(is_leaf, now)), self._scale)
+        self._scale.open |= any(map(_is_computed, args))
+        for key in [key for key, (refs, _) in known.items() if refs[0]() is None]:
+            del known[key]
+        if now:
+            known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
 
 
 def noticing_ddp(
