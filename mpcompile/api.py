@@ -34,6 +34,7 @@ from .runtime import uncalled
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by
+from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
@@ -63,6 +64,7 @@ def mpcompile(
     dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
+    regional: bool = False,
     disable_passes: Collection[str] = (),
     repair: bool = False,
     strict: bool = False,
@@ -173,6 +175,7 @@ def _compiled(
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
             looking=looking_for,
+            regions=Regions(first, settings.policy) if settings.regional else None,
         )
         for module in (first, *others):
             call = compiled_call(module)
@@ -182,6 +185,10 @@ def _compiled(
         records[model] = record
         uncalled.expect(first)
         return model
+    if settings.regional:
+        raise MPCompileError(
+            "regional=True is about the modules of a model: give it to mpcompile(model)"
+        )
     anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
     called = functools.partial(_after_call_of_function, model, settings, record.plans)
     compiled = _compiled_function(

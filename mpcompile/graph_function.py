@@ -24,14 +24,14 @@ from .padding.products import product
 from .pipeline import Planned
 from .planner.target import Target
 from .plans.advice import say_nothing_runs_low, say_products_stay
-from .runtime.graph_call import is_leaf, noticing_ddp, reading, scaled
+from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
 from .runtime.watched_call import Watched
 from .runtime.witness import constants_of
-from .scaling import fit_scale, shardings
+from .scaling import copies, fit_scale, shardings
 from .scaling.loss_scale import LossScale
 from .settings import Settings
 from .torch_inside.dynamo import traced_code
-from .training import Training, is_trained
+from .training import Training
 
 __all__ = ["function_of", "function_of_left"]
 
@@ -55,7 +55,8 @@ def function_of(
     target, examples = known.facts.target, known.examples
     graph, inputs, scale = planned.graph, planned.inputs, known.scale_in(planned)
     _heed_the_device(planned, target)
-    known.note_read_in_full(planned)
+    in_full = known.read_in_full(planned)
+    copies.read_in_full([examples[i] for i in in_full])
     reduced_in = target.low if settings.reduces_low else None
     sharded = shardings.enter(graph, examples, reduced_in, scale, hooked=settings.reduces_low)
     working = [
@@ -77,13 +78,14 @@ def function_of(
         if searches:
             scale.search.possible = True
             compiled = fit_scale.fitting(compiled, scale, inputs)
-        scale.open |= any(is_trained(x) and not is_leaf(x) for x in examples)
         watched = Watched(planned, traced_code(), repair=settings.repair)
         compiled = scaled(
             compiled, inputs, reader, scale, examples, target.device, watched, searches, constant
         )
     elif reader is not None:
         compiled = reading(compiled, inputs, reader)
+    if in_full:
+        compiled = reading_in_full(compiled, in_full)
     return noticing_ddp(compiled, examples, reduced_in, scale, hooked=settings.reduces_low)
 
 

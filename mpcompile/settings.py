@@ -235,6 +235,10 @@ class Settings:
         "stored anyway: the results of norms and activations. Less memory, little time.",
         plans=True,
     )
+    regional: bool = _switch(
+        "compile equal modules, such as the blocks of a transformer, once for all of them, and the "
+        "rest of the model module by module: a short first step. For `mpcompile(module)` alone."
+    )
     disable_passes: tuple[str, ...] = _option(
         (), _passes,
         "names of passes over the graph that are not to run, to find out which one breaks a model; "
@@ -322,6 +326,7 @@ class Options(TypedDict, total=False):
     dump: str | Path | None
     fuse_head: bool
     recompute: bool
+    regional: bool
     disable_passes: Collection[str]
     repair: bool
     strict: bool

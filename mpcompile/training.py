@@ -59,12 +59,14 @@ class Training:
         scale = self.scale_in(planned)
         # If two optimizers move one scale, it may change between two backwards of one gradient.
         single = scale is None or len({id(owner) for owner in self.owned.values()}) == 1
-        return copies.Reader(self.low, scale, low_gradients=single)
+        inputs = planned.graph.graph.find_nodes(op="placeholder")
+        shapes = [tuple(ir.value(inputs[k]).shape) for k in planned.inputs.copies]
+        return copies.Reader(self.low, scale, shapes, low_gradients=single)
 
-    def note_read_in_full(self, planned: Planned) -> None:
-        """Note an optimizer's parameters that are read in FP32: their gradients stay FP32."""
-        in_full = [self.examples[i] for i in self.owned if i not in planned.inputs.copies]
-        copies.read_in_full([x for x in in_full if is_leaf(x)])
+    def read_in_full(self, planned: Planned) -> list[int]:
+        """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""
+        in_full = [i for i in self.owned if i not in planned.inputs.copies]
+        return [i for i in in_full if is_leaf(self.examples[i])]
 
     def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
         """The parameters that the rewritten graph reads as working copies, in the order of its

@@ -6,6 +6,10 @@ the scale has come down to where the gradients fit. Both train the same models, 
 weights on the same batches, beside plain PyTorch in FP32: at O1 with a plain optimizer, and at O2
 with an MPOptimizer. How far apart two trainings drift that differ in nothing but roundings is shown
 by one more in FP32, whose first weights are rounded to FP16.
+
+A deep GPT is compiled as a whole, block by block, with its equal blocks sharing one compile, and as
+a whole training step. Timed are first steps in fresh processes: *cold* with empty caches, *warm*
+with those that the cold one has left.
 """
 
 from __future__ import annotations

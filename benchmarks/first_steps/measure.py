@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from benchmarks.harness.timing import idle_wait
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 
+from .deep import First, measure_deep
 from .search import search
 from .trainings import MakeOptimizer, Prepare, Training, Work
 
@@ -60,10 +61,12 @@ class Measured:
         runs: training -> arm -> its run.
         costs: training -> seconds of the "first" and the "second" step and of the "search", and
             how often that ran the model "again".
+        deep: arm -> seconds of a deep model's first step.
     """
 
     runs: dict[str, dict[str, Run]]
     costs: dict[str, dict[str, float]]
+    deep: dict[str, First]
 
 
 def arm(level: str, scale: str) -> str:
@@ -72,10 +75,10 @@ def arm(level: str, scale: str) -> str:
 
 
 def measure_all(work: Work, device: torch.device) -> Measured:
-    """Train everything, then compile what `work` says to see what the search costs."""
+    """Train everything, then compile what `work` says to see what that and the search cost."""
     runs = {t.name: _train_all(t, work, device) for t in work.trainings}
     costs = {t.name: _cost(t, work.compiler, device) for t in work.compiled}
-    return Measured(runs, costs)
+    return Measured(runs, costs, measure_deep(work.deep, device))
 
 
 def _train_all(training: Training, work: Work, device: torch.device) -> dict[str, Run]:

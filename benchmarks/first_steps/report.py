@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.report import Report, Table, plain
 
+from .deep import PEER, REGIONAL, STEP, Deep, First
 from .measure import FIXED, FOUND, FP32, LEVELS, ROUNDED, Measured, Run, arm
 from .trainings import BATCHES, Work
 
@@ -13,6 +15,10 @@ __all__ = ["make_report"]
 
 SHARE = 0.9
 """Of the models, that skip no step with the default scale."""
+
+
+MOST = {REGIONAL: 1.2, STEP: 1.5}
+"""How many times as long as the peer's first step one may take."""
 
 
 def make_report(
@@ -28,8 +34,9 @@ def make_report(
             *(_table(level, runs) for level in LEVELS),
             _again_table(runs),
             _cost_table(found.costs),
+            _deep_table(work.deep, found.deep),
         ],
-        verdicts=_verdicts(runs, work.steps),
+        verdicts=_verdicts(runs, work.steps) | _deep_verdicts(found.deep),
         data={
             "steps": work.steps,
             "runs": plain(runs),
@@ -37,6 +44,7 @@ def make_report(
                 name: {one: difference(group, one) for one in group} for name, group in runs.items()
             },
             "search": found.costs,
+            "deep": plain(found.deep),
         },
         environment=record,
     )
@@ -58,6 +66,10 @@ def _how(work: Work) -> list[str]:
         "More runs: forward and backward passes of a graph beyond the ones asked for, over all "
         "steps (a start settles for a while). Seconds: one cold first step at O1, optimizer "
         f"included, with `emit={work.compiler!r}` and empty caches.",
+        f"Deep GPT: medians over rounds ({work.deep.rounds}) of all arms in turn; a ratio is the "
+        "median of those within a round. Forward, backward and AdamW, from the call that compiles "
+        "to the end of the step, without what any compiler imports. By its blocks, the rest of the "
+        f"model runs as torch runs it, but under {REGIONAL}.",
     ]
 
 
@@ -98,6 +110,27 @@ def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> Table:
     ]  # fmt: skip
     columns = ("model", "first step, s", "more runs", "of it the search, s", "share", "2nd step, s")
     return Table("What the search costs, beside a cold compile", columns, rows)
+
+
+def _deep_table(deep: Deep, found: Mapping[str, First]) -> Table:
+    rows = []
+    for name, first in found.items():
+        cold, warm = (f"{statistics.median(s):.1f}" for s in (first.cold, first.warm))
+        rows.append([name, cold, warm, *(f"{x:.2f}x" for x in first.over(found[PEER]))])
+    columns = ("arm", "cold, s", "warm, s", "cold, of the peer's", "warm, of the peer's")
+    title = f"The first step of a GPT of {deep.layers} blocks, {deep.width} wide, in BF16"
+    return Table(f"{title}; the peer is {PEER} under autocast", columns, rows)
+
+
+def _deep_verdicts(found: Mapping[str, First]) -> dict[str, bool]:
+    verdicts = {}
+    for name, most in MOST.items():
+        if name in found:
+            took = dict(zip(("cold", "warm"), found[name].over(found[PEER]), strict=True))
+            for start, times in took.items():
+                claim = f"{name}, {start}: first step in {most:g}x of {PEER}'s"
+                verdicts[f"{claim}: {times:.2f}x"] = times <= most
+    return verdicts
 
 
 def _verdicts(runs: Mapping[str, Mapping[str, Run]], steps: int) -> dict[str, bool]:

@@ -28,6 +28,7 @@ from benchmarks.models import (
 )
 from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
 
+from .deep import DEEP, SHALLOW, Deep
 from .models import (
     VAE,
     Autoencoder,
@@ -65,10 +66,11 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is trained, and which of it is compiled to see what the search costs."""
+    """What is trained, which of it is compiled to see what the search costs, and what else is."""
 
     trainings: Sequence[Training]
     compiled: Sequence[Training]
+    deep: Deep
     steps: int = STEPS
     emit: str = "aot_eager"
     compiler: str = "inductor"
@@ -226,6 +228,7 @@ WORK = Work(
             lambda model, x, y: F.cross_entropy(model(x), y)),
     ),
     compiled=(_GPT2, _RESNET18, _MLP),
+    deep=DEEP,
 )  # fmt: skip
 
 TINY = Work(
@@ -240,6 +243,7 @@ TINY = Work(
         _sampled("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
                  Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
     ),
+    deep=SHALLOW,
     steps=2,
     emit="eager",
     compiler="eager",

@@ -15,14 +15,14 @@ import torch
 
 from ..ir.inputs import GraphInputs
 from ..scaling import guard, reductions
-from ..scaling.copies import Reader
+from ..scaling.copies import Reader, read_in_full
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
 from .warn_or_repair import judge
 from .watched_call import Watched
 from .witness import check_constants
 
-__all__ = ["is_leaf", "noticing_ddp", "reading", "scaled"]
+__all__ = ["is_leaf", "noticing_ddp", "reading", "reading_in_full", "scaled"]
 
 Function = Callable[..., Any]
 
@@ -34,6 +34,16 @@ def reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function
     def call(*args: Any) -> Any:
         copies = reader.read([args[i] for i in masters])
         return compiled(*inputs.assembled(args, copies))
+
+    return call
+
+
+def reading_in_full(compiled: Function, inputs: Sequence[int]) -> Function:
+    """Note, of each module that the graph is run for, which parameters it reads in FP32."""
+
+    def call(*args: Any) -> Any:
+        read_in_full([args[i] for i in inputs])
+        return compiled(*args)
 
     return call
 
@@ -62,26 +72,15 @@ def scaled(
         searches: whether its first backward can search for the start of the scale.
         constant: the results that no gradient enters.
     """
-    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
     masters = tuple(inputs.copies.values())
-
-    def watch(
-        args: Sequence[Any],
-    ) -> tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]:
-        shards = guard.watch([args[i] for i in leaves], scale)
-        return [weakref.ref(args[i]) for i in leaves], [shard.is_current() for shard in shards]
-
-    known, current = watch(examples)
+    watch = _Watch(examples, scale)
     trouble = scale.trouble
     trouble.judge = functools.partial(judge, scale)
     is_first = True
 
     def call(*args: Any) -> Any:
-        nonlocal known, current, is_first
-        # Dynamo may run this graph with another module's parameters of the same shapes.
-        same = all(ref() is args[i] for ref, i in zip(known, leaves, strict=True))
-        if not same or not all(is_current() for is_current in current):
-            known, current = watch(args)
+        nonlocal is_first
+        watch.see(args)
         scale.saw_forward()
         looks = trouble.pending and trouble.is_watched()
         # A search would write to the scale that a watched graph has saved.
@@ -98,6 +97,44 @@ def scaled(
         return results
 
     return call
+
+
+class _Watch:
+    """Tells optimizers which scale the gradients of a graph's parameters depend on. Dynamo may run
+    the graph with the parameters of equal modules in turn, so those of several are known.
+
+    Args:
+        examples: the caller's inputs that the graph was compiled with.
+        scale: the scale.
+    """
+
+    def __init__(self, examples: Sequence[Any], scale: LossScale) -> None:
+        self._leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+        self._scale = scale
+        # By the first one's id: all of them, and whether FSDP still uses their shards.
+        self._known: dict[
+            int, tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]
+        ] = {}
+        self._tell(examples)
+
+    def see(self, args: Sequence[Any]) -> None:
+        """The graph is about to run with these inputs."""
+        leaves = self._leaves
+        if not leaves:
+            return
+        refs, current = self._known.get(id(args[leaves[0]]), ((), ()))
+        same = bool(refs) and all(ref() is args[i] for ref, i in zip(refs, leaves, strict=True))
+        if not (same and all(is_current() for is_current in current)):
+            self._tell(args)
+
+    def _tell(self, args: Sequence[Any]) -> None:
+        now, known = [args[i] for i in self._leaves], self._known
+        shards = guard.watch(list(filter(is_leaf, now)), self._scale)
+        self._scale.open |= any(map(_is_computed, args))
+        for key in [key for key, (refs, _) in known.items() if refs[0]() is None]:
+            del known[key]
+        if now:
+            known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
 
 
 def noticing_ddp(
@@ -130,3 +167,8 @@ def noticing_ddp(
 def is_leaf(value: Any) -> bool:
     """Whether autograd stores a gradient in `value.grad`."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a gradient goes on to what comes before."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf

@@ -32,7 +32,7 @@ from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside
 from .own_code import with_own_code
 
-__all__ = ["Looking", "enter_by_itself", "entry", "looked_into"]
+__all__ = ["Looking", "enter_by_itself", "entry", "looked_into", "shared_entry"]
 
 _numbers = itertools.count()
 
@@ -48,6 +48,15 @@ def entry(
         return function(module, *args, **kwargs)
 
     return with_own_code(forward, name or f"{type(module).__name__}_{next(_numbers)}")
+
+
+def shared_entry(function: Callable[..., Any], kind: type[nn.Module]) -> Callable[..., Any]:
+    """`function(module, ...)` for any module of this class, with a code object of its own."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return with_own_code(forward, f"{kind.__name__}_{next(_numbers)}")
 
 
 def enter_by_itself(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ doesn't do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
 from . import uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
-from .left_to_python import Looking, enter_by_itself, entry
+from .left_to_python import Looking, enter_by_itself, entry, shared_entry
 from .outside_products import aside
 from .owned_backend import compiled_by
+from .regions import Regions
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "running"]
@@ -97,6 +98,7 @@ class ModuleCall:
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
         looking: what looks at the first calls of a module; None: nobody does.
+        regions: the modules inside of it that share a compile.
         method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
@@ -110,11 +112,13 @@ class ModuleCall:
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
         looking: Callable[[nn.Module], Looking] | None = None,
+        regions: Regions | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
         self._reads_copies, self._check, self._called = reads_copies, check, called
         self._method, self._checked = method, False
+        self._regions = regions
         self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
@@ -125,7 +129,7 @@ class ModuleCall:
         self._look_at_forward()
         self._sharded = self._sharded_now()
         self._engines: Any = None  # asked anew at the first call, whatever has changed
-        self._compiled = self._compile()
+        self._compiled = self._compile(divides=False)
         why = "mpcompile() has compiled this module by itself"
         self._apart = torch.compiler.disable(self._call, reason=why)
 
@@ -144,7 +148,7 @@ class ModuleCall:
             self._check(self._module)
             self._checked = True
         self._look_at_forward()
-        if self._is_stale():
+        if self._is_stale() or self._is_to_be_divided():
             self._compiled = self._compile()
         made: list[torch.Tensor] = []
         if self._widens:
@@ -164,11 +168,15 @@ class ModuleCall:
         self._dtype = self._sample.dtype if self._sample is not None else None
         self._widens, self._checked = widens_inputs(self._module), False
 
-    def _compile(self) -> Callable[..., Any]:
+    def _compile(self, *, divides: bool = True) -> Callable[..., Any]:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
         check_engines(module)
-        for part in parts_of(module):
+        regions: Collection[nn.Module] = ()
+        if self._regions is not None and divides and not torch.compiler.is_dynamo_compiling():
+            self._regions.divide(self._backend, self._for_each)
+            regions = self._regions.modules
+        for part in parts_of(module, regions):
             if compiled_call(part) is None:
                 self._compile_part(part)
         for part in self._looking.parts if self._looking is not None else ():
@@ -194,17 +202,34 @@ class ModuleCall:
         )
         set_compiled_call(part, ends_graph(call))
 
+    def _is_to_be_divided(self) -> bool:
+        """Whether equal modules are still to be found: at the first call that Dynamo doesn't trace,
+        when hooks and optimizers are there.
+        """
+        if self._regions is None or self._regions.divided:
+            return False
+        return not torch.compiler.is_dynamo_compiling()
+
+    def _for_each(self, kind: type[nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of any module of a class, compiled; it takes the module, too."""
+        return self._running(shared_entry(plain_call(kind), kind), backend, None)
+
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(module, ...)`, compiled."""
-        module = self._module
+        return self._running(entry(function, self._module), self._backend, self._looking)
+
+    def _running(
+        self, own: Callable[..., Any], backend: Callable[..., Any], looking: Looking | None
+    ) -> Callable[..., Any]:
+        """A function with code of its own, compiled."""
         settings = dict(VALUE_SIZES)
-        if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        if any(isinstance(m, nn.RNNBase) for m in self._module.modules()):
             settings["allow_rnn"] = True
         if self._method is not None:  # a trainer's step: it may ask how far the training has come
             settings["allow_unspec_int_on_nn_module"] = True
-        own = entry(function, module)
-        compiled = compiled_by(self._backend, own, **self._compile_kwargs)
-        run = running(compiled, own, looking=self._looking, **settings)
+        compiled = compiled_by(backend, own, **self._compile_kwargs)
+        ends = [self._regions.ending_graphs] if self._regions is not None else []
+        run = running(compiled, own, *ends, looking=looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
         vars(run).pop("_torchdynamo_inline", None)

@@ -13,7 +13,7 @@ compiled one by one:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -67,18 +67,19 @@ def own_forward(module: nn.Module) -> Function:
     return lambda _, *args, **kwargs: patched(*args, **kwargs)
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
+def parts_of(model: nn.Module, regions: Collection[nn.Module] = ()) -> list[nn.Module]:
     """The modules inside of a model that are to be compiled by themselves, because FSDP shards them
-    or modules beside them.
+    or modules beside them, or because they stand beside `regions`, whose calls end graphs, too.
     """
-    holds_sharded = any(m is not model and fsdp.is_sharded(m) for m in model.modules())
-    return list(dict.fromkeys(_called_in(model))) if holds_sharded else []
+    ends = {m for m in model.modules() if fsdp.is_sharded(m) or m in regions}
+    found = dict.fromkeys(_called_in(model, ends)) if ends - {model} else {}
+    return [part for part in found if part not in regions]
 
 
-def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+def _called_in(module: nn.Module, ends: Collection[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         called = type(child).forward is not nn.Module.forward  # a ModuleList is not
         if called:
             yield child
-        if not called or any(m is not child and fsdp.is_sharded(m) for m in child.modules()):
-            yield from _called_in(child)
+        if not called or any(m is not child and m in ends for m in child.modules()):
+            yield from _called_in(child, ends)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -191,6 +192,8 @@ def read_in_full(masters: Iterable[torch.Tensor]) -> None:
     parameters in FP32, too, or their gradients are averaged over processes.
     """
     for master in masters:
+        if parameters.state_of(master).in_full:
+            continue
         parameters.note(master, in_full=True)
         for copy in copies_of(master).values():
             copy.gradient.expect(master, None, low=False)
@@ -202,13 +205,23 @@ class Reader:
     Args:
         dtype: of the copies.
         scale: the loss scale inside the graph, or None.
+        shapes: in which the graph takes each copy: the parameter's, or a padded one.
         low_gradients: store gradients in the low dtype (in FP16 times the scale) for the one
             optimizer that owns the parameters; otherwise in FP32 and unscaled.
     """
 
-    def __init__(self, dtype: torch.dtype, scale: LossScale | None, *, low_gradients: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        scale: LossScale | None,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        low_gradients: bool,
+    ) -> None:
         self.dtype, self.scale, self.low_gradients = dtype, scale, low_gradients
-        self._last = _Known((), ())
+        self._shapes = shapes
+        # By the first one's id: a graph may run with the parameters of equal modules in turn.
+        self._all: dict[int, _Known] = {}
 
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, brought up to date; tracked by autograd where grad mode is on."""
@@ -217,13 +230,13 @@ class Reader:
         for copy, master in zip(copies, masters, strict=True):
             copy.refresh(master)
         if not torch.is_grad_enabled():
-            return [copy.stored for copy in copies]
+            return self._in_shape([copy.stored for copy in copies])
         lows = self.stored_low(masters, known)
         for copy, master, low in zip(copies, masters, lows, strict=True):
             copy.awaited += 1
             if master.requires_grad:
                 copy.gradient.expect(master, self.scale, low=low)
-        return _ReadCopies.apply(self, copies, *masters)  # type: ignore[no-any-return, no-untyped-call]
+        return self._in_shape(_ReadCopies.apply(self, copies, *masters))  # type: ignore[no-untyped-call]
 
     def stored_low(
         self, masters: Sequence[torch.Tensor], known: _Known | None = None
@@ -237,10 +250,27 @@ class Reader:
             for master, own in zip(masters, known.read_by_optimizer, strict=True)
         ]
 
+    def _in_shape(self, stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copies as the graph takes them: another graph may have had one stored otherwise."""
+        pairs = zip(stored, self._shapes, strict=True)
+        return [x if x.shape == shape else _padded(x, shape) for x, shape in pairs]
+
     def _known(self, masters: Sequence[torch.Tensor]) -> _Known:
-        if not self._last.is_of(masters):
-            self._last = _Known(masters, [copy_of(p, self.dtype) for p in masters])
-        return self._last
+        known = self._all.get(id(masters[0]))
+        if known is None or not known.is_of(masters):
+            for master in masters if torch.is_grad_enabled() else ():
+                check_one_scale(master, self.scale, f"a parameter of shape {tuple(master.shape)}")
+            pairs = zip(masters, self._shapes, strict=True)
+            known = _Known(masters, [copy_of(p, self.dtype, shape) for p, shape in pairs])
+            self._all = {key: one for key, one in self._all.items() if one.is_current()}
+            self._all[id(masters[0])] = known
+        return known
+
+
+def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in this shape: zeros behind it, or without its last elements."""
+    by = [size - has for size, has in zip(shape, x.shape, strict=True)]
+    return F.pad(x, [n for change in reversed(by) for n in (0, change)])
 
 
 class _Known:
@@ -261,9 +291,12 @@ class _Known:
             not s.in_full and s.optimizer is not None and len(s.copies) == 1 for s in states
         ]
 
+    def is_current(self) -> bool:
+        return self._changes == parameters.changes()
+
     def is_of(self, masters: Sequence[torch.Tensor]) -> bool:
         return (
-            self._changes == parameters.changes()
+            self.is_current()
             and len(masters) == len(self._masters)
             and all(ref() is p for ref, p in zip(self._masters, masters, strict=True))
         )

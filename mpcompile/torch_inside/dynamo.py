@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .private_names import MissingInTorch, Part, private, probe
-from .replace import Replacement, Spot, put
+from .replace import Replacement, Spot, method, put
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch._dynamo.variables import (
         ConstantVariable,
         TensorVariable,
+        UnspecializedNNModuleVariable,
         UserFunctionVariable,
         builder,
         torch_function,
@@ -69,6 +71,11 @@ else:
     UserFunctionVariable = private(
         "torch._dynamo.variables:UserFunctionVariable", _FUNCTIONS, Part.WHOLE_STEP
     )
+    UnspecializedNNModuleVariable = private(
+        "torch._dynamo.variables:UnspecializedNNModuleVariable",
+        "ends graphs at equal modules",
+        Part.COMPILE,
+    )
     torch_function = private(
         "torch._dynamo.variables:torch_function", "traces subclasses of tensors", Part.WHOLE_STEP
     )
@@ -104,6 +111,7 @@ __all__ = [
     "builder",
     "call_back",
     "calls_of_function",
+    "calls_of_modules",
     "compile_lock",
     "compile_session",
     "graph_break",
@@ -149,6 +157,17 @@ def calls_of_function(function: Any, ours: Callable[..., Any]) -> Replacement:
         return lambda wrap: put(Spot(handlers, function), wrap(handlers[function]))
 
     return Replacement(find, ours)
+
+
+def calls_of_modules(ends: Callable[[nn.Module], bool]) -> Replacement:
+    """In place of how Dynamo traces calls of modules: where `ends` says so, the graph ends."""
+
+    def call(theirs: Any, variable: Any, tx: Any, *args: Any) -> Any:
+        if ends(variable.value):
+            return UserFunctionVariable(graph_break).call_function(tx, [], {})
+        return theirs(variable, tx, *args)
+
+    return method(UnspecializedNNModuleVariable, "call_function", call)
 
 
 def call_back(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

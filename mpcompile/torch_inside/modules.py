@@ -40,8 +40,8 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let a call of the module run this. It adds nothing to the module's state."""
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a call of the module run this; None: its plain call. Its state stays as it is."""
     module._compiled_call_impl = call
 
 

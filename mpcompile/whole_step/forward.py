@@ -131,7 +131,7 @@ def rewritten(
         known = training_of(graph, examples, settings)
         planned = plan_graph(graph, examples, known.facts, settings)
     _check(planned.graph)
-    known.note_read_in_full(planned)
+    copies.read_in_full([examples[i] for i in known.read_in_full(planned)])
     scale, device = known.scale_in(planned), known.facts.target.device
     forward = Forward(planned.graph, planned.inputs, _reads(known, planned, held), scale)
     forward.plan, forward.joint = planned.plan, joint_passes(settings.level, device, whole=True)
@@ -156,9 +156,11 @@ def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
     reader = known.reader_for(planned)
     if reader is None:
         return []
+    pairs = list(known.copies_for(planned))
+    lows = reader.stored_low([master for master, _ in pairs])
     return [
-        Read(master, copy, held.add(copy.stored), reader.stored_low([master])[0])
-        for master, copy in known.copies_for(planned)
+        Read(master, copy, held.add(copy.stored), low)
+        for (master, copy), low in zip(pairs, lows, strict=True)
     ]
 
 

@@ -48,6 +48,15 @@ def generated_step() -> None:
         optimizer.zero_grad()
 
 
+def regional() -> None:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]
+    model = mpcompile(nn.Sequential(*layers), dtype=torch.float16, emit="eager", regional=True)
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+
+
 def whole_step() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,7 +90,7 @@ def nothing_is_logged() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("train", [plain_optimizer, generated_step, whole_step])
+@pytest.mark.parametrize("train", [plain_optimizer, generated_step, regional, whole_step])
 def test_a_model_leaves_nothing_behind(train: Callable[[], Any]) -> None:
     train()
     train()  # what is made once for all models is there

@@ -71,6 +71,7 @@ def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPat
         dump=None,
         fuse_head=False,
         recompute=False,
+        regional=False,
         disable_passes=(),
         repair=False,
         strict=False,

@@ -1,0 +1,147 @@
+"""The first step of a deep GPT in a fresh process: compiled whole, by its blocks, and as a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.timing import idle_wait
+from mpcompile import MPOptimizer, mpcompile
+from mpcompile.demo import GPT, GPTConfig
+
+__all__ = [
+    "ARMS",
+    "DEEP",
+    "PEER",
+    "REGIONAL",
+    "SHALLOW",
+    "STEP",
+    "Deep",
+    "First",
+    "first_step",
+    "measure_deep",
+]
+
+PEER = "torch.compile(model)"
+REGIONAL = "mpcompile(model, regional=True)"
+STEP = "mpcompile(train_step)"
+_BACKEND = 'torch.compile(block, backend="mpcompile")'
+ARMS = (
+    PEER, "torch.compile(block)", "mpcompile(model)", REGIONAL, _BACKEND, "mpcompile(block)", STEP,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Deep:
+    """A GPT of equal blocks, and how often each arm starts with it."""
+
+    layers: int
+    width: int
+    arms: Sequence[str]
+    rounds: int
+    emit: str = "inductor"
+
+
+DEEP = Deep(layers=24, width=128, arms=ARMS, rounds=3)
+SHALLOW = Deep(layers=2, width=16, arms=(PEER, REGIONAL), rounds=1, emit="eager")
+
+
+@dataclasses.dataclass(frozen=True)
+class First:
+    """Seconds of first steps with empty caches, and with those that they have left; by round."""
+
+    cold: list[float]
+    warm: list[float]
+
+    def over(self, peer: First) -> tuple[float, float]:
+        """The medians, cold and warm, of how many times as long as the peer's it took."""
+        pairs = (self.cold, peer.cold), (self.warm, peer.warm)
+        cold, warm = (statistics.median(map(_ratio, ours, theirs)) for ours, theirs in pairs)
+        return cold, warm
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    return ours / theirs
+
+
+def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:
+    """All arms in turn, `deep.rounds` times, each start in a process of its own."""
+    found = {arm: First([], []) for arm in deep.arms}
+    sizes = [str(deep.layers), str(deep.width), deep.emit]
+    for _ in range(deep.rounds):
+        for arm, seconds in found.items():
+            with tempfile.TemporaryDirectory() as cache:
+                for start in (seconds.cold, seconds.warm):
+                    start.append(
+                        json_from_process(
+                            "-m", "benchmarks.first_steps", arm, str(device), *sizes,
+                            environment={"TORCHINDUCTOR_CACHE_DIR": cache},
+                        )
+                    )  # fmt: skip
+    return found
+
+
+def first_step(arm: str, device: torch.device, layers: int, width: int, emit: str) -> float:
+    """What the fresh process does: seconds of a step, with all that is compiled for it."""
+    torch.manual_seed(0)
+    config = GPTConfig(context=64, width=width, layers=layers, heads=4)
+    model = GPT(config).to(device)
+    words = torch.randint(config.vocab, (2, config.context), device=device)
+    # What every compiler imports and starts first is no part of it.
+    torch.compile(nn.Identity(), backend=emit)(torch.zeros(1, device=device))
+    wait = idle_wait(device)
+    wait()
+    start = time.perf_counter()
+    step = _made(arm, model, device, emit)
+    step(words)
+    wait()
+    return time.perf_counter() - start
+
+
+def _made(arm: str, model: GPT, device: torch.device, emit: str) -> Callable[[Tensor], Any]:
+    """A training step in BF16, forward to `zero_grad`."""
+    options: Mapping[str, Any] = {"dtype": torch.bfloat16, "emit": emit}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    blocks: Sequence[nn.Module] = list(model.blocks)
+    theirs = torch.autocast(device.type, torch.bfloat16, enabled=arm.startswith("torch."))
+    if arm == PEER:
+        model.compile(backend=emit)
+    elif arm == _BACKEND:
+        theirs = torch.autocast(device.type, enabled=False)
+        for block in blocks:
+            block.compile(backend="mpcompile", options=dict(options))
+    elif arm == "torch.compile(block)":
+        for block in blocks:
+            block.compile(backend=emit)
+    elif arm == "mpcompile(block)":
+        for block in blocks:
+            mpcompile(block, **options)
+    elif arm != STEP:
+        mpcompile(model, **options, regional=arm == REGIONAL)
+    else:
+        optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()), emit=emit)
+
+    def train(words: Tensor) -> Tensor:
+        with theirs:
+            loss: Tensor = model(words, words)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def train_step(words: Tensor) -> Tensor:
+        loss: Tensor = model(words, words)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return mpcompile(train_step, **options) if arm == STEP else train
