@@ -4,7 +4,7 @@ optimizers and the working copies that stand behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level
 from .runtime.graph_call import is_leaf
-from .scaling import copies, parameters
+from .scaling import copies, kept_copies, parameters
 from .scaling.loss_scale import LossScale
 from .settings import Settings
 
@@ -35,12 +35,14 @@ class Training:
         scale: the loss scale that its gradients may be multiplied by, or None.
         owned: the inputs that are parameters of an MPOptimizer: input number -> that optimizer. At
             O2 alone, where the graph may read copies of them.
+        kept: the inputs that are weights of which copies are kept, since nothing trains them now.
         examples: the caller's inputs that the graph is compiled with.
     """
 
     facts: Facts
     scale: LossScale | None
     owned: Mapping[int, Any]
+    kept: Collection[int]
     examples: Sequence[Any]
 
     @property
@@ -52,10 +54,15 @@ class Training:
         """The loss scale that the rewritten graph takes, or None."""
         return self.scale if planned.inputs.scaled else None
 
-    def reader_for(self, planned: Planned) -> copies.Reader | None:
-        """What gives the rewritten graph its working copies; None where it reads none."""
+    def reader_for(self, planned: Planned) -> copies.Reader | kept_copies.KeptCopies | None:
+        """What gives the rewritten graph its copies of weights; None where it reads none."""
         if not planned.inputs.copies:
             return None
+        if not torch.is_grad_enabled():
+            kept = [i in self.kept for i in planned.inputs.copies.values()]
+            placeholders = planned.graph.graph.find_nodes(op="placeholder")
+            shapes = [ir.value(placeholders[k]).shape for k in planned.inputs.copies]
+            return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
         scale = self.scale_in(planned)
         # If two optimizers move one scale, it may change between two backwards of one gradient.
         single = scale is None or len({id(owner) for owner in self.owned.values()}) == 1
@@ -67,8 +74,8 @@ class Training:
         copies.read_in_full([x for x in in_full if is_leaf(x)])
 
     def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
-        """The parameters that the rewritten graph reads as working copies, in the order of its
-        inputs, each with its copy, which is made and brought up to date.
+        """The parameters that the rewritten graph reads as copies, in the order of its inputs, each
+        with its copy, which is made if need be.
 
         Raises:
             MPCompileError: another model reads one of them under another scale.
@@ -79,9 +86,8 @@ class Training:
             if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
                 scale = self.scale_in(planned)
                 copies.check_one_scale(master, scale, f"input {of} of a graph")
-            copy = copies.copy_of(master, self.low, ir.value(placeholders[k]).shape)
-            copy.refresh(master)
-            yield master, copy
+            made_by = kept_copies.copy_of if of in self.kept else copies.copy_of
+            yield master, made_by(master, self.low, ir.value(placeholders[k]).shape)
 
 
 def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Training:
@@ -102,14 +108,17 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
+    kept = [i for i, x in enumerate(examples) if kept_copies.is_kept(x)]
+    shapes = {i: copies.stored_shape(examples[i], target.low) for i in owned}
+    shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
     facts = Facts(
         target,
         around_now(gm, examples, target.device.type, settings.names()),
         scaled=scale is not None,
-        copied={i: copies.stored_shape(examples[i], target.low) for i in owned},
+        copied=shapes,
         pinned=scale.repairs.pins if scale is not None else {},
     )
-    return Training(facts, scale, owned, examples)
+    return Training(facts, scale, owned, kept, examples)
 
 
 def _owned_in(examples: Sequence[Any]) -> dict[int, Any]:
