@@ -54,15 +54,17 @@ class Training:
         """The loss scale that the rewritten graph takes, or None."""
         return self.scale if planned.inputs.scaled else None
 
-    def reader_for(self, planned: Planned) -> copies.Reader | kept_copies.KeptCopies | None:
-        """What gives the rewritten graph its copies of weights; None where it reads none."""
+    def kept_for(self, planned: Planned) -> kept_copies.KeptCopies:
+        """What gives the rewritten graph its copies of weights where some of them are kept."""
+        kept = [i in self.kept for i in planned.inputs.copies.values()]
+        placeholders = planned.graph.graph.find_nodes(op="placeholder")
+        shapes = [ir.value(placeholders[k]).shape for k in planned.inputs.copies]
+        return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
+
+    def reader_for(self, planned: Planned) -> copies.Reader | None:
+        """What gives the rewritten graph its working copies; None where it reads none."""
         if not planned.inputs.copies:
             return None
-        if not torch.is_grad_enabled():
-            kept = [i in self.kept for i in planned.inputs.copies.values()]
-            placeholders = planned.graph.graph.find_nodes(op="placeholder")
-            shapes = [ir.value(placeholders[k]).shape for k in planned.inputs.copies]
-            return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
         scale = self.scale_in(planned)
         # If two optimizers move one scale, it may change between two backwards of one gradient.
         single = scale is None or len({id(owner) for owner in self.owned.values()}) == 1
@@ -90,13 +92,16 @@ class Training:
             yield master, made_by(master, self.low, ir.value(placeholders[k]).shape)
 
 
-def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Training:
+def training_of(
+    gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, *, keeps: bool = True
+) -> Training:
     """What a training knows of a graph before it is planned.
 
     Args:
         gm: Dynamo's graph.
         examples: the caller's inputs.
         settings: the user's.
+        keeps: whether it may read kept copies.
 
     Raises:
         CannotRewrite: see `device_of` and `around_now`.
@@ -108,7 +113,7 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
-    kept = [i for i, x in enumerate(examples) if kept_copies.is_kept(x)]
+    kept = [i for i, x in enumerate(examples) if keeps and kept_copies.is_kept(x)]
     shapes = {i: copies.stored_shape(examples[i], target.low) for i in owned}
     shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
     facts = Facts(

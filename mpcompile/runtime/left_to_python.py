@@ -113,7 +113,7 @@ class Looking:
         self.parts += parts
         self.again = bool(parts)
         if not self.again:
-            self._modes.remove(training)
+            self._modes.discard(training)
             if gains and self._said(outside):  # else there is another warning of that
                 self._modes.clear()
         self.due = bool(self._modes)

@@ -156,7 +156,8 @@ class WorkingCopy:
 
 def _accesses(master: torch.Tensor) -> int:
     """How often `.data` of a master weight was taken or replaced."""
-    return master.__dict__.get("_mp_accesses", 0)
+    count: int = master.__dict__.get("_mp_accesses", 0)
+    return count
 
 
 def _state(master: torch.Tensor) -> tuple[int, int, int]:

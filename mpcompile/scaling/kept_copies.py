@@ -104,7 +104,7 @@ def stored_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | 
 def copy_of(
     weight: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
 ) -> WorkingCopy:
-    """The kept copy of a weight. The first call makes it, stored in `shape`; then nothing is in it."""
+    """The kept copy of a weight. The first call makes it, stored in `shape`, without values."""
     copy = _known(weight, dtype)
     if copy is None:
         with torch.inference_mode(False):  # what is made in that mode can't be written to later
@@ -138,7 +138,10 @@ class KeptCopies:
         kept: Sequence[bool],
     ) -> None:
         self._dtype, self._device = dtype, capabilities(device)
-        self._read = list(zip((copy_of if own else copies.copy_of for own in kept), shapes))
+        self._read = [
+            (copy_of if own else copies.copy_of, shape)
+            for own, shape in zip(kept, shapes, strict=True)
+        ]
 
     def read(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The copies, brought up to date."""
