@@ -51,7 +51,8 @@ def convolutional() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    # With another activation torch has one operator for the whole layer, which it doesn't export.
+    return nn.TransformerEncoderLayer(16, 2, 32, activation=F.silu, batch_first=True)
 
 
 def perceptron() -> nn.Module:
@@ -66,7 +67,7 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def error(found: torch.Tensor, true: torch.Tensor) -> float:
-    return float((found.double() - true).norm() / true.norm())
+    return float(((found.double() - true).norm() / true.norm()).detach())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -85,7 +86,7 @@ def test_the_program_computes_what_the_compiled_model_does(
     with torch.no_grad():
         compiled = mpcompile(model.eval(), dtype=dtype, level=level, emit="eager")(x)
     torch.testing.assert_close(found, compiled, rtol=0, atol=0)
-    assert 0 < error(found, true) < 8 * torch.finfo(dtype).eps
+    assert 0 < error(found, true) < 2 * torch.finfo(dtype).eps
 
 
 def test_weights_of_products_are_low_and_those_of_norms_are_not() -> None:
@@ -160,7 +161,7 @@ def test_weights_that_are_low_already_stay_so() -> None:
     found = program.module()(x)
     assert found.dtype is BF16
     true = copy.deepcopy(model).double()(x.double())
-    assert 0 < error(found, true) < 8 * torch.finfo(BF16).eps
+    assert 0 < error(found, true) < 2 * torch.finfo(BF16).eps
 
 
 LOADS = """
