@@ -183,6 +183,7 @@ def test_a_saved_program_loads_without_mpcompile(tmp_path: Path) -> None:
     subprocess.run(command, check=True, cwd=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_onnx_takes_the_program() -> None:
     pytest.importorskip("onnxscript")
     x = torch.randn(4, 16)
