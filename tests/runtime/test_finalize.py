@@ -116,7 +116,7 @@ def test_arguments_results_and_sizes_are_the_models() -> None:
         true = copy.deepcopy(model).eval()(**given)
         assert found.keys() == true.keys()
         torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
-    with pytest.raises(Exception, match="size|shape"):  # where the model takes the other branch
+    with pytest.raises(Exception, match="size"):  # where the model takes the other branch
         program.module()(**{**given, "tokens": torch.randint(0, 32, (2, 3))})
 
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         finalize(perceptron(), x, dtype="int8")
     with pytest.raises(MPCompileError, match="matches no module"):
         finalize(perceptron(), x, policy=Policy(modules={"encoder": "fp32"}))
-    with pytest.raises(MPCompileError, match="give an nn.Module"):
+    with pytest.raises(MPCompileError, match=r"give an nn\.Module"):
         finalize(torch.sin, x)  # type: ignore[arg-type]
     with pytest.warns(MPCompileWarning, match="no node 'liner'"):
         finalize(perceptron(), x, dtype="bf16", policy=Policy(nodes={"liner": "fp32"}))
