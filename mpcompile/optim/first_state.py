@@ -126,7 +126,8 @@ def state_stands_by(
 
 def move_scalar_state(optimizer: Optimizer) -> None:
     """Move step counters to their parameters' devices: a step must not read across devices."""
-    for param, state in optimizer.state.items():
+    of_parameters = [(p, s) for p, s in optimizer.state.items() if isinstance(p, torch.Tensor)]
+    for param, state in of_parameters:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:
                 state[key] = value.to(param.device)

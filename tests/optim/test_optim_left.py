@@ -94,7 +94,7 @@ class Shares(Mine):
 class Holds(Mine):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.factor = torch.tensor([0.1])
+        self.factor = torch.tensor(0.1)
 
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         p.sub_(p.grad * self.factor)  # type: ignore[operator]
@@ -141,6 +141,10 @@ def test_it_says_why_and_goes_on_as_the_optimizer_does(cls: type[Optimizer]) -> 
     assert str(one.message).startswith(begins)
     assert twins.optimizer.compilations == 0
     twins.agree(rtol=0, atol=0)
+    assert twins.optimizer.memory()["masters"] == 4
+    assert (
+        twins.optimizer.state_dict()["param_groups"] == twins.reference.state_dict()["param_groups"]
+    )
 
 
 @LEFT
