@@ -37,7 +37,7 @@ from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
 from .scaling.loss_scale import LossScale
-from .settings import OPTIONS, Options, Settings, documented
+from .settings import OPTIONS, Options, Settings, documented, hint_for
 from .torch_inside.modules import set_compiled_call
 from .whole_step.train_step import TrainStep, goes_backward
 
@@ -198,8 +198,7 @@ def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
     known = [*OPTIONS, *(name for name in theirs if name not in OPTIONS and name != "backend")]
     for name in kwargs:
         if name not in theirs:
-            likely = {"precision": "dtype", "amp": "dtype", "opt_level": "level"}.get(name)
-            hint = f"; did you mean {likely!r}?" if likely else did_you_mean(name, known)
+            hint = hint_for(name, known)
             raise MPCompileError(f"unknown option {name!r}{hint}; known: {', '.join(known)}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,7 +14,7 @@ from .devices.registry import is_supported, supported
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF, half_of
 from .rules.policy import Level
-from .settings import Settings
+from .settings import Settings, hint_for
 
 _SHOWN = 6  # of a model's modules, in an error
 
@@ -57,6 +59,25 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
                 f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of "
                 f"{where}: {some or 'none'}"
             )
+
+
+def check_call(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    options_of: Callable[..., Any],
+) -> None:
+    """Refuse arguments that the model doesn't take, such as a misspelt option of the function that
+    they were handed to. Raises MPCompileError.
+    """
+    try:
+        inspect.signature(model.forward).bind(*inputs, **kwargs)
+    except TypeError as error:
+        parameters = inspect.signature(options_of).parameters.values()
+        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        hint = next(filter(None, (hint_for(name, own) for name in kwargs)), "")
+        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
 def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:

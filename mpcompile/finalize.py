@@ -23,7 +23,7 @@ from . import ir
 from .api import matched_nothing
 from .backend import planned_or_why
 from .capture.surroundings import Around
-from .check_module import check_module
+from .check_module import check_call, check_module
 from .errors import MPCompileError, MPCompileWarning
 from .plan_graph import Facts, Planned
 from .planner.target import place_of, target_of
@@ -71,6 +71,7 @@ def finalize(
         torch's own errors: a model that `torch.export` can't export.
     """
     model = studied(model, "finalize")
+    check_call(model, inputs, kwargs, options_of=finalize)
     given = {"dtype": dtype, "level": level, "policy": policy, "pad": "never"}
     settings = settings_like(model, given)
     if settings.level is Level.O0:

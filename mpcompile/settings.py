@@ -271,7 +271,7 @@ class Settings:
         check_ranks()
         for key in request:
             if key not in OPTIONS:
-                hint = did_you_mean(key, OPTIONS)
+                hint = hint_for(key, OPTIONS)
                 raise MPCompileError(f"unknown option {key!r}{hint}; known: {', '.join(OPTIONS)}")
         written = {name: request.get(name, one.default) for name, one in OPTIONS.items()}
         scale = written["loss_scale"]
@@ -300,6 +300,20 @@ class Settings:
 OPTIONS: Mapping[str, Option] = {
     f.name: Option(f.name, **f.metadata) for f in fields(Settings) if f.metadata
 }
+
+
+# What others call an option -> its name here.
+_ELSEWHERE = {
+    **dict.fromkeys(("precision", "mixed_precision", "amp", "amp_dtype", "torch_dtype"), "dtype"),
+    **dict.fromkeys(("fp16", "bf16", "half"), "dtype"),
+    "opt_level": "level",
+}
+
+
+def hint_for(option: str, known: Collection[str]) -> str:
+    """A hint for an option that isn't known: `"; did you mean 'dtype'?"`, or the empty string."""
+    likely = _ELSEWHERE.get(option)
+    return f"; did you mean {likely!r}?" if likely in known else did_you_mean(option, known)
 
 
 class Options(TypedDict, total=False):

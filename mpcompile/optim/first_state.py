@@ -126,8 +126,10 @@ def state_stands_by(
 
 def move_scalar_state(optimizer: Optimizer) -> None:
     """Move step counters to their parameters' devices: a step must not read across devices."""
-    of_parameters = [(p, s) for p, s in optimizer.state.items() if isinstance(p, torch.Tensor)]
-    for param, state in of_parameters:
+    everything: dict[Any, Any] = optimizer.state
+    for param, state in everything.items():
+        if not isinstance(param, torch.Tensor):  # an optimizer may keep what belongs to none
+            continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:
                 state[key] = value.to(param.device)

@@ -60,6 +60,8 @@ _DTYPE_WORDS = {
     **dict.fromkeys(("fp16", "half", "16", "16-mixed", "torch.float16"), torch.float16),
     **dict.fromkeys(("bf16", "bf16-mixed", "torch.bfloat16"), torch.bfloat16),
 }
+# Words of theirs for FP32.
+_FULL_WORDS = ("float32", "fp32", "32", "float", "32-true", "no")
 
 # The words for a precision in `Policy(modules=..., nodes=...)`.
 _WORDS = {
@@ -100,7 +102,7 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     elif dtype in LOW_DTYPES.values():
         return dtype
     known = "use torch.float16, torch.bfloat16 or 'auto'"
-    if str(dtype).removeprefix("torch.") in ("float32", "fp32", "32", "float", "32-true"):
+    if str(dtype).removeprefix("torch.") in _FULL_WORDS:
         known = "for FP32 without any cast use level='O0'"
     hint = did_you_mean(str(dtype), [*_DTYPE_WORDS, "auto"])
     raise MPCompileError(f"unknown dtype {dtype!r}: {known}{hint}")
