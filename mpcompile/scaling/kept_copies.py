@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..devices.registry import capabilities, is_supported
+from ..torch_inside.health import why_off
+from ..torch_inside.private_names import Part
 from ..torch_inside.tensors import holders, storage_of
 from . import copies, parameters
 from .copies import MasterWeight, WorkingCopy
@@ -67,6 +69,8 @@ def _is_alone() -> bool:
 
 def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:
     """The FP32 parameters whose memory nobody can write to without their noticing it."""
+    if why_off(Part.OPTIMIZER) is not None:  # with it goes `holders`, which tells
+        return
     plain = [
         p
         for p in module.parameters()
@@ -96,28 +100,23 @@ def is_kept(value: Any) -> bool:
 
 
 def stored_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """The shape in which the kept copy of a weight is stored, or None: there is no copy yet."""
-    copy = _known(weight, dtype)
-    return None if copy is None else tuple(copy.stored.shape)
+    """A shape in which a kept copy of a weight is stored, or None: there is no copy."""
+    kept = parameters.state_of(weight).kept
+    return next((shape for known, shape in kept if known is dtype), None)
 
 
-def copy_of(
-    weight: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
-) -> WorkingCopy:
-    """The kept copy of a weight. The first call makes it, stored in `shape`, without values."""
-    copy = _known(weight, dtype)
-    if copy is None:
+def copy_of(weight: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> WorkingCopy:
+    """The copy of a weight that is stored in this shape. The first call makes it, without values.
+
+    A graph that is compiled while there is none may want another shape than an earlier graph.
+    """
+    key, kept = (dtype, tuple(shape)), parameters.state_of(weight).kept
+    copy: WorkingCopy | None = kept.get(key)
+    if copy is None or copy.stored.device != weight.device:
         with torch.inference_mode(False):  # what is made in that mode can't be written to later
             copy = WorkingCopy(weight, dtype, shape)
-        known = parameters.state_of(weight).kept
-        parameters.note(weight, kept={**known, dtype: copy})
+        parameters.note(weight, kept={**kept, key: copy})
     return copy
-
-
-def _known(weight: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
-    copy: WorkingCopy | None = parameters.state_of(weight).kept.get(dtype)
-    moved = copy is None or copy.tensor.device != weight.device
-    return None if moved else copy
 
 
 class KeptCopies:

@@ -21,18 +21,18 @@ class ParamState:
         owner: the MPOptimizer whose step writes its copies, as a weak reference.
         given: the loss scale that the owner was given, for models without one from the user.
         copies: its working copies, by dtype; `copies.copies_of` gives them.
-        kept: its copies that evaluations read, by dtype (`kept_copies.py`).
         in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
             its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
+        kept: its copies that evaluations read, by dtype and shape (`kept_copies.py`).
     """
 
     owner: weakref.ref[Any] | None = None
     given: LossScale | None = None
     copies: Mapping[torch.dtype, Any] = field(default_factory=dict)
-    kept: Mapping[torch.dtype, Any] = field(default_factory=dict)
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
+    kept: Mapping[tuple[torch.dtype, tuple[int, ...]], Any] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> Any:

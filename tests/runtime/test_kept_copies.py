@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
-from mpcompile.scaling import parameters
+from mpcompile.scaling import kept_copies, parameters
 
 BF16 = torch.bfloat16
 Write = Callable[[nn.Module], object]
@@ -43,8 +44,8 @@ def as_cast_in_each_call(model: nn.Module, **options: Any) -> torch.Tensor:
         return compiled(fresh, disable_passes=["read_copies"], **options)(batch())  # type: ignore[no-any-return]
 
 
-def kept_of(weight: torch.Tensor) -> dict[torch.dtype, Any]:
-    return dict(parameters.state_of(weight).kept)
+def kept_of(weight: torch.Tensor) -> list[Any]:
+    return list(parameters.state_of(weight).kept.values())
 
 
 def is_plain(weight: torch.Tensor) -> bool:
@@ -59,10 +60,10 @@ def test_weights_are_cast_once_and_results_are_the_same(level: str, mode: Any) -
     model = compiled(level=level)
     with mode():
         first = model(batch())
-        stored = kept_of(model[0].weight)[BF16].stored
+        stored = kept_of(model[0].weight)[0].stored
         writes = stored._version
         again = model(batch())
-    assert stored is kept_of(model[0].weight)[BF16].stored
+    assert stored is kept_of(model[0].weight)[0].stored
     assert stored._version == writes
     assert stored.dtype is BF16
     torch.testing.assert_close(first, again, rtol=0, atol=0)
@@ -85,12 +86,12 @@ def test_both_modes_without_grad_share_the_copies() -> None:
     model = compiled()
     with torch.inference_mode():
         model(batch())
-    stored = kept_of(model[0].weight)[BF16].stored
+    stored = kept_of(model[0].weight)[0].stored
     assert not stored.is_inference()
     with torch.no_grad():
         model[0].weight.mul_(2)
         found = model(batch())
-    assert kept_of(model[0].weight)[BF16].stored is stored
+    assert kept_of(model[0].weight)[0].stored is stored
     torch.testing.assert_close(found, as_cast_in_each_call(model), rtol=0, atol=0)
 
 
@@ -229,7 +230,7 @@ def test_a_training_has_no_copies_and_compiles_nothing_anew(level: str, wraps: A
             found = model(batch())
         torch.testing.assert_close(found, as_cast_in_each_call(twin, level=level), rtol=0, atol=0)
     assert len(compiled_plans(model)) == 2  # one that trains, one that evaluates
-    kept = [weakref.ref(c.stored) for p in model.parameters() for c in kept_of(p).values()]
+    kept = [weakref.ref(c.stored) for p in model.parameters() for c in kept_of(p)]
     model(batch())
     assert not any(ref() is not None for ref in kept)
     owned = level == "O2" and isinstance(optimizer, MPOptimizer)
@@ -279,13 +280,36 @@ def test_threads_that_serve_read_the_weights_as_they_are() -> None:
 
 
 def test_a_padded_copy_is_kept() -> None:
+    """Also beside one that is stored in another shape: a graph compiled later may pad otherwise."""
     torch.manual_seed(0)
     model = mpcompile(nn.Linear(13, 7), dtype=torch.float16, pad="always", emit="aot_eager")
-    x = torch.randn(3, 13)
-    with torch.no_grad():
-        for _ in range(2):
+
+    def check(x: torch.Tensor) -> None:
+        with torch.no_grad():
             expected = nn.functional.linear(x.half(), model.weight.half(), model.bias.half())
             torch.testing.assert_close(model(x), expected.float(), rtol=1e-3, atol=1e-3)
-            model.weight.mul_(2)
-    copies = kept_of(model.weight)
-    assert copies[torch.float16].is_padded
+            model.weight.mul_(1.5)
+
+    check(torch.randn(3, 13))
+    check(torch.randn(3, 13))
+    assert [copy.is_padded for copy in kept_of(model.weight)] == [True]
+    (padded,) = parameters.state_of(model.weight).kept
+    with torch.no_grad():  # as by a graph that doesn't pad, first after a training
+        kept_copies.copy_of(model.weight, torch.float16, model.weight.shape)
+    kept = parameters.state_of(model.weight).kept
+    parameters.note(model.weight, kept={k: copy for k, copy in kept.items() if k != padded})
+    check(torch.randn(3, 13))
+    assert sorted(copy.is_padded for copy in kept_of(model.weight)) == [False, True]
+
+
+def test_a_process_group_writes_weights_unnoticed_so_that_none_are_kept() -> None:
+    model = compiled()
+    with torch.no_grad():
+        model(batch())
+        assert kept_of(model[0].weight)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            model(batch())
+            assert not any(map(kept_of, model.parameters()))
+        finally:
+            dist.destroy_process_group()
