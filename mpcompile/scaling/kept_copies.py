@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,14 +30,18 @@ from ..devices.registry import capabilities, is_supported
 from ..torch_inside.health import why_off
 from ..torch_inside.private_names import Part
 from ..torch_inside.tensors import holders, storage_of
-from . import copies, parameters
+from . import copies
 from .copies import MasterWeight, WorkingCopy
 
 __all__ = ["KeptCopies", "KeptWeight", "copy_of", "follow_grad_mode", "is_kept", "stored_shape"]
 
 
 class KeptWeight(MasterWeight):
-    """A parameter of a module that evaluates."""
+    """A parameter of a module that evaluates. It has its copies, by dtype and shape: what they are
+    is of no concern to a training, so `parameters.py` doesn't count it as a change.
+    """
+
+    _mp_kept: Mapping[tuple[torch.dtype, tuple[int, ...]], WorkingCopy] = MappingProxyType({})
 
 
 _keeping: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that evaluate
@@ -89,7 +94,6 @@ def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _release(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
-    parameters.note(parameter, kept={})
     for name in [name for name in vars(parameter) if name.startswith("_mp_")]:
         delattr(parameter, name)
 
@@ -99,10 +103,14 @@ def is_kept(value: Any) -> bool:
     return isinstance(value, KeptWeight) and not torch.is_grad_enabled()
 
 
+def copies_of(weight: torch.Tensor) -> Mapping[tuple[torch.dtype, tuple[int, ...]], WorkingCopy]:
+    """All kept copies of a weight, by dtype and the shape that they are stored in."""
+    return getattr(weight, "_mp_kept", {})
+
+
 def stored_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, ...] | None:
     """A shape in which a kept copy of a weight is stored, or None: there is no copy."""
-    kept = parameters.state_of(weight).kept
-    return next((shape for known, shape in kept if known is dtype), None)
+    return next((shape for known, shape in copies_of(weight) if known is dtype), None)
 
 
 def copy_of(weight: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> WorkingCopy:
@@ -110,12 +118,13 @@ def copy_of(weight: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> W
 
     A graph that is compiled while there is none may want another shape than an earlier graph.
     """
-    key, kept = (dtype, tuple(shape)), parameters.state_of(weight).kept
-    copy: WorkingCopy | None = kept.get(key)
+    key, known = (dtype, tuple(shape)), copies_of(weight)
+    copy = known.get(key)
     if copy is None or copy.stored.device != weight.device:
         with torch.inference_mode(False):  # what is made in that mode can't be written to later
             copy = WorkingCopy(weight, dtype, shape)
-        parameters.note(weight, kept={**kept, key: copy})
+        if isinstance(weight, KeptWeight):  # else another thread has begun to train it
+            weight._mp_kept = {**known, key: copy}
     return copy
 
 

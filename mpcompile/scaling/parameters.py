@@ -24,7 +24,6 @@ class ParamState:
         in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
             its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
-        kept: its copies that evaluations read, by dtype and shape (`kept_copies.py`).
     """
 
     owner: weakref.ref[Any] | None = None
@@ -32,7 +31,6 @@ class ParamState:
     copies: Mapping[torch.dtype, Any] = field(default_factory=dict)
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
-    kept: Mapping[tuple[torch.dtype, tuple[int, ...]], Any] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> Any:

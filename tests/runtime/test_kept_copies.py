@@ -45,7 +45,7 @@ def as_cast_in_each_call(model: nn.Module, **options: Any) -> torch.Tensor:
 
 
 def kept_of(weight: torch.Tensor) -> list[Any]:
-    return list(parameters.state_of(weight).kept.values())
+    return list(kept_copies.copies_of(weight).values())
 
 
 def is_plain(weight: torch.Tensor) -> bool:
@@ -239,6 +239,17 @@ def test_a_training_has_no_copies_and_compiles_nothing_anew(level: str, wraps: A
         assert all(map(is_plain, model.parameters()))
 
 
+def test_an_evaluation_is_no_change_that_a_training_would_look_into() -> None:
+    model = compiled()
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    step(model, optimizer)
+    before = parameters.changes()
+    with torch.no_grad():
+        model(batch())
+    model(batch())
+    assert parameters.changes() == before
+
+
 def test_frozen_weights_beside_those_of_an_optimizer() -> None:
     model = compiled(level="O2")
     model[0].requires_grad_(False)
@@ -293,11 +304,11 @@ def test_a_padded_copy_is_kept() -> None:
     check(torch.randn(3, 13))
     check(torch.randn(3, 13))
     assert [copy.is_padded for copy in kept_of(model.weight)] == [True]
-    (padded,) = parameters.state_of(model.weight).kept
+    (padded,) = kept_copies.copies_of(model.weight)
     with torch.no_grad():  # as by a graph that doesn't pad, first after a training
         kept_copies.copy_of(model.weight, torch.float16, model.weight.shape)
-    kept = parameters.state_of(model.weight).kept
-    parameters.note(model.weight, kept={k: copy for k, copy in kept.items() if k != padded})
+    kept = kept_copies.copies_of(model.weight)
+    model.weight._mp_kept = {k: copy for k, copy in kept.items() if k != padded}  # type: ignore[assignment]
     check(torch.randn(3, 13))
     assert sorted(copy.is_padded for copy in kept_of(model.weight)) == [False, True]
 
