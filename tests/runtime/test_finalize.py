@@ -199,7 +199,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         finalize(perceptron(), x, level="O0")
     with pytest.raises(MPCompileError, match="unknown dtype 'int8'"):
         finalize(perceptron(), x, dtype="int8")
-    with pytest.raises(MPCompileError, match="'precision'; did you mean 'dtype'"):
+    with pytest.raises(MPCompileError, match="'precision': the low dtype is dtype="):
         finalize(perceptron(), x, precision="bf16")
     with pytest.raises(MPCompileError, match="matches no module"):
         finalize(perceptron(), x, policy=Policy(modules={"encoder": "fp32"}))
