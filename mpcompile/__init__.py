@@ -12,6 +12,7 @@ from ._version import __version__
 from .api import mpcompile
 from .diagnosis import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
+from .finalize import finalize
 from .optim import MPOptimizer
 from .preview.explain import explain, plan_for
 from .records import compiled_plans, loss_scale_of
@@ -36,6 +37,7 @@ __all__ = [
     "compiled_plans",
     "diagnose",
     "explain",
+    "finalize",
     "loss_scale_of",
     "mpcompile",
     "plan_for",

@@ -172,6 +172,7 @@ def _compiled(
             backend=functools.partial(mpcompile_backend, options=options),
             compile_kwargs=torch_compile_kwargs,
             reads_copies=settings.level is Level.O2,
+            keeps_copies=settings.level is not Level.O0,
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
             looking=looking_for,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from .devices.registry import is_supported, supported
 from .errors import MPCompileError, did_you_mean
 from .ir.dtypes import HALF, half_of
+from .other_words import hint_for
 from .rules.policy import Level
 from .settings import Settings
 
@@ -77,6 +79,25 @@ def matching_no_module(settings: Settings, where: str, kinds: Mapping[str, str])
 
 def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
+
+
+def check_call(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    options_of: Callable[..., Any],
+) -> None:
+    """Refuse arguments that the model doesn't take, such as a misspelt option of the function that
+    they were handed to. Raises MPCompileError.
+    """
+    try:
+        inspect.signature(model.forward).bind(*inputs, **kwargs)
+    except TypeError as error:
+        parameters = inspect.signature(options_of).parameters.values()
+        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        hint = next(filter(None, (hint_for(name, own) for name in kwargs)), "")
+        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
 def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:

@@ -71,6 +71,8 @@ def function_of(
     searches = scale is not None and _searches(scale, graph, how, target.device)
     joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
     compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
+    if known.kept and inputs.copies:
+        return reading(compiled, inputs, known.kept_for(planned))
     reader = known.reader_for(planned)
     if reader is not None and settings.true_gradients:
         reader.low_gradients = scale is None

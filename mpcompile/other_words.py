@@ -58,7 +58,7 @@ _OPTIONS = {
 
 # A dtype that is no low one -> what to do instead.
 _DTYPES = {
-    **_words("for FP32 without any cast use level='O0'", "float32 fp32 32 32-true float single"),
+    **_words("for FP32 without any cast use level='O0'", "float32 fp32 32 32-true float single no"),
     **_words(
         "it is wider than FP32; a model in FP64 runs as it is, without mpcompile()",
         "float64 fp64 64 64-true double",
@@ -78,8 +78,14 @@ _DTYPES = {
 def unknown_option(name: str, known: Iterable[str]) -> MPCompileError:
     """The error for an option that is none of these."""
     known = tuple(known)
-    said = f": {_OPTIONS[name]}" if name in _OPTIONS else did_you_mean(name, known)
-    return MPCompileError(f"unknown option {name!r}{said}; known: {', '.join(known)}")
+    return MPCompileError(
+        f"unknown option {name!r}{hint_for(name, known)}; known: {', '.join(known)}"
+    )
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """What to say of an option that is none of these; nothing if it is like none."""
+    return f": {_OPTIONS[name]}" if name in _OPTIONS else did_you_mean(name, known)
 
 
 def unknown_dtype(dtype: object, known: Iterable[str]) -> MPCompileError:

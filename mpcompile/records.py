@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .check_module import for_weights
 from .errors import MPCompileError, kind_of
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .scaling import parameters
 from .scaling.loss_scale import LossScale
 from .scaling.repairs import Repairs
+from .settings import OPTIONS, Settings
 from .torch_inside.health import refuse
 from .torch_inside.modules import unwrapped
 from .torch_inside.private_names import Part
@@ -89,6 +91,18 @@ def recorded(model: Any) -> Record | None:
             "ask about one of them"
         )
     return inside[0][1] if inside else None
+
+
+def settings_like(model: Any, options: Mapping[str, Any]) -> Settings:
+    """The options that were given, over those that the model was compiled with."""
+    record = recorded(model)
+    compiled = {
+        name: value
+        for name, value in (record.request if record else {}).items()
+        if name == "loss_scale" or (OPTIONS[name].plans and name != "dump")
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return for_weights(Settings.parse({**compiled, **given}), model)
 
 
 def compiled_in(model: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,7 @@ optimizers and the working copies that stand behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .plan_graph import Facts, Planned
 from .planner.target import device_of, target_of
 from .rules.policy import Level
 from .runtime.graph_call import is_leaf
-from .scaling import copies, parameters
+from .scaling import copies, kept_copies, parameters
 from .scaling.loss_scale import LossScale
 from .settings import Settings
 
@@ -35,12 +35,14 @@ class Training:
         scale: the loss scale that its gradients may be multiplied by, or None.
         owned: the inputs that are parameters of an MPOptimizer: input number -> that optimizer. At
             O2 alone, where the graph may read copies of them.
+        kept: the inputs that are weights of which copies are kept, since nothing trains them now.
         examples: the caller's inputs that the graph is compiled with.
     """
 
     facts: Facts
     scale: LossScale | None
     owned: Mapping[int, Any]
+    kept: Collection[int]
     examples: Sequence[Any]
 
     @property
@@ -51,6 +53,13 @@ class Training:
     def scale_in(self, planned: Planned) -> LossScale | None:
         """The loss scale that the rewritten graph takes, or None."""
         return self.scale if planned.inputs.scaled else None
+
+    def kept_for(self, planned: Planned) -> kept_copies.KeptCopies:
+        """What gives the rewritten graph its copies of weights where some of them are kept."""
+        kept = [i in self.kept for i in planned.inputs.copies.values()]
+        placeholders = planned.graph.graph.find_nodes(op="placeholder")
+        shapes = [ir.value(placeholders[k]).shape for k in planned.inputs.copies]
+        return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
 
     def reader_for(self, planned: Planned) -> copies.Reader | None:
         """What gives the rewritten graph its working copies; None where it reads none."""
@@ -69,8 +78,8 @@ class Training:
         return [i for i in in_full if is_leaf(self.examples[i])]
 
     def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
-        """The parameters that the rewritten graph reads as working copies, in the order of its
-        inputs, each with its copy, which is made and brought up to date.
+        """The parameters that the rewritten graph reads as copies, in the order of its inputs, each
+        with its copy, which is made if need be.
 
         Raises:
             MPCompileError: another model reads one of them under another scale.
@@ -81,18 +90,20 @@ class Training:
             if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
                 scale = self.scale_in(planned)
                 copies.check_one_scale(master, scale, f"input {of} of a graph")
-            copy = copies.copy_of(master, self.low, ir.value(placeholders[k]).shape)
-            copy.refresh(master)
-            yield master, copy
+            made_by = kept_copies.copy_of if of in self.kept else copies.copy_of
+            yield master, made_by(master, self.low, ir.value(placeholders[k]).shape)
 
 
-def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Training:
+def training_of(
+    gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, *, keeps: bool = True
+) -> Training:
     """What a training knows of a graph before it is planned.
 
     Args:
         gm: Dynamo's graph.
         examples: the caller's inputs.
         settings: the user's.
+        keeps: whether it may read kept copies.
 
     Raises:
         CannotRewrite: see `device_of` and `around_now`.
@@ -104,14 +115,17 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
+    kept = [i for i, x in enumerate(examples) if keeps and kept_copies.is_kept(x)]
+    shapes = {i: copies.stored_shape(examples[i], target.low) for i in owned}
+    shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
     facts = Facts(
         target,
         around_now(gm, examples, target.device.type, settings.names()),
         scaled=scale is not None,
-        copied={i: copies.stored_shape(examples[i], target.low) for i in owned},
+        copied=shapes,
         pinned=scale.repairs.pins if scale is not None else {},
     )
-    return Training(facts, scale, owned, examples)
+    return Training(facts, scale, owned, kept, examples)
 
 
 def _owned_in(examples: Sequence[Any]) -> dict[int, Any]:

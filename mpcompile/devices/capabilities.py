@@ -134,6 +134,14 @@ class Capabilities:
         """The stream that operators run on now; None if each waits for the one before it."""
         return torch.accelerator.current_stream(self.device) if self.asynchronous else None
 
+    def is_recording(self) -> bool:
+        """Whether operators are noted in a graph of launches now, to be run later."""
+        return False
+
+    def is_shared(self, memory: torch.UntypedStorage) -> bool:
+        """Whether other processes may have this memory, as far as torch can tell."""
+        return False
+
     def record_event(self, again: Any = None) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.
 

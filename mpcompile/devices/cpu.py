@@ -71,6 +71,10 @@ class CPU(Capabilities):
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def is_shared(self, memory: torch.UntypedStorage) -> bool:
+        """Whether it was put into shared memory."""
+        return memory.is_shared()
+
     def random_state(self) -> torch.Tensor:
         """The state of the host's random number generator."""
         return torch.get_rng_state()

@@ -75,6 +75,10 @@ class CUDA(Capabilities):
             return None
         return f"torch.backends.cuda.matmul.{setting}"
 
+    def is_recording(self) -> bool:
+        """Whether a CUDA graph is captured."""
+        return torch.cuda.is_current_stream_capturing()
+
     def libraries(self) -> Mapping[str, str]:
         """CUDA or ROCm, cuDNN, and Triton, which Inductor needs."""
         cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

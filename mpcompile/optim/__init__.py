@@ -25,7 +25,7 @@ absent.py         parameters that have no gradient in some steps
 compiled_steps.py all steps: which is the next one, and when one is compiled
 reports.py        what they report
 first_state.py    the state that a first step makes
-eager.py          a step that can't be traced yet
+eager.py          a step that can't be traced, or not yet
 saved.py          state and loss scales in checkpoints
 """
 

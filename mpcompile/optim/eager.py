@@ -1,5 +1,6 @@
-"""A step that isn't compiled, but run operator by operator: it can't be traced yet, because its
-first run makes state; or it belongs to a training step that runs in pieces only this once.
+"""A step that isn't compiled, but run operator by operator: it can't be traced at all, or not yet,
+because its first run makes state; or it belongs to a training step that runs in pieces only this
+once.
 """
 
 from __future__ import annotations

@@ -126,7 +126,10 @@ def state_stands_by(
 
 def move_scalar_state(optimizer: Optimizer) -> None:
     """Move step counters to their parameters' devices: a step must not read across devices."""
-    for param, state in optimizer.state.items():
+    everything: dict[Any, Any] = optimizer.state
+    for param, state in everything.items():
+        if not isinstance(param, torch.Tensor):  # an optimizer may keep what belongs to none
+            continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device != param.device:
                 state[key] = value.to(param.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from ..errors import CannotRewrite, MPCompileError
+from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import foreign, guard, parameters
 from ..scaling.loss_scale import LossScale
@@ -66,9 +67,10 @@ class MPOptimizer(Optimizer):
         skipped_steps: how many steps were skipped (an int; reading it waits for the device).
         compilations: how many times a step was traced. The first patterns of gradients need one
             each, and where patterns keep changing, one covers them all.
+        left: why no step can be compiled, so that they run operator by operator; else None.
 
     Raises:
-        MPCompileError: the step can't be traced (LBFGS, SparseAdam, ...), or a bad argument.
+        MPCompileError: LBFGS, SparseAdam and the like, which need more than a step; a bad argument.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -108,6 +110,7 @@ class MPOptimizer(Optimizer):
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._last: LastKey | None = None
+        self.left: str | None = None
         self._results = Results()
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
         self._notices = Notices()
@@ -168,7 +171,8 @@ class MPOptimizer(Optimizer):
         """Do one step, if every gradient is finite. Returns the closure's loss, or None.
 
         Raises:
-            MPCompileError: a sparse gradient, or a step that can't be traced; says what to do.
+            MPCompileError: a sparse gradient, or a step over shards that can't be traced; says what
+                to do.
         """
         loss = None
         if closure is not None:
@@ -186,15 +190,40 @@ class MPOptimizer(Optimizer):
         known = self._known_key()
         if not known.key.members:
             return
-        step = None if is_op_by_op() else self._compiled(known)
-        if step is None:
-            initialise_state(self._part, known.key.members)
-            eager_step(self._part, known.key, self._max_grad_norm, self._results)
+        try:
+            step = None if is_op_by_op() or self.left is not None else self._compiled(known)
+        except CannotRewrite as error:
+            self._leave(error, known)
         else:
-            known.step = step
-            step.run(self._part)
-            self._notices.follow(known.key.scales)
+            if step is None:
+                self._by_operator(known)
+            else:
+                known.step = step
+                step.run(self._part)
+                self._notices.follow(known.key.scales)
         self._notices.look()
+
+    def _by_operator(self, known: LastKey) -> None:
+        initialise_state(self._part, known.key.members)
+        eager_step(self._part, known.key, self._max_grad_norm, self._results)
+
+    def _leave(self, error: CannotRewrite, known: LastKey) -> None:
+        """Do this step and all others operator by operator, since none can be compiled."""
+        name = type(self._part).__name__
+        if self._connected is not None:  # what it does to a shard is not what it does to the whole
+            raise MPCompileError(
+                f"MPOptimizer: the step of {name} can't be traced: {error}. Use it as it is: "
+                "mpcompile(model) scales and skips for plain optimizers too"
+            ) from error
+        self._by_operator(known)  # an error of the optimizer's own comes up here
+        self.left = str(error)
+        warnings.warn(
+            f"MPOptimizer: the step of {name} can't be compiled: {error}. It runs operator by "
+            f"operator from now on, as {name} itself does it, between the same checks, and waits "
+            "for the device",
+            MPCompileWarning,
+            stacklevel=5,
+        )
 
     @property
     def _part(self) -> Optimizer:
@@ -230,11 +259,6 @@ class MPOptimizer(Optimizer):
             # The first step makes the state: run it op by op, and trace the next one.
             log_by_operator(part, key)
             return None
-        except CannotRewrite as error:
-            raise MPCompileError(
-                f"MPOptimizer: the step of {type(part).__name__} can't be traced: {error}. Use it "
-                "as it is: mpcompile(model) scales and skips for plain optimizers too"
-            ) from error
 
     @property
     def compilations(self) -> int:

@@ -14,8 +14,9 @@ end. The graph is exactly the optimizer's arithmetic, also for a user's own clas
   (`if momentum != 0`) becomes a guard.
 * 0-d state (step counters) is computed in FP64, like the Python numbers that an optimizer makes of
   it in eager mode, and stored in its own dtype.
-* Steps that can't be a graph are refused: those that change state or settings kept as Python
-  numbers, branch on a tensor's value, or change tensors that belong to no parameter.
+* Steps that can't be a graph are not traced: those that change state or settings kept as Python
+  numbers, branch on a tensor's value, or change tensors that belong to no parameter. They run
+  operator by operator (`eager.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 On CPUs, torch's fused kernel runs its BF16 backward at a fraction of the speed of its FP32 one, and
 with dropout there is no fused kernel at all, only products in FP32 (torch 2.13). Two batched
 products around one softmax, which Inductor fuses, run at the speed of the BF16 units. The price is
-a stored (..., T, S) matrix, so long sequences keep the kernel.
+a stored (..., T, S) matrix, so long sequences keep the kernel; and so does a graph that has no
+backward.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def _should_expand(node: fx.Node, config: Config) -> bool:
         return False
     if ir.argument(node, "dropout_p"):
         return True
+    if not torch.is_grad_enabled():  # as around the graph: a plan is made in its mode
+        return False
     sizes = [_size(node, name, -2) for name in ("query", "key")]
     return all(isinstance(size, int) and size <= LONGEST for size in sizes)
 

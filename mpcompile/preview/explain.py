@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 import warnings
 import weakref
@@ -27,20 +26,20 @@ from .._version import __version__
 from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
-from ..check_module import check_module, for_weights
+from ..check_module import check_call, check_module
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..errors import MPCompileError, MPCompileWarning, did_you_mean
+from ..errors import MPCompileError, MPCompileWarning
 from ..lower.tracing_settings import VALUE_SIZES, traced_with
 from ..planner.target import place_of, target_for, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
-from ..records import pinned_in, recorded, studied
+from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
 from ..runtime.compile_apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside
-from ..settings import OPTIONS, Settings, documented
+from ..settings import OPTIONS, documented
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException
 from .failures import described, place
@@ -120,10 +119,10 @@ def plan_call(
 ) -> Plan:
     """`explain`, for models whose arguments may have the names of options."""
     sheet, model = None if device is None else gpu(device), studied(model, "explain")
-    settings = _settings(model, options)
+    settings = settings_like(model, options)
     if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
-    _check_call(model, args, kwargs)
+    check_call(model, args, kwargs, options_of=explain)
     absent = None if sheet is None else target_for(AbsentGPU(sheet), settings.dtype)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
@@ -158,33 +157,6 @@ def plan_call(
         outside=tuple(OutsideLine(*line) for line in outside.modules.most_common()),
         share_in_graphs=outside.share,
     )
-
-
-def _settings(model: Any, options: Mapping[str, Any]) -> Settings:
-    """The options that were given, over those that the model was compiled with."""
-    record = recorded(model)
-    compiled = {
-        name: value
-        for name, value in (record.request if record else {}).items()
-        if name == "loss_scale" or (OPTIONS[name].plans and name != "dump")
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return for_weights(Settings.parse({**compiled, **given}), model)
-
-
-def _check_call(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a misspelt option, which would otherwise be taken for an argument of the model."""
-    try:
-        inspect.signature(model.forward).bind(*inputs, **kwargs)
-    except TypeError as error:
-        own = [
-            name
-            for name, p in inspect.signature(explain).parameters.items()
-            if p.kind is p.KEYWORD_ONLY
-        ]
-        hints = (did_you_mean(name, own) for name in kwargs)
-        hint = next(filter(None, hints), "")
-        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
 
 
 def _compiled(twin: nn.Module, planner: Planner) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import torch
 from ..ir.inputs import GraphInputs
 from ..scaling import guard, reductions
 from ..scaling.copies import Reader, read_in_full
+from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
 from .warn_or_repair import judge
@@ -27,8 +28,8 @@ __all__ = ["is_leaf", "noticing_ddp", "reading", "reading_in_full", "scaled"]
 Function = Callable[..., Any]
 
 
-def reading(compiled: Function, inputs: GraphInputs, reader: Reader) -> Function:
-    """Hand a graph without a loss scale its working copies."""
+def reading(compiled: Function, inputs: GraphInputs, reader: Reader | KeptCopies) -> Function:
+    """Hand a graph without a loss scale its copies of weights."""
     masters = tuple(inputs.copies.values())
 
     def call(*args: Any) -> Any:

@@ -126,7 +126,7 @@ class Looking:
         self.parts += parts
         self.again = bool(parts)
         if not self.again:
-            self._modes.remove(training)
+            self._modes.discard(training)
             if training:
                 self._called(4)
             if gains and self._said(outside):  # else there is another warning of that

@@ -33,6 +33,7 @@ from ..lower.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
+from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
@@ -95,6 +96,7 @@ class ModuleCall:
         compile_kwargs: arguments of torch.compile, but for the backend.
         backend: takes a graph and its inputs.
         reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
+        keeps_copies: whether its graphs read kept copies while it evaluates.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
         looking: what looks at the first calls of a module; None: nobody does.
@@ -109,6 +111,7 @@ class ModuleCall:
         *,
         backend: Callable[..., Any],
         reads_copies: bool,
+        keeps_copies: bool,
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
         looking: Callable[[nn.Module], Looking] | None = None,
@@ -116,7 +119,8 @@ class ModuleCall:
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
-        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._reads_copies, self._keeps_copies = reads_copies, keeps_copies
+        self._check, self._called = check, called
         self._method, self._checked = method, False
         self._regions = regions
         self._looking = looking(module) if looking is not None else None
@@ -148,6 +152,8 @@ class ModuleCall:
             self._check(self._module)
             self._checked = True
         self._look_at_forward()
+        if self._keeps_copies and not torch.compiler.is_dynamo_compiling():
+            follow_grad_mode(self._module)
         if self._is_stale() or self._is_to_be_divided():
             self._compiled = self._compile()
         made: list[torch.Tensor] = []
@@ -197,6 +203,7 @@ class ModuleCall:
             self._compile_kwargs,
             backend=self._backend,
             reads_copies=self._reads_copies,
+            keeps_copies=False,
             check=lambda _: None,
             called=lambda _: True,
         )

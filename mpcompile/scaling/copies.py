@@ -49,23 +49,20 @@ class MasterWeight(nn.Parameter):
     def data(self) -> torch.Tensor:
         data: torch.Tensor = _DATA.__get__(self)
         self._mp_handles = [*self._living_handles(), weakref.ref(data)]
-        self._mp_written = True
+        self._mp_accesses = _accesses(self) + 1
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self._mp_written = True
+        self._mp_accesses = _accesses(self) + 1
         _DATA.__set__(self, value)
 
     def _living_handles(self) -> list[weakref.ref[torch.Tensor]]:
         return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
 
-    def may_be_written(self) -> bool:
-        """Whether `.data` was accessed since the copy was written, or gave a tensor that exists."""
-        facts = self.__dict__
-        return facts.get("_mp_written", False) or (
-            "_mp_handles" in facts and bool(self._living_handles())
-        )
+    def is_exposed(self) -> bool:
+        """Whether `.data` gave a tensor that still exists, which may be written to at any time."""
+        return "_mp_handles" in self.__dict__ and bool(self._living_handles())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(_DATA.__get__(self), self.requires_grad)
@@ -113,23 +110,28 @@ class WorkingCopy:
         self.is_padded = self.stored.shape != self.tensor.shape
         self.gradient = LowGradient(master, dtype)
         self.awaited = 0
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
+
+    def is_stale(self, master: torch.Tensor) -> bool:
+        """Whether the master may have changed since the copy was written."""
+        return self._seen != _state(master) or self._is_exposed(master)
 
     def refresh(self, master: torch.Tensor) -> None:
         """Cast the copy anew if the master may have changed since it was written."""
-        facts = master.__dict__
-        untouched = facts.get("_mp_written") is False and "_mp_handles" not in facts
-        if untouched and self._seen == (master.data_ptr(), version(master)):
+        if not self.is_stale(master):
             return  # as mostly: each forward asks this of each parameter
-        exposed = not isinstance(master, MasterWeight) or master.may_be_written()
-        if exposed and self.awaited and self._holds(master):
-            # `.data` was only read. Autograd saved the copy in a forward whose backward is to come,
-            # and would take rewriting the same numbers for a change.
-            self.written(master)
-        elif exposed or self._seen != _state(master):
+        # If `.data` was only read: autograd saved the copy in a forward whose backward is to come,
+        # and would take rewriting the same numbers for a change.
+        if not (self.awaited and self._is_exposed(master) and self._holds(master)):
             with torch.no_grad():
                 self.tensor.copy_(master)
-            self.written(master)
+        self.written(master)
+
+    def _is_exposed(self, master: torch.Tensor) -> bool:
+        """Whether something may have written to the master by way of its `.data`."""
+        if not isinstance(master, MasterWeight) or MasterWeight.is_exposed(master):
+            return True
+        return self._seen is not None and self._seen[2] != _accesses(master)
 
     def _holds(self, master: torch.Tensor) -> bool:
         """Whether the copy holds the master's current values; waits for the device."""
@@ -150,13 +152,17 @@ class WorkingCopy:
 
     def written(self, master: torch.Tensor) -> None:
         """Note that the copy holds the master's current values."""
-        if isinstance(master, MasterWeight):
-            master._mp_written = False
         self._seen = _state(master)
 
 
-def _state(master: torch.Tensor) -> tuple[int, int]:
-    return master.data_ptr(), version(master)
+def _accesses(master: torch.Tensor) -> int:
+    """How often `.data` of a master weight was taken or replaced."""
+    count: int = master.__dict__.get("_mp_accesses", 0)
+    return count
+
+
+def _state(master: torch.Tensor) -> tuple[int, int, int]:
+    return master.data_ptr(), version(master), _accesses(master)
 
 
 def copies_of(parameter: torch.Tensor) -> Mapping[torch.dtype, WorkingCopy]:

@@ -45,6 +45,7 @@ BROAD = {
     "mpcompile/check/run.py": (2, "another torch may raise anything"),
     "mpcompile/diagnosis/bisect.py": (1, "a user's model may raise anything"),
     "mpcompile/diagnosis/sides.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/finalize.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),
     "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
     "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),

@@ -50,7 +50,7 @@ LAYERS = (
     {"backend", "optim"},
     {"whole_step", "records"},
     {"api", "entry_point"},
-    {"diagnosis", "integrations", "preview", "steps"},
+    {"diagnosis", "finalize", "integrations", "preview", "steps"},
     {"check", "demo"},
     {"cli"},
     {"__main__"},

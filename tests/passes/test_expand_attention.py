@@ -45,6 +45,23 @@ def test_applies(level: str) -> None:
 
 
 @LEVELS
+def test_a_graph_without_a_backward_keeps_the_kernel(level: str) -> None:
+    """Only the kernel's backward is slow."""
+    attend = mpcompile(
+        F.scaled_dot_product_attention, dtype=torch.bfloat16, level=level, emit="eager", strict=True
+    )
+    inputs = [x.detach() for x in qkv(2, 3, 16, 8)]
+    with torch.no_grad():
+        found = attend(*inputs)
+    (plan,) = compiled_plans(attend)
+    low = [node.op for node in plan.nodes if node.precision == "LOW"]
+    assert f"aten::{ATTENTION}" in low
+    assert "aten::matmul" not in low
+    true = F.scaled_dot_product_attention(*(x.double() for x in inputs))
+    torch.testing.assert_close(found.double(), true, rtol=0.02, atol=0.02)
+
+
+@LEVELS
 @pytest.mark.parametrize("shape", [(16, 8), (3, 5, 7), (2, 1, 9, 5), (2, 2, 2, 6, 4)])
 def test_causal_in_any_shape(level: str, shape: tuple[int, ...]) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,7 +15,14 @@ from block_net import Net
 from torch import nn
 
 import mpcompile as mp
-from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, mpcompile
+from mpcompile import (
+    MPCompileError,
+    MPCompileWarning,
+    Policy,
+    compiled_plans,
+    explain,
+    mpcompile,
+)
 from mpcompile._torch import check_torch_version, warn_of_version
 from mpcompile.errors import in_one_line
 
@@ -219,8 +226,10 @@ def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
         ({"dtype": torch.float64}, "unknown dtype torch.float64: it is wider than FP32"),
         ({"dtype": "fp17"}, "unknown dtype 'fp17'.*torch.bfloat16"),
         ({"dtype": "fp32"}, "unknown dtype 'fp32': for FP32 without any cast use level='O0'"),
+        ({"dtype": "no"}, "unknown dtype 'no': for FP32 without any cast use level='O0'"),
         ({"precision": "16-mixed"}, "unknown option 'precision': the low dtype is dtype="),
         ({"opt_level": "O1"}, "unknown option 'opt_level': that is level="),
+        ({"mixed_precision": "bf16"}, "unknown option 'mixed_precision': the low dtype is dtype="),
         ({"dynamc": True}, "did you mean 'dynamic'.*known: dtype, .*fullgraph"),
         ({"emit": "inducter"}, "did you mean 'inductor'"),
         ({"pad": "sometimes"}, "pad='sometimes'"),
@@ -241,6 +250,16 @@ def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
 def test_bad_arguments_fail_at_the_call(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MPCompileError, match=message):
         mpcompile(Net(), **arguments)
+
+
+@pytest.mark.parametrize("option", ["precision", "mixed_precision", "amp", "fp16"])
+def test_others_words_for_dtype_lead_to_it_everywhere(option: str) -> None:
+    hint = f"'{option}': the low dtype is dtype="
+    backend = torch.compile(Net(), backend="mpcompile", options={option: "bf16"})
+    with pytest.raises(Exception, match=f"unknown option {hint}"):
+        backend(torch.randn(2, 8))
+    with pytest.raises(MPCompileError, match=f"unexpected keyword argument {hint}"):
+        explain(Net(), torch.randn(2, 8), **{option: "bf16"})
 
 
 def test_a_model_that_was_moved_to_where_nothing_runs() -> None:

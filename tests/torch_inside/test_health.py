@@ -272,5 +272,5 @@ def test_mp_optimizer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     optimizer = MPOptimizer(sgd(model), emit="eager")
     model(torch.randn(3, 6)).sum().backward()
-    with pytest.raises(MPCompileError, match=r"can't be traced: .*has no torch\._thing"):
+    with pytest.warns(MPCompileWarning, match=r"can't be compiled: .*has no torch\._thing"):
         optimizer.step()
