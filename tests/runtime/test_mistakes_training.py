@@ -121,7 +121,7 @@ def made_in_inference_mode() -> None:
 
 def traced() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # torch's, of TorchScript
         model = torch.jit.trace(Net(), batch()[0])  # type: ignore[no-untyped-call]
     mpcompile(model)
 
