@@ -1,3 +1,3 @@
 """The version. pyproject.toml and the package both read it from this file."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
