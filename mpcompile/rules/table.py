@@ -47,7 +47,7 @@ def _overloads(precision: Precision, reason: str, names: str, **facts: Any) -> N
 
 # -- LOW: the work Tensor Cores exist for; FP16 products, FP32 accumulation -----------------------
 
-_WHY = "matrix product: Tensor Cores, accumulates in FP32"
+_WHY = "matrix product: multiplies in the low dtype, adds up in FP32"
 _row(LOW, _WHY, "linear", product="linear", multiplies=True)
 _row(LOW, _WHY, "matmul linalg_matmul", product="matmul", multiplies=True)
 _row(LOW, _WHY, "einsum", product="einsum", multiplies=True)
@@ -62,7 +62,7 @@ _row(LOW, _WHY, "addbmm", product="batch1[b,m,k] batch2[b,k,n] + self -> [m,n]",
 _row(LOW, _WHY, "addr linalg_vecdot linalg_multi_dot chain_matmul", multiplies=True)
 _row(LOW, _WHY, "addmv mv", multiplies=True, fuses=False)
 
-_WHY = "convolution: Tensor Cores, accumulates in FP32"
+_WHY = "convolution: multiplies in the low dtype, adds up in FP32"
 _row(LOW, _WHY, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
      "conv_transpose3d", product="convolution", multiplies=True)
 _row(LOW, _WHY, "conv_tbc", product="conv_tbc", multiplies=True)
