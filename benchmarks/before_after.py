@@ -21,6 +21,7 @@ __all__ = ["drawn", "planned"]
 
 WIDTH, MARGIN, BOX, OPERATOR, BETWEEN = 860, 16, 170, 34, 24
 LEFT, RIGHT = MARGIN, 270
+BACKWARD = "#2e7d32"
 COLOURS = {"f32": ("#fde3cf", "#b4541a"), "f16": ("#d3e6fb", "#1c5fa8")}  # fill, line
 WORDS = {"f32": "FP32", "f16": "FP16"}
 
@@ -51,7 +52,7 @@ def drawn(nodes: list[PlanNode]) -> str:
     y, parts, before = 66.0, [_heading()], 0.0
     weights = [node for node in nodes if node.name.endswith("_unscale")]
     parts.append(
-        _between(y, f"gradients of {len(weights)} parameters leave here, divided by the loss scale")
+        _between(y, f"backward: {len(weights)} gradients leave here, divided by the loss scale")
     )
     y += BETWEEN
     for node in nodes:
@@ -80,7 +81,7 @@ def drawn(nodes: list[PlanNode]) -> str:
 def _heading() -> str:
     parts = [
         _text(LEFT, 24, "as you wrote it", weight="bold"),
-        _text(RIGHT, 24, "as mpcompile runs it, O1 on an H100", weight="bold"),
+        _text(RIGHT, 24, "as mpcompile plans it, O1, for an H100", weight="bold"),
         _text(LEFT, 44, "loss = cross_entropy(", colour="#555"),
         _text(LEFT + 12, 58, "head(norm(gelu(up(x)))), y)", colour="#555"),
     ]
@@ -107,12 +108,12 @@ def _is_cast_of_weight(node: PlanNode, weights: list[PlanNode]) -> bool:
 def _what(node: PlanNode, nodes: list[PlanNode], weights: list[PlanNode]) -> str:
     """In words, what stands between two operators."""
     if node.rule == "scale":
-        return "the gradient enters here, times the loss scale"
+        return "backward: the gradient enters here, times the loss scale"
     text = f"cast to {WORDS[node.planned[:3]]}"
     reader = next(other for other in nodes if node.name in other.reads)
     casts = {other.name for other in nodes if _is_cast_of_weight(other, weights)}
     with_it = casts.intersection(reader.reads)
-    return f"{text}, and so are its {len(with_it)} parameters" if with_it else text
+    return f"input and {len(with_it)} parameters {text}" if with_it else text
 
 
 def _box(x: float, y: float, node: PlanNode, value: str) -> str:
@@ -127,9 +128,10 @@ def _box(x: float, y: float, node: PlanNode, value: str) -> str:
 
 def _between(y: float, text: str) -> str:
     middle = RIGHT + BOX / 2
+    colour = BACKWARD if text.startswith("backward") else "#555"
     return (
         f'<line x1="{middle}" y1="{y - 4}" x2="{middle}" y2="{y + BETWEEN - 4}" stroke="#999"/>'
-        f"{_text(middle + 8, y + 13, text, colour='#555', size=12)}"
+        f"{_text(middle + 8, y + 13, text, colour=colour, size=12)}"
     )
 
 
