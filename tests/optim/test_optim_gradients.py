@@ -59,6 +59,7 @@ def test_frozen_parameters_stay() -> None:
     assert twins.mine[1] not in twins.optimizer.state
 
 
+@pytest.mark.filterwarnings("ignore:mpcompile. this step of")  # where a test before compiled
 def test_parameters_that_start_without_a_gradient_or_an_element() -> None:
     twins = Twins(decayed, [torch.randn(3), torch.randn(0, 4)])
     for _ in range(2):
