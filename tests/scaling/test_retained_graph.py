@@ -14,6 +14,9 @@ from mpcompile import MPCompileError, MPOptimizer, loss_scale_of, mpcompile
 
 Way = Callable[[Any, nn.Module, Tensor, int], Any]
 
+# One way takes gradients by hand, and leaves none to the optimizer.
+pytestmark = pytest.mark.filterwarnings("ignore:.*changes nothing")
+
 
 class Recurrent(nn.Module):
     """Its graph is compiled in two pieces, with the recurrent layer between."""
