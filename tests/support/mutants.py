@@ -142,8 +142,8 @@ MUTANTS = (
         "copy-stale",
         "a master weight that was changed from outside is not read anew",
         "mpcompile/scaling/copies.py",
-        "elif exposed or self._seen != _state(master):",
-        "elif exposed:",
+        "return self._seen != _state(master) or self._is_exposed(master)",
+        "return self._is_exposed(master)",
         ("tests/scaling/test_copies.py",),
     ),
     Mutant(
