@@ -95,6 +95,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // Composite: without a kernel here they would look for cuDNN's own.
   for (const char* name : {"convolution", "convolution_backward", "_convolution"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&emucuda::fallback>());
+  // Likewise these: without one, they would be an operator for each tensor of the list.
+  for (const char* name : {"_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_copy_", "_foreach_div_.Scalar",
+                           "_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_norm.Scalar",
+                           "_foreach_sub_.List"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&emucuda::fallback>());
 }
 
 TORCH_LIBRARY(emucuda, m) {
