@@ -25,6 +25,7 @@ from .backend import planned_or_why
 from .capture.surroundings import Around
 from .check_module import check_call, check_module
 from .errors import MPCompileError, MPCompileWarning
+from .ir import aten
 from .plan_graph import Facts, Planned
 from .planner.target import place_of, target_of
 from .records import settings_like, studied
@@ -35,7 +36,7 @@ from .torch_inside.fakes import FakeTensor, TracingContext, tracing
 __all__ = ["finalize"]
 
 # Export's note behind each cast of what it found there; the passes may decide otherwise.
-_SAYS_DTYPE = ir.aten._assert_tensor_metadata.default
+_SAYS_DTYPE = aten._assert_tensor_metadata.default
 _LOW = "_low"  # behind the name of a weight that is read in FP32 as well
 
 

@@ -21,7 +21,7 @@ _LIBRARY.define(
 
 def _cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     made = _fake_cast_all(tensors, dtype)
-    torch._foreach_copy_(made, list(tensors))
+    torch.ops.aten._foreach_copy_.default(made, list(tensors))
     return made
 
 
