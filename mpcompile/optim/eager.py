@@ -68,6 +68,8 @@ def eager_step(
             raw_step(type(optimizer))(optimizer)
         for p in low:
             p.copy_(wide[p])
+    # A step may write to the memory of a parameter by way of another tensor, which no count tells.
+    torch.autograd.graph.increment_version([m.param for m in key.members if m.updated])
 
 
 def _true_gradients(key: StepKey) -> list[torch.Tensor]:

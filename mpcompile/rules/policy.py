@@ -281,13 +281,19 @@ class Policy:
 
     def for_module(self, path: str) -> tuple[str, Precision] | None:
         """The last regex that matches the path of the module, or of one that it is in, and its
-        precision.
+        precision. A regex that says what must not be there (`(?!...)`) is about the module's own
+        path: that of the modules around it mostly doesn't have it either.
         """
         paths = (path, *around(path))
         hits = [
-            (p, word) for p, word in self.modules.items() if any(re.search(p, one) for one in paths)
+            (p, word)
+            for p, word in self.modules.items()
+            if any(re.search(p, one) for one in (paths[:1] if _NOT.search(p) else paths))
         ]
         return hits[-1] if hits else None
+
+
+_NOT = re.compile(r"\(\?<?!")
 
 
 def around(path: str) -> list[str]:

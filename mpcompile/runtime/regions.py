@@ -97,6 +97,11 @@ def _unguarded(
     )
 
 
+def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of the hooks on a module itself."""
+    return tuple(number for kind in hooks_around(module) for number in kind)
+
+
 class Shared:
     """What is compiled for a group of equal modules.
 
@@ -117,9 +122,12 @@ class Shared:
     def call_of(self, module: nn.Module) -> Function:
         """What a call of the module from Python runs."""
         run: Function | None = None
+        hooks = _hooks_of(module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal run
+            nonlocal run, hooks
+            if (now := _hooks_of(module)) != hooks:  # Dynamo doesn't guard on them
+                run, hooks = self._compiled(self._count), now
             if run is not None:
                 return run(module, *args, **kwargs)
             many = self._kinds >= recompile_limit() // 2

@@ -48,14 +48,18 @@ class MasterWeight(nn.Parameter):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would not find its way out
     def data(self) -> torch.Tensor:
         data: torch.Tensor = _DATA.__get__(self)
-        self._mp_handles = [*self._living_handles(), weakref.ref(data)]
-        self._mp_accesses = _accesses(self) + 1
+        self.gave(data)
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self._mp_accesses = _accesses(self) + 1
         _DATA.__set__(self, value)
+
+    def gave(self, handle: torch.Tensor) -> None:
+        """Note a tensor over the same memory, by which it may be written."""
+        self._mp_handles = [*self._living_handles(), weakref.ref(handle)]
+        self._mp_accesses = _accesses(self) + 1
 
     def _living_handles(self) -> list[weakref.ref[torch.Tensor]]:
         return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]

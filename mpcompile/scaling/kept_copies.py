@@ -43,6 +43,13 @@ class KeptWeight(MasterWeight):
 
     _mp_kept: Mapping[tuple[torch.dtype, tuple[int, ...]], WorkingCopy] = MappingProxyType({})
 
+    def detach(self) -> torch.Tensor:
+        """As `state_dict()` does: the `.data` of what it gives counts its writes by itself."""
+        detached = super().detach()
+        if not torch.compiler.is_dynamo_compiling():
+            self.gave(detached)
+        return detached
+
 
 _keeping: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that evaluate
 
@@ -170,5 +177,11 @@ class KeptCopies:
             # Another thread may read them next, in a stream of its own.
             self._device.synchronize()
             for copy, weight in stale:
-                copy.written(weight)
+                if _holds_alone(weight):  # `.data = view` or `set_` may have given it shared memory
+                    copy.written(weight)
         return [copy.stored for copy in found]
+
+
+def _holds_alone(weight: torch.Tensor) -> bool:
+    """Whether no other tensor shows the weight's memory."""
+    return why_off(Part.OPTIMIZER) is not None or holders(weight.untyped_storage()) == 2

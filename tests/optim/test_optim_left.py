@@ -211,6 +211,40 @@ def test_a_model_in_fp16_trains_as_with_true_gradients(level: str) -> None:
     check_training(CountsInGroup, level)
 
 
+class InOneMemory(Optimizer):
+    """It steps on one vector, of which the parameters show parts."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+        self.flat = torch.cat([p.detach().reshape(-1) for p in params])
+        for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
+            p.data = part.view_as(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        (group,) = self.param_groups
+        grads = [p.grad.reshape(-1) for p in group["params"]]
+        self.flat.sub_(torch.cat(grads), alpha=group["lr"] / self.steps)
+
+
+@pytest.mark.filterwarnings("ignore:MPOptimizer. the step of")
+def test_copies_follow_a_step_on_other_tensors_over_the_same_memory() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="eager")
+    optimizer = MPOptimizer(InOneMemory(list(net.parameters())), emit="eager")
+    x = torch.randn(32, 8)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = copy.deepcopy(net).double()(x.double())
+        torch.testing.assert_close(model(x).double(), wanted, rtol=0, atol=0.02)
+    assert optimizer.left is not None
+
+
 def check_training(make: Callable[[list[nn.Parameter]], Optimizer], level: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

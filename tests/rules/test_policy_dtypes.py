@@ -87,3 +87,21 @@ def test_policies_of_different_dtypes_differ() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, "float16"])
 def test_naming_the_dtype_of_the_rest_changes_nothing(dtype: Any) -> None:
     mpcompile(layers(), dtype=dtype, policy=Policy(modules={"0": "fp16"}))
+
+
+@pytest.mark.parametrize(
+    ("regex", "matched"),
+    [
+        ("^dec$", {"dec.fc", "dec.head.fc"}),
+        (r"\.head", {"dec.head.fc"}),
+        (r"^(?!.*head)", {"fc", "dec.fc"}),
+        (r"^(?!.*head).*fc$", {"fc", "dec.fc"}),
+        (r"(?<!dec\.)fc$", {"fc", "dec.head.fc"}),
+    ],
+)
+def test_a_regex_for_a_module_is_for_all_in_it_unless_it_says_not(
+    regex: str, matched: set[str]
+) -> None:
+    policy = Policy(modules={regex: "fp32"})
+    paths = ("fc", "dec.fc", "dec.head.fc")
+    assert {path for path in paths if policy.for_module(path)} == matched

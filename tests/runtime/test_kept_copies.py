@@ -137,6 +137,7 @@ WRITES: dict[str, Write] = {
         parameters_to_vector(m.parameters()) * 0.5, m.parameters()
     ),
     "the state's tensors": lambda m: [v.mul_(0.5) for v in m.state_dict().values()],
+    "through .data of the state's": lambda m: [v.data.mul_(0.5) for v in m.state_dict().values()],
     "a new module": lambda m: setattr(m, "3", nn.Linear(32, 8)),
     "an initialiser": lambda m: [nn.init.constant_(p, 0.25) for p in m.parameters()],
 }
@@ -187,6 +188,44 @@ def test_a_write_through_a_later_tensor_from_data_is_noticed() -> None:
         for _ in range(2):
             data.mul_(0.5)
             torch.testing.assert_close(model(batch()), as_cast_in_each_call(model), rtol=0, atol=0)
+
+
+def set_into(model: nn.Module, flat: torch.Tensor) -> None:
+    first, last = model[0].weight, model[3].weight  # type: ignore[index]
+    first.set_(flat[: first.numel()].view_as(first))
+    last.set_(flat[-last.numel() :].view_as(last))
+
+
+@pytest.mark.parametrize(
+    "shared", [lambda m, flat: vector_to_parameters(flat, m.parameters()), set_into]
+)
+def test_weights_that_come_to_share_memory_are_cast_in_each_call(shared: Any) -> None:
+    model = compiled()
+    flat = parameters_to_vector(model.parameters()).detach().clone()
+    with torch.no_grad():
+        model(batch())
+        shared(model, flat)
+        model(batch())
+        flat.mul_(2)  # no weight's own count tells
+        found = model(batch())
+    torch.testing.assert_close(found, as_cast_in_each_call(model), rtol=0, atol=0)
+
+
+def test_a_weight_that_the_forward_detaches_ends_no_graph() -> None:
+    class Detaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x) + x @ self.inner.weight.detach().t()
+            return found
+
+    model = mpcompile(Detaches(), dtype=BF16, emit="aot_eager", strict=True, fullgraph=True)
+    with torch.no_grad():
+        first = model(batch())
+        torch.testing.assert_close(model(batch()), first, rtol=0, atol=0)
+    assert len(compiled_plans(model)) == 1
 
 
 def test_memory_of_several_processes_is_cast_in_each_call() -> None:

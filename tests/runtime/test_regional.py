@@ -148,6 +148,16 @@ def test_hooks_of_one_block_are_its_own() -> None:
     assert seen == [1, 1]
 
 
+def test_a_hook_that_comes_later_and_goes_again() -> None:
+    model = compiled(Net())
+    plain = model(WORDS).item()
+    handle = model.blocks[1].register_forward_hook(lambda module, given, result: 3 * result)
+    hooked, wanted = model(WORDS).item(), copy.deepcopy(model).double()(WORDS).item()
+    assert abs(hooked - wanted) < 0.01 < abs(plain - wanted)
+    handle.remove()
+    assert abs(model(WORDS).item() - plain) < 1e-3
+
+
 # -- the numbers -----------------------------------------------------------------------------------
 
 
