@@ -7,8 +7,10 @@ kept as Python values, or tensors that belong to no parameter.
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +87,8 @@ class Shadow:
             if index in params
         ]
         settings = [_plain_values(dict(group)) for group in optimizer.param_groups]
-        raw_step(type(self.optimizer))(optimizer)
+        with _nothing_else(self.optimizer):
+            raw_step(type(self.optimizer))(optimizer)
         _refuse_changes("attribute", self.attributes, _plain_values(_own_attributes(optimizer)))
         for before, group in zip(settings, optimizer.param_groups, strict=True):
             _refuse_changes("setting of its param group", before, _plain_values(dict(group)))
@@ -200,6 +203,35 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What a step may read from the optimizer itself: not the hooks, which run around it."""
     others = ("param_groups", "state", *HOOKS)
     return {k: v for k, v in vars(optimizer).items() if k not in others}
+
+
+@contextlib.contextmanager
+def _nothing_else(optimizer: Optimizer) -> Iterator[None]:
+    """Refuse a step that draws from Python's `random`, or changes a value of an object that the
+    optimizer holds: every step would be as the traced one. What it changed is put back.
+    """
+    held = {
+        name: vars(value)
+        for name, value in _own_attributes(optimizer).items()
+        if isinstance(getattr(value, "__dict__", None), dict)
+    }
+    before = {name: _plain_values(table) for name, table in held.items()}
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        draws = random.getstate() != drawn
+        random.setstate(drawn)
+        after = {name: _plain_values(table) for name, table in held.items()}
+        for name, table in held.items():
+            if after[name] != before[name]:
+                for key in after[name].keys() - before[name].keys():
+                    del table[key]
+                table.update(before[name])
+    if draws:
+        raise CannotRewrite("it draws from `random`, in every step anew")
+    for name, values in before.items():
+        _refuse_changes(f"attribute {name!r} with", values, after[name])
 
 
 def _refuse_changes(what: str, before: dict[str, Any], after: dict[str, Any]) -> None:

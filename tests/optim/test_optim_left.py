@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,25 @@ class Grows(Mine):
         p.sub_(state["past"].mean(0), alpha=group["lr"])
 
 
+class CountsInAnObject(Mine):
+    class Clock:
+        ticks = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.clock = self.Clock()
+        self.clock.ticks = 0
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        self.clock.ticks += 1
+        p.sub_(p.grad * group["lr"] / self.clock.ticks)  # type: ignore[operator]
+
+
+class DrawsNumbers(Mine):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        p.sub_(p.grad * (group["lr"] * random.Random(0).random() + 0 * random.random()))  # type: ignore[operator]
+
+
 _COUNTS = "as a Python value and changes it in every step"
 _BRANCHES = "it branches on the value of a tensor, or makes a Python number of it"
 # The class -> why its step can't be compiled.
@@ -116,6 +136,8 @@ WHY: dict[type[Optimizer], str] = {
     CountsInGroup: f"the setting of its param group 'step' {_COUNTS}",
     CountsInItself: f"the attribute 'count' {_COUNTS}",
     CountsInADict: f"the attribute 'seen' {_COUNTS}",
+    CountsInAnObject: f"the attribute 'clock' with 'ticks' {_COUNTS}",
+    DrawsNumbers: "it draws from `random`, in every step anew",
     Branches: _BRANCHES,
     BranchesOnItem: _BRANCHES,
     Rounds: _BRANCHES,
