@@ -13,7 +13,6 @@ wait costs all that the GPU is behind by.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,8 +136,7 @@ def main() -> None:
         data={"counted": found},
         environment=environment(torch.device("cpu")) | {"emulated": this_gpu().gpu.name},
     )
-    with contextlib.suppress(BrokenPipeError):
-        print(report.markdown())
+    print(report.markdown())
     report.write(RESULTS)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..profile.measure import measure
 from ..profile.model import KINDS, flops
 from ..torch_inside.checked import last
 from .check import verdict
-from .common import Commands, Help, known_device, show
+from .common import Commands, Help, above_zero, known_device, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 # What changes a compile from outside of the program.
@@ -61,13 +60,7 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
-    return seconds
+    return above_zero(text, "a number of seconds above 0 is needed")
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:

@@ -18,6 +18,7 @@ from .common import (
     DEFAULTS,
     LEVELS,
     Commands,
+    above_zero,
     add_option,
     command,
     failed,
@@ -71,6 +72,10 @@ def _add_diagnose(commands: Commands) -> None:
     diagnose.set_defaults(run=_diagnose)
 
 
+def _tolerance(text: str) -> float:
+    return above_zero(text, "a number above 0 is needed, such as 0.1")
+
+
 def _loss_scale(text: str) -> float | str:
     try:
         return float(text)
@@ -121,19 +126,9 @@ def _add_bisect(commands: Commands) -> None:
     for name in _BISECT_OPTIONS:
         add_option(search, name, **own.get(name, {}))
     search.add_argument(
-        "--tolerance", type=_positive, default=TOLERANCE, help="relative error that is no breakage"
+        "--tolerance", type=_tolerance, default=TOLERANCE, help="relative error that is no breakage"
     )
     search.set_defaults(run=_bisect)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed, such as 0.1")
-    return number
 
 
 def _bisect(options: argparse.Namespace, console: Console) -> int:

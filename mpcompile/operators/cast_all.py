@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..torch_inside.tensors import copy_all
+
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _LIBRARY.define(
     "cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
@@ -21,7 +23,7 @@ _LIBRARY.define(
 
 def _cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     made = _fake_cast_all(tensors, dtype)
-    torch.ops.aten._foreach_copy_.default(made, list(tensors))
+    copy_all(made, list(tensors))
     return made
 
 

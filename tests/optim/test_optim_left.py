@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import AsWritten
 from torch import nn
 from torch.optim import Optimizer
 from twins import Twins
@@ -18,36 +19,19 @@ from twins import Twins
 from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 
 
-class Mine(Optimizer):
-    """A step as people write it: everything in `update`."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(group, p, self.state[p])
-
-    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class CountsInState(Mine):
+class CountsInState(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = state.get("step", 0) + 1
         p.sub_(p.grad, alpha=group["lr"] / state["step"])  # type: ignore[arg-type]
 
 
-class CountsInGroup(Mine):
+class CountsInGroup(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1
         p.sub_(p.grad, alpha=group["lr"] / group["step"])  # type: ignore[arg-type]
 
 
-class CountsInItself(Mine):
+class CountsInItself(AsWritten):
     count = 0
 
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
@@ -55,7 +39,7 @@ class CountsInItself(Mine):
         p.sub_(p.grad, alpha=group["lr"] / self.count)  # type: ignore[arg-type]
 
 
-class CountsInADict(Mine):
+class CountsInADict(AsWritten):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.seen = {"steps": [0]}
@@ -65,34 +49,34 @@ class CountsInADict(Mine):
         p.sub_(p.grad, alpha=group["lr"] / self.seen["steps"][0])  # type: ignore[arg-type]
 
 
-class Branches(Mine):
+class Branches(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         assert p.grad is not None
         if p.grad.norm() > 1:
             p.sub_(p.grad, alpha=group["lr"])
 
 
-class BranchesOnItem(Mine):
+class BranchesOnItem(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         assert p.grad is not None
         if p.grad.norm().item() > 1:
             p.sub_(p.grad, alpha=group["lr"])
 
 
-class Rounds(Mine):
+class Rounds(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         assert p.grad is not None
         p.sub_(p.grad, alpha=float(int(p.grad.abs().max()) + 1))
 
 
-class Shares(Mine):
+class Shares(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         everyone = self.state["everyone"]
         everyone["n"] = everyone.get("n", torch.zeros(())) + 1
         p.sub_(p.grad / everyone["n"], alpha=group["lr"])  # type: ignore[operator]
 
 
-class Holds(Mine):
+class Holds(AsWritten):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.factor = torch.tensor(0.1)
@@ -101,7 +85,7 @@ class Holds(Mine):
         p.sub_(p.grad * self.factor)  # type: ignore[operator]
 
 
-class Grows(Mine):
+class Grows(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         assert p.grad is not None
         past = state.get("past")
@@ -109,7 +93,7 @@ class Grows(Mine):
         p.sub_(state["past"].mean(0), alpha=group["lr"])
 
 
-class CountsInAnObject(Mine):
+class CountsInAnObject(AsWritten):
     class Clock:
         ticks = 0
 
@@ -123,7 +107,7 @@ class CountsInAnObject(Mine):
         p.sub_(p.grad * group["lr"] / self.clock.ticks)  # type: ignore[operator]
 
 
-class DrawsNumbers(Mine):
+class DrawsNumbers(AsWritten):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         p.sub_(p.grad * (group["lr"] * random.Random(0).random() + 0 * random.random()))  # type: ignore[operator]
 
@@ -323,7 +307,7 @@ def test_published_optimizers_train(name: str) -> None:
 def test_an_error_of_its_own_comes_up() -> None:
     """Schedule-free optimizers want to be told that they train: nothing is left for that."""
 
-    class Refuses(Mine):
+    class Refuses(AsWritten):
         ready = False
 
         def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:

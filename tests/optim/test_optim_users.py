@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import AsWritten
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from twins import Twins
@@ -14,18 +15,11 @@ from twins import Twins
 from mpcompile import LossScale, MPCompileError, MPOptimizer
 
 
-class Mine(Optimizer):
-    """Momentum, as people write it: everything in `update`, state where it is first needed."""
+class Mine(AsWritten):
+    """Momentum, whose state is made where it is first needed."""
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(group, p, self.state[p])
+        super().__init__(params, lr, beta=beta)
 
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         assert p.grad is not None

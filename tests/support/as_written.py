@@ -1,0 +1,28 @@
+"""An optimizer as people write it: a loop over the parameters, everything else in `update`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["AsWritten"]
+
+
+class AsWritten(Optimizer):
+    """Its defaults are `lr` and what else is given."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **others: Any) -> None:
+        super().__init__(params, {"lr": lr, **others})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(group, p, self.state[p])
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        """One parameter, which has a gradient."""
+        raise NotImplementedError
