@@ -125,6 +125,7 @@ def reports(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
     assert_type(report.losses, dict[str, float])
     if report.first is not None:
         print(report.first)
+    assert_type(mp.finalize(model, x, dtype="bf16"), torch.export.ExportedProgram)
     pins = mp.calibrate(model, [(x, y)], lambda net, batch: F.cross_entropy(net(batch[0]), y))
     assert_type(pins, Policy)
 
