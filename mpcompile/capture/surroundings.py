@@ -53,7 +53,7 @@ def around_now(
     planned_for: str | None = None,
     names: Mapping[int, str] | None = None,
 ) -> Around:
-    """What stands around a graph in this thread now. An autocast around it is said, once.
+    """What stands around a graph in this thread now. A caller's autocast around it is said, once.
 
     Args:
         gm: the graph that Dynamo passed to the backend.
@@ -77,7 +77,7 @@ def around_now(
         for device in sorted(devices)
         if torch.is_autocast_enabled(device)
     )
-    for _, dtype in autocasts:
+    region = region_around(devices)
+    for _, dtype in autocasts if region is None else ():
         foreign.say_autocast(dtype)
-    grad = torch.is_grad_enabled()
-    return Around(context, grad, devices, autocasts, region_around(devices), names or {})
+    return Around(context, torch.is_grad_enabled(), devices, autocasts, region, names or {})

@@ -22,7 +22,7 @@ from torch import fx
 
 from .. import ir
 from ..errors import CannotRewrite
-from ..ir.targets import SET_GRAD_ENABLED, nesting
+from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, nesting
 
 Kind = Literal["forward", "backward", "step", "plain"]
 BACKWARD = torch.autograd.grad
@@ -109,22 +109,28 @@ def last_steps(parts: Sequence[Part], written: Collection[fx.Node]) -> set[Part]
 def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[Part]:
     """A run of nodes that depend on no gradient: a forward, and plain nodes around it.
 
-    The forward begins and ends in the same grad mode, and outside of any functorch transform.
+    The forward begins and ends in the same grad mode, in the same autocast region, and outside of
+    any functorch transform.
     """
     needed = [i for i, node in enumerate(run) if node in before]
     if not needed:
         return _plain(run, grad)
     modes = [_mode_after(run[:i], grad) for i in range(len(run) + 1)]
     levels = [0, *accumulate(map(nesting, run))]
+    regions = [0, *accumulate(map(_enters_autocast, run))]
     windows = (
         (start, end)
         for start in range(needed[0], -1, -1)
         for end in range(needed[-1] + 1, len(run) + 1)
-        if modes[start] is modes[end] and levels[start] == levels[end] == 0
+        if modes[start] is modes[end]
+        and levels[start] == levels[end] == 0
+        and regions[start] == regions[end] == min(regions[start : end + 1])
     )
     window = next(windows, None)
     if window is None:
-        raise CannotRewrite("no_grad, or a transform, begins before a backward and ends behind it")
+        raise CannotRewrite(
+            "no_grad, autocast or a transform begins amid a forward and ends behind its backward"
+        )
     start, end = window
     return [
         *_plain(run[:start], grad),
@@ -143,6 +149,11 @@ def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> Part:
     outputs = [n for n in nodes if any(user not in own for user in n.users)]
     read = tuple(n for n in inputs if n.op != "get_attr")
     return Part(kind, tuple(nodes), read, tuple(outputs), grad)
+
+
+def _enters_autocast(node: fx.Node) -> int:
+    """1 for a node that enters an autocast region, -1 for one that leaves it."""
+    return (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
 
 
 def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:

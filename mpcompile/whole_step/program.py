@@ -27,6 +27,7 @@ from ..planner.target import place_of
 from ..scaling.loss_scale import LossScale
 from ..scaling.overflows import any_nonfinite
 from ..settings import Settings
+from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import TracingContext
 from ..torch_inside.tensors import storage_of
 from .extra_inputs import Held
@@ -255,18 +256,21 @@ class Program:
 
     def _run_part(self, part: Part, made: Forward | Update | None, running: _Running) -> None:
         node, env = part.nodes[0], running.env
-        if isinstance(made, Forward):
-            ran = made.run([env[n] for n in part.inputs], running.held)
-            ran.moves = running.steps
-            running.forwards.append(ran)
-            env.update(zip(part.outputs, ran.results, strict=True))
-        elif isinstance(made, Update):
-            self._take_step(node, made, running)
-        elif part.kind == "backward":
-            self._go_backward(node, running)
-        else:
+        if part.kind == "plain":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = getattr(self._plain, node.op)(node.target, args, kwargs)
+            return
+        # A plain node may have entered autocast, which would change the dtypes that were planned.
+        with autocast_off():
+            if isinstance(made, Forward):
+                ran = made.run([env[n] for n in part.inputs], running.held)
+                ran.moves = running.steps
+                running.forwards.append(ran)
+                env.update(zip(part.outputs, ran.results, strict=True))
+            elif isinstance(made, Update):
+                self._take_step(node, made, running)
+            else:
+                self._go_backward(node, running)
 
     def _go_backward(self, node: fx.Node, running: _Running) -> None:
         def value(argument: Any) -> Any:
