@@ -6,6 +6,7 @@ steps (`whole_step/one_graph.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from .._version import __version__
 from ..devices.registry import capabilities
 from ..ir import aten
 from ..torch_inside import aot
@@ -26,6 +28,11 @@ from ..torch_inside.inductor import compile_fx, compile_fx_inner, has_setting
 Function = Callable[[list[Any]], Sequence[Any]]
 
 _JOINS = (aten.cat.default, aten.stack.default)
+
+# Graphs with more nodes are looked up in AOTAutograd's cache, which saves tracing them anew in each
+# process. What it finds is a whole function, wrapper included, which costs what the call of a small
+# kernel costs.
+_CACHED = 1000
 
 # The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
 _JOINED = 400
@@ -58,6 +65,8 @@ def compile_inference(
     _mark(gm, static)
     inner: list[Any] = []
     counts = [_count(gm)]
+    cached = len(gm.graph.nodes) > _CACHED
+    gm._mpcompile_version = __version__  # type: ignore[assignment]  # a part of the cache's key
 
     def compile_inner(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         counts.append(_count(graph))
@@ -68,11 +77,11 @@ def compile_inference(
         torch.no_grad(),
         autocast_off(),
         tracing(TracingContext(mode)),
-        # A cache hit would return the whole function without a call of `compile_inner`.
-        aot.settings(enable_autograd_cache=False),
+        # A hit returns the whole function without a call of `compile_inner`.
+        contextlib.nullcontext() if cached else aot.settings(enable_autograd_cache=False),
     ):
         wrapped: Any = compile_fx(gm, list(values), compile_inner, config_patches=patches)
-    if shares_memory or counts[1:] != counts[:1]:
+    if cached or shares_memory or counts[1:] != counts[:1]:
         return lambda given: wrapped(*given)
     # AOTAutograd's wrapper is for what is shared, and for writes that it makes results. It costs as
     # much as the call of a small kernel; so do the look-ups of Inductor's own object in each call.

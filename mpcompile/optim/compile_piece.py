@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..errors import CannotRewrite
+from ..ir.as_planned import AsPlanned
 from ..ir.fakes import like
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for
@@ -135,18 +137,10 @@ def _values(mode: FakeTensorMode, piece: Piece, sizes: Sizes) -> list[torch.Tens
 
 def _keeps_dtypes(piece: Piece, sizes: Sizes) -> bool:
     """Whether all values keep their dtypes when the inputs with a size are vectors."""
-
-    class Compare(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            result = super().run_node(node)
-            if isinstance(result, torch.Tensor) and result.dtype is not ir.dtype(node):
-                raise TypeError(node.name)
-            return result
-
     mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
         with mode, torch.no_grad():
-            Compare(piece.graph).run(*_values(mode, piece, sizes))
-    except TypeError:
+            AsPlanned(piece.graph).run(*_values(mode, piece, sizes))
+    except CannotRewrite:
         return False
     return True

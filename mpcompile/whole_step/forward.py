@@ -16,6 +16,7 @@ from torch import fx
 
 from ..errors import CannotRewrite
 from ..ir import aten
+from ..ir.as_planned import AsPlanned
 from ..ir.inputs import GraphInputs
 from ..ir.targets import CHECKPOINT
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
@@ -85,7 +86,8 @@ class Forward:
         used = held[self.scale_at].clone() if self.scale is not None else None
         counter = held[self.leaf_at] if self.scale is not None else None
         scaling = () if used is None else (used, counter)
-        results = self.graph(*self.layout.assembled(given, leaves, scaling))
+        graph = self.graph if self.plan is None else AsPlanned(self.graph).run
+        results = graph(*self.layout.assembled(given, leaves, scaling))
         if self.scale is not None:
             check_constants(results, constants_of(self.graph))
         return Ran(self, leaves, used, counter, results)

@@ -11,6 +11,7 @@ derives the backward from the rewritten forwards and gives one graph of ATen ope
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from ..ir.fakes import duplicate, fake_twin
 from ..lower.joint import NO_PASSES, JointPasses
 from ..optim.inputs import Setting
 from ..planner.target import place_of
+from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
 from ..scaling.overflows import any_nonfinite
 from ..settings import Settings
@@ -261,7 +263,8 @@ class Program:
             env[node] = getattr(self._plain, node.op)(node.target, args, kwargs)
             return
         # A plain node may have entered autocast, which would change the dtypes that were planned.
-        with autocast_off():
+        planned = self._settings.level is not Level.O0
+        with autocast_off() if planned else contextlib.nullcontext():
             if isinstance(made, Forward):
                 ran = made.run([env[n] for n in part.inputs], running.held)
                 ran.moves = running.steps

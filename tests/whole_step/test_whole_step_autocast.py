@@ -1,5 +1,6 @@
 """Autocast regions of the step's own: the rewritten forward and its backward run as planned, and a
-disabled region keeps what the program says."""
+disabled region keeps what the program says.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +99,9 @@ def _run(loop: Loop, step: Step) -> list[torch.Tensor]:
     return [*losses, *(p.detach() for p in loop.model.parameters())]
 
 
-def _compiled(name: str, policy: Policy) -> list[torch.Tensor]:
+def _compiled(name: str, policy: Policy, level: str = "O1") -> list[torch.Tensor]:
     loop = Loop()
-    step = mpcompile(getattr(loop, name), dtype=BF16, emit="eager", policy=policy)
+    step = mpcompile(getattr(loop, name), dtype=BF16, level=level, emit="eager", policy=policy)
     with traces() as found:
         results = _run(loop, step)
     assert len(found) == 1  # one graph holds the step
@@ -133,3 +134,11 @@ def test_a_region_that_begins_amid_the_forward() -> None:
     head_fp32 = _compiled("without", Policy(modules={"2": "fp32"}))
     found = _compiled("disabled_around_the_head", Policy())
     torch.testing.assert_close(found, head_fp32, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["around_the_forward", "around_all", "two_regions"])
+def test_at_o0_a_region_is_the_users(name: str) -> None:
+    loop = Loop()
+    found = _compiled(name, Policy(), level="O0")
+    torch.testing.assert_close(found, _run(loop, getattr(loop, name)), rtol=0, atol=0)
+    assert not torch.equal(found[-1], _compiled("without", Policy(), level="O0")[-1])
