@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..devices.registry import capabilities
 from ..ir.shapes import Product
 from ..padding.products import product
 from ..profile.model import Profile
@@ -39,7 +40,17 @@ def seconds(node: fx.Node, config: Config, *, batches: int = 1) -> tuple[float, 
         low_time = _written_out(config.profile, found, low, backward)
     else:
         low_time = _predicted(config.profile, found, low, backward)
-    return None if low_time is None or full_time is None else (low_time, full_time)
+    if low_time is None or full_time is None:
+        return None
+    if _is_one_row(found) and not ir.requires_grad(node):  # profiles measure eight rows and more
+        low_time = max(low_time, full_time * capabilities(config.device).one_row)
+    return low_time, full_time
+
+
+def _is_one_row(found: Product) -> bool:
+    """Whether it multiplies one row with a matrix, as a language model does for each new token."""
+    sizes = found.measured()
+    return found.kind == "gemm" and all(ir.known_equal(sizes[dim], 1) for dim in ("batch", "m"))
 
 
 def _larger(found: Product, times: int) -> Product | None:

@@ -102,6 +102,21 @@ def test_a_small_product_between_large_ones_is_low(level: str) -> None:
     assert stage.mark("linear_1").precision is Precision.LOW
 
 
+@pytest.mark.parametrize(("rows", "trains", "expected"), [
+    (1, False, Precision.FULL),
+    (2, False, Precision.LOW),
+    (1, True, Precision.LOW),  # its backward has larger products
+])  # fmt: skip
+def test_one_row_is_no_faster_low_on_a_cpu(rows: int, trains: bool, expected: Precision) -> None:
+    """A language model's token: all of the time goes into reading the weight."""
+    faster = profile_of(*both("gemm", (1, 8, 256, 256), low=1e-3, full=4e-3))
+    with torch.set_grad_enabled(trains):
+        x = torch.randn(rows, 256)
+        stage = staged(nn.Linear(256, 256), x, level="O1", low=BF16, profile=faster)
+        stage.run()
+    assert stage.mark("linear").precision is expected
+
+
 def test_the_profile_is_read_only_if_no_dtype_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever names a dtype gets it, fast or not."""
     asked = []
