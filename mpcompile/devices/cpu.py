@@ -16,7 +16,8 @@ __all__ = ["CPU"]
 
 # (flag of `cpu_flags()`, built-in profile), best first
 _PROFILES = (
-    ("avx512_bf16", "cpu-avx512-bf16"), ("avx512_f", "cpu-avx512"), ("avx2", "cpu-avx2"),
+    ("amx_bf16", "cpu-amx-bf16"), ("avx512_bf16", "cpu-avx512-bf16"),
+    ("avx512_f", "cpu-avx512"), ("avx2", "cpu-avx2"),
 )  # fmt: skip
 
 

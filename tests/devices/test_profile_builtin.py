@@ -34,7 +34,7 @@ def test_the_ceilings_of_hopper() -> None:
     )
 
 
-@pytest.mark.parametrize("stem", ["cpu-avx512-bf16", "cuda-hopper"])
+@pytest.mark.parametrize("stem", ["cpu-amx-bf16", "cpu-avx512-bf16", "cuda-hopper"])
 def test_a_built_in_profile_is_complete(stem: str) -> None:
     profile = store.builtin(stem)
     assert stem.startswith(profile.device_type)
@@ -42,7 +42,7 @@ def test_a_built_in_profile_is_complete(stem: str) -> None:
     assert measured >= {(kind, dtype) for kind in KINDS for dtype in (FP32, BF16)}
 
 
-@pytest.mark.parametrize("stem", ["cpu-avx512-bf16", "cuda-hopper"])
+@pytest.mark.parametrize("stem", ["cpu-amx-bf16", "cpu-avx512-bf16", "cuda-hopper"])
 def test_a_built_in_profile_reproduces_itself(stem: str) -> None:
     profile = store.builtin(stem)
     for point in profile.samples:
@@ -50,9 +50,12 @@ def test_a_built_in_profile_reproduces_itself(stem: str) -> None:
         assert both == pytest.approx(point.total, rel=0.05), point
 
 
+@pytest.mark.parametrize("stem", ["cpu-amx-bf16", "cpu-avx512-bf16"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_in_the_built_in_cpu_profile_four_times_the_rows_take_longer(dtype: torch.dtype) -> None:
-    profile = store.builtin("cpu-avx512-bf16")
+def test_in_a_built_in_cpu_profile_four_times_the_rows_take_longer(
+    dtype: torch.dtype, stem: str
+) -> None:
+    profile = store.builtin(stem)
     for width in (48, 96, 384, 768):
         times = [
             profile.seconds("gemm", dtype, {"batch": 1, "m": m, "n": width, "k": width})
@@ -61,8 +64,9 @@ def test_in_the_built_in_cpu_profile_four_times_the_rows_take_longer(dtype: torc
         assert times == sorted(times, key=float)
 
 
-def test_the_built_in_cpu_profile_tells_small_from_large() -> None:
-    profile = store.builtin("cpu-avx512-bf16")
+@pytest.mark.parametrize("stem", ["cpu-amx-bf16", "cpu-avx512-bf16"])
+def test_a_built_in_cpu_profile_tells_small_from_large(stem: str) -> None:
+    profile = store.builtin(stem)
 
     def gain(size: int) -> float:
         dims = {"batch": 1, "m": size, "n": size, "k": size}
