@@ -6,8 +6,8 @@ steps (`whole_step/one_graph.py`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,21 +18,15 @@ from .. import ir
 from .._version import __version__
 from ..devices.registry import capabilities
 from ..ir import aten
-from ..torch_inside import aot
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
 from ..torch_inside.graphs import STATIC_INPUT, set_source, set_sources
-from ..torch_inside.inductor import compile_fx, compile_fx_inner, has_setting
+from ..torch_inside.inductor import compile_fx, has_setting, results_of
 
 # Takes a list of the inputs, which it may empty, and returns all results.
 Function = Callable[[list[Any]], Sequence[Any]]
 
 _JOINS = (aten.cat.default, aten.stack.default)
-
-# Graphs with more nodes are looked up in AOTAutograd's cache, which saves tracing them anew in each
-# process. What it finds is a whole function, wrapper included, which costs what the call of a small
-# kernel costs.
-_CACHED = 1000
 
 # The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
 _JOINED = 400
@@ -63,32 +57,20 @@ def compile_inference(
         A function that is called without grad mode.
     """
     _mark(gm, static)
-    inner: list[Any] = []
-    counts = [_count(gm)]
-    cached = len(gm.graph.nodes) > _CACHED
     gm._mpcompile_version = __version__  # type: ignore[assignment]  # a part of the cache's key
-
-    def compile_inner(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        counts.append(_count(graph))
-        inner.append(compile_fx_inner(graph, *args, **kwargs))
-        return inner[-1]
-
-    with (
-        torch.no_grad(),
-        autocast_off(),
-        tracing(TracingContext(mode)),
-        # A hit returns the whole function without a call of `compile_inner`.
-        contextlib.nullcontext() if cached else aot.settings(enable_autograd_cache=False),
-    ):
-        wrapped: Any = compile_fx(gm, list(values), compile_inner, config_patches=patches)
-    if cached or shares_memory or counts[1:] != counts[:1]:
+    results: Any = gm.graph.output_node().args[0]
+    count = len(results)
+    with torch.no_grad(), autocast_off(), tracing(TracingContext(mode)):
+        wrapped: Any = compile_fx(gm, list(values), config_patches=patches)
+    inner = inspect.unwrap(wrapped)
+    if shares_memory or results_of(inner) != count:
         return lambda given: wrapped(*given)
     # AOTAutograd's wrapper is for what is shared, and for writes that it makes results. It costs as
     # much as the call of a small kernel; so do the look-ups of Inductor's own object in each call.
-    run = functools.partial(inner[0].current_callable)
+    run = functools.partial(inner.current_callable)
     # When that object goes, it deletes what a callable with CUDA graphs calls. A partial's
     # attribute keeps it, and costs nothing in a call.
-    run.owner = inner[0]  # type: ignore[attr-defined]
+    run.owner = inner  # type: ignore[attr-defined]
     return run
 
 
@@ -111,9 +93,3 @@ def _mark(gm: fx.GraphModule, static: Sequence[fx.Node]) -> None:
         set_source(node, None)
     for node in static:
         node.meta["tensor_dict"] = {STATIC_INPUT: "unguarded"}
-
-
-def _count(gm: fx.GraphModule) -> tuple[int, int]:
-    """How many inputs and results a graph has."""
-    results: Any = gm.graph.output_node().args[0]
-    return len(gm.graph.find_nodes(op="placeholder")), len(results)

@@ -14,7 +14,7 @@ _NEEDED = "keeps the order of reads and writes"
 if TYPE_CHECKING:
     from torch import _TorchCompileInductorWrapper as InductorBackend
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import (
         CustomGraphPass,
         CustomPartitionerFn,
@@ -27,9 +27,7 @@ else:
         "torch:_TorchCompileInductorWrapper", "reads torch.compile's options", Part.INDUCTOR
     )
     config = private("torch._inductor:config", "holds Inductor's settings", Part.INDUCTOR)
-    _COMPILE = "torch._inductor.compile_fx"
-    compile_fx = private(f"{_COMPILE}:compile_fx", "compiles a graph", Part.INDUCTOR)
-    compile_fx_inner = private(f"{_COMPILE}:compile_fx_inner", "makes the code", Part.INDUCTOR)
+    compile_fx = private("torch._inductor.compile_fx:compile_fx", "compiles a graph", Part.INDUCTOR)
     _PASSES = "torch._inductor.custom_graph_pass"
     CustomGraphPass = private(f"{_PASSES}:CustomGraphPass", "is a pass of ours", Part.INDUCTOR)
     CustomPartitionerFn = private(f"{_PASSES}:CustomPartitionerFn", "parts graphs", Part.INDUCTOR)
@@ -58,10 +56,10 @@ __all__ = [
     "StarDep",
     "WeakDep",
     "compile_fx",
-    "compile_fx_inner",
     "computes_reads",
     "get_hash_for_files",
     "has_setting",
+    "results_of",
     "results_of_callers",
     "setting",
     "wrap_reads",
@@ -88,6 +86,12 @@ def results_of_callers(graph: fx.Graph) -> Collection[int]:
     return found
 
 
+def results_of(compiled: Any) -> int:
+    """How many results the code has that AOTAutograd's wrappers end in; -1: it is none."""
+    strides = getattr(compiled, "output_strides", None)
+    return -1 if strides is None else len(strides)
+
+
 def computes_reads(node: Any) -> bool:
     """Whether a node of the scheduler works out its reads: not where it is a call of a kernel."""
     return hasattr(node, "_compute_attrs")
@@ -110,3 +114,11 @@ def _knows_settings() -> Sequence[Any]:
     names = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
              "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
     return [*map(setting, names)]
+
+
+@probe("torch._inductor.output_code:CompiledFxGraph.output_strides", "is called without wrappers",
+       Part.CALLS)  # fmt: skip
+def _tells_results() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    assert {"output_strides", "current_callable"} <= CompiledFxGraph.__annotations__.keys()

@@ -34,6 +34,7 @@ class Part(enum.Enum):
     RANKS = "models of several processes are refused"
     WATCH = "steps that are skipped are not explained or repaired"
     EXPLAIN = "explain, diagnose and plans raise"
+    CALLS = "calls of what is compiled for optimizers and whole steps cost some microseconds more"
     SAY = "a message says less"
 
 
