@@ -22,6 +22,7 @@ from benchmarks.harness.timing import Arm, idle_wait, low_dtype, take_turns
 from benchmarks.zoo.timm_import import timm
 from mpcompile import mpcompile
 
+DEVICES = ("cpu",)
 NEEDS = ("timm", "transformers")
 
 EAGER, COMPILED, AUTOCAST, OURS = "eager FP32", "compile FP32", "compile + autocast", "mpcompile O1"

@@ -309,6 +309,7 @@ def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "saved_bytes", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "saved_bytes_cpu.json").read_text())
@@ -336,6 +337,7 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "auto over never" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "first_steps_cpu.json").read_text())

@@ -216,6 +216,7 @@ def test_a_shape_fills_its_box() -> None:
     assert areas == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_two_steps() -> None:
     outcome = train(SSD, FP16_O2, 0, "eager", CPU, steps=2)
     assert all(math.isfinite(value) for value in outcome.metrics.values())

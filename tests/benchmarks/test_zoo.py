@@ -35,7 +35,7 @@ SAMPLE = (
 
 
 @third_party
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_model_of_the_zoo(name: str) -> None:
     if importlib.util.find_spec(name.partition("/")[0]) is None:

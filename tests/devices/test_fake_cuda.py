@@ -32,6 +32,7 @@ IMPORT = "from benchmarks import fakecuda"
 each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", GPUS)
 
 
+@pytest.mark.sampled(3)
 @each_gpu
 def test_a_first_compile_for_cuda_at_every_level(gpu: str) -> None:
     for run in trained(gpu):
@@ -57,6 +58,7 @@ def test_gradients_are_where_they_should_be(gpu: str) -> None:
         assert set(run["gradients"]) == wanted
 
 
+@pytest.mark.sampled(3)
 @each_gpu
 def test_a_plan_without_the_device_says_the_same(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan_for` on the CPU, to the letter: every node, cast, pad, reason and product. Left out are

@@ -23,6 +23,7 @@ def test_a_product_and_a_generated_kernel() -> None:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("gpu", "kernel"), [("h100", "flash_attention"), ("t4", "efficient_attention")]
 )

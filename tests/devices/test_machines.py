@@ -281,6 +281,7 @@ for model, *inputs in cases:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2"), reason="told so, x86 is AVX2")
 @pytest.mark.parametrize("profile", ["none", ""])
 def test_models_on_a_cpu_told_to_be_avx2(profile: str, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def compare_gradients(model: nn.Module, level: str, emit: str) -> None:
             assert off < 5e-3, f"{off:.2g}"
 
 
+@pytest.mark.sampled(3)
 @LEVELS
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_in_each_place(transform: Transformed, level: str) -> None:

@@ -288,6 +288,7 @@ def errors(
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
+@pytest.mark.sampled(3)
 @DTYPES
 @pytest.mark.parametrize("program", PLACES, ids=lambda program: program.__name__)
 def test_no_further_off_than_autocast(
@@ -299,6 +300,7 @@ def test_no_further_off_than_autocast(
             assert mine <= 1.5 * peers + torch.finfo(dtype).eps / 2, found
 
 
+@pytest.mark.sampled(3)
 @DTYPES
 @pytest.mark.parametrize("case", BOUNDS)
 def test_a_bound_close_to_1_keeps_its_gradients(case: str, dtype: torch.dtype) -> None:

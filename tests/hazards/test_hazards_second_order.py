@@ -36,6 +36,7 @@ def as_users_see_it() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_all_products_are_bf16(name: str, form: str) -> None:
@@ -46,6 +47,7 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
     assert found.off < TOLERANCE[BF16]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
     found = found_of(DERIVATIVES[name], FORMS[0], FP16)
@@ -91,6 +93,7 @@ def test_o2(name: str, dtype: torch.dtype) -> None:
         assert (got - want).norm() < 2 * TOLERANCE[dtype] * want.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["energy and forces", "per-sample gradients"])
 def test_under_inductor(name: str) -> None:
     found, wanted, _ = gradients(DERIVATIVES[name], BF16, "O1", "inductor")
@@ -189,6 +192,7 @@ def losses(name: str, seed: int, level: str | None, steps: int = 30) -> float:
     return statistics.mean(found[-10:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     "name", ["WGAN-GP", "R1", "Burgers' equation", "energy and forces", "MAML"]

@@ -126,6 +126,7 @@ def test_a_bf16_model(fp32: Trainer, tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "MPOptimizer"])
 def test_it_resumes_to_the_bit(compiled: bool, tmp_path: Path) -> None:
     def made() -> Trainer:

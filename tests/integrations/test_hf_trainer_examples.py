@@ -17,7 +17,7 @@ from examples import accelerate_loop, hf_trainer
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-EXAMPLES = [hf_trainer, accelerate_loop]
+EXAMPLES = [pytest.param(hf_trainer, marks=pytest.mark.slow), accelerate_loop]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: m.__name__)

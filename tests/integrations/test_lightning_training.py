@@ -184,6 +184,7 @@ def moving(way: str) -> dict[str, Any]:
     return plugin(way, loss_scale=scale)
 
 
+@pytest.mark.sampled(2)
 @every_way
 def test_a_resumed_training_is_bit_equal(way: str, tmp_path: Path) -> None:
     data = with_overflow(at=1)

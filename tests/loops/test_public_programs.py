@@ -132,7 +132,7 @@ def errors(found: Measured, reference: Measured) -> dict[str, list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch, as oneDNN is left out
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize(("name", "dtype", "way"), ROWS)
 def test_a_script_trains(name: str, dtype: torch.dtype, way: str) -> None:
     compare(name, dtype, way, says(name, dtype, way))

@@ -6,9 +6,10 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor.output_code import CompiledFxGraph
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -29,28 +30,35 @@ def doubled(mode: FakeTensorMode) -> tuple[fx.GraphModule, torch.Tensor]:
     return fx.GraphModule({}, graph), value
 
 
-def test_what_inductor_compiled_lives_as_long_as_its_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def compiled() -> Any:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    gm, value = doubled(mode)
+    return inference.compile_inference(
+        gm, [value], mode, static=(), shares_memory=False, patches={}
+    )
+
+
+def test_what_inductor_compiled_lives_as_long_as_its_function() -> None:
     """A `CompiledFxGraph` that is collected deletes the partitions that a function with CUDA graphs
     calls: `'Runner' object has no attribute 'partitions'`, in the first step.
     """
-    made = []
-    compile_inner = vars(inference)["compile_fx_inner"]
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        compiled = compile_inner(*args, **kwargs)
-        made.append(weakref.ref(compiled))
-        return compiled
-
-    monkeypatch.setattr(inference, "compile_fx_inner", noted)
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    gm, value = doubled(mode)
-    run = inference.compile_inference(gm, [value], mode, static=(), shares_memory=False, patches={})
+    run = compiled()
+    inner = weakref.ref(run.owner)
     gc.collect()
-    assert [compiled() is not None for compiled in made] == [True]
+    assert run.func == inner().current_callable
     (total,) = run([torch.ones(8)])
     assert total.tolist() == [2.0] * 8
     del run
     gc.collect()
-    assert [compiled() for compiled in made] == [None]
+    assert inner() is None
+
+
+def test_a_second_process_finds_the_function_in_torchs_cache() -> None:
+    """And calls it without AOTAutograd's wrapper, as the first one does."""
+    compiled()  # as in an earlier process
+    counters.clear()
+    run = compiled()
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert isinstance(run.owner, CompiledFxGraph)
+    (total,) = run([torch.ones(8)])
+    assert total.tolist() == [2.0] * 8

@@ -89,6 +89,7 @@ def check(case: Case, emit: str) -> None:
                                **tolerance)  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ALL)
 def test_operator_by_operator(case: Case) -> None:
     check(case, "eager")
@@ -105,7 +106,7 @@ def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, "eager")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", SAMPLED)
 def test_compiled(case: Case) -> None:
     check(case, "inductor")

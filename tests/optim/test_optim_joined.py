@@ -170,6 +170,7 @@ def give(params: Sequence[nn.Parameter], seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "clip"),
     [

@@ -114,6 +114,7 @@ PAIRS = [(name, bool(number % 2) is not other) for other in (False, True)
          for number, name in enumerate(PROGRAMS)]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [

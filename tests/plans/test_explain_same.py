@@ -53,7 +53,7 @@ def test_any_optimizer(kind: type[nn.Module], level: str, dtype: torch.dtype) ->
     check(model, MODELS[kind](), torch.optim.SGD(model.parameters(), 0.1), level=level, dtype=dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_mp_optimizer_at_o2(kind: type[nn.Module], dtype: torch.dtype) -> None:

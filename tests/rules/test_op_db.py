@@ -117,6 +117,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
 def test_sampled(case: Case) -> None:
     judge(case)

@@ -151,7 +151,7 @@ class WithLoss(GPT):
 @pytest.mark.parametrize(
     "more",
     [{"fuse_head": True}, {"fuse_head": True, "level": "O2"}, {"pad": "always"},
-     {"emit": "inductor", "level": "O2", "recompute": True}],
+     pytest.param({"emit": "inductor", "level": "O2", "recompute": True}, marks=pytest.mark.slow)],
     ids=str,
 )  # fmt: skip
 def test_other_options(more: dict[str, Any]) -> None:
@@ -268,6 +268,7 @@ def test_gradients_that_are_added_up_in_fp32() -> None:
     torch.testing.assert_close(master, before - 1e-6 * wide.weight.grad, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_whole_step_is_that_of_its_pieces(level: str) -> None:
     models = [GPT().to(BF16)]

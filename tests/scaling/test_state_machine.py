@@ -158,7 +158,7 @@ def run(examples: int, *, seeded: bool = True) -> None:
 
 
 def test_any_loop() -> None:
-    run(24)
+    run(12)
 
 
 @pytest.mark.whole

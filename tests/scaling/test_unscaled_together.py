@@ -93,6 +93,7 @@ def batch(overflow: int | None = None) -> list[torch.Tensor]:
 ARMS = [(level, generated) for level in ("O1", "O2") for generated in (False, True)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level", "generated"), ARMS)
 def test_one_small_gradient_that_overflows_skips_the_step(
     level: str, generated: bool, as_on_a_gpu: list[bool]

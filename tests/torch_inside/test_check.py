@@ -30,7 +30,10 @@ def test_a_program_is_right(about: str) -> None:
 
 
 def test_every_part_has_a_program() -> None:
-    assert {program.part for program in PROGRAMS} == set(Part) - {Part.SAY}
+    assert {program.part for program in PROGRAMS} == set(Part) - {
+        Part.CALLS,
+        Part.SAY,
+    }  # no numbers change
 
 
 # -- a fault is seen -------------------------------------------------------------------------------

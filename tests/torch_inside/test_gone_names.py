@@ -39,7 +39,7 @@ def ask() -> Iterator[Ask]:
         given.close()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("path", NAMES)
 def test_a_name_that_is_gone_is_named_and_nothing_is_silently_wrong(path: str, ask: Ask) -> None:
     seen = ask(path)

@@ -42,6 +42,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_each_network_of_a_gan_is_a_graph(graphs: list[int]) -> None:
     def program(run: Run) -> Step:
         g = run.model(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)))
