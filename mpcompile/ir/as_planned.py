@@ -21,11 +21,8 @@ class AsPlanned(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         planned = n.meta.get("val")
-        if isinstance(result, torch.Tensor) and isinstance(planned, torch.Tensor):
-            _check(n, result, planned)
+        if not isinstance(result, torch.Tensor) or not isinstance(planned, torch.Tensor):
+            return result
+        if result.dtype is not planned.dtype:
+            raise CannotRewrite(f"{n.name} is {result.dtype}, was planned as {planned.dtype}")
         return result
-
-
-def _check(node: fx.Node, result: torch.Tensor, planned: torch.Tensor) -> None:
-    if result.dtype is not planned.dtype:
-        raise CannotRewrite(f"{node.name} is {result.dtype}, and was planned as {planned.dtype}")

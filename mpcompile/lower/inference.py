@@ -62,6 +62,8 @@ def compile_inference(
     count = len(results)
     with torch.no_grad(), autocast_off(), tracing(TracingContext(mode)):
         wrapped: Any = compile_fx(gm, list(values), config_patches=patches)
+    # What adds an input to Inductor's graph, as a random state, adds a result, too; two inputs that
+    # are one share memory.
     inner = inspect.unwrap(wrapped)
     if shares_memory or results_of(inner) != count:
         return lambda given: wrapped(*given)

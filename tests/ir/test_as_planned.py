@@ -16,6 +16,6 @@ def test_autocast_around_a_run_is_found() -> None:
     torch.testing.assert_close(AsPlanned(graph).run(x, weight), torch.full((2, 4), 3.0).exp())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(CannotRewrite, match=r"mm is torch.bfloat16, .* planned as torch.float32"),
+        pytest.raises(CannotRewrite, match=r"mm is torch.bfloat16, was planned as torch.float32"),
     ):
         AsPlanned(graph).run(x, weight)
