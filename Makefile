@@ -15,11 +15,14 @@ TIMM := --no-deps 'timm>=1.0'
 # files and steals at the end, so what the tests of a file share is mostly made once.
 WORKERS ?= auto
 PYTEST_ARGS ?=
+# For `make test-share`.
+MINUTES ?= 10
 # `make bench BENCH_ARGS="run gpt"` runs one benchmark.
 BENCH_ARGS ?= run
 
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 DOCS := .venv-docs
 EMULATED := .venv-emulated
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -34,34 +37,39 @@ GPU ?= h100
 # For `make gpu-wheels`: the version of Python that the wheels are for.
 GPU_PYTHON ?= 3.12
 
-.PHONY: demo test test-torch test-inside check docs bench bench-check gpu gpu-wheels emulated dist dist-test \
-	clean FORCE
+.PHONY: demo test test-all test-share test-torch test-inside sweep check docs bench bench-check gpu \
+	gpu-wheels emulated dist dist-test clean FORCE
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/mpcompile demo
 
+# What tells whether the thing works: the lane that plain `pytest` runs.
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# All but the sweeps.
+test-all: $(VENV)/.stamp-test
+	$(PYTEST) -m 'not sweep and not gpu' $(PYTEST_ARGS)
+
+# What takes longer: operators' tables, zoos, random programs. It writes tests/sweeps.md.
+sweep: $(VENV)/.stamp-test
+	$(PYTEST) -m 'sweep and not gpu' --junitxml=build/sweep.xml $(PYTEST_ARGS); \
+		status=$$?; $(BIN)/python tests/support/durations.py build/sweep.xml --page tests/sweeps.md; exit $$status
+
+# Of the slow lane what a change touches and a share of the rest, for so many minutes (tests/support/share.py).
+test-share: $(VENV)/.stamp-test
+	files=$$($(BIN)/python tests/support/share.py --minutes $(MINUTES)) && \
+		{ [ -z "$$files" ] || $(PYTEST) -m slow $$files $(PYTEST_ARGS); }
 
 # The suite against another torch of the supported range, in an environment of its own:
-# `make test-torch TORCH=2.11.0`. The registry's Linux builds are CUDA builds, some gigabytes each.
+# `make test-torch TORCH=2.12.0`. The registry's Linux builds are CUDA builds, some gigabytes each.
 test-torch:
-	@$(if $(filter command line environment,$(origin TORCH)),:,echo 'say which: make test-torch TORCH=2.11.0'; exit 2)
+	@$(if $(filter command line environment,$(origin TORCH)),:,echo 'say which: make test-torch TORCH=2.12.0'; exit 2)
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH)
 
-# The tests that touch the insides of torch, against another one: a few minutes (`.ci/run`). Of each
-# test, a third of the rows.
-INSIDE := capture/test_capture devices/test_fake_cuda hazards/test_hazards_checkpoint \
-	hazards/test_hazards_gradients lower/test_emit lower/test_emit_rnn optim/test_optim \
-	optim/test_optim_settings passes/test_passes_classify passes/test_passes_functionalize \
-	passes/test_passes_place_casts passes/test_passes_scale_gradients passes/test_joint ranks/test_ddp \
-	ranks/test_fsdp runtime/test_tiny runtime/test_backend runtime/test_threads runtime/test_leaks \
-	torch_inside/test_torch_inside torch_inside/test_private_names torch_inside/test_torch_faults \
-	torch_inside/test_gone_names whole_step/test_train_step whole_step/test_whole_step_loops \
-	whole_step/test_whole_step_optimizers whole_step/test_whole_step_reached
-
+# The tests that touch the insides of torch (marked inside), against another one. Of each, a third of the rows.
 test-inside:
-	$(MAKE) test-torch PYTEST_ARGS="--every 3 $(INSIDE:%=tests/%.py) $(PYTEST_ARGS)"
+	$(MAKE) test-torch PYTEST_ARGS="--every 3 -m 'inside and not slow and not sweep and not gpu' $(PYTEST_ARGS)"
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -115,7 +123,7 @@ dist: $(VENV)/.stamp-dev
 
 # Installs that wheel in an environment of its own, away from the checkout, with the torch of $(VENV) behind it.
 dist-test: dist
-	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "slow or not slow" tests/house/test_dist.py
+	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "sweep or not sweep" tests/house/test_dist.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-emulated .venv-torch-* build dist *.egg-info

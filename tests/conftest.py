@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import EMULATED
-from rows import covering
+from lanes import LIMIT, limit, put_in_lanes, set_limit
 
 # Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
 FROM_TORCH = (
@@ -33,12 +32,18 @@ FROM_TORCH = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
 def pytest_configure(config: pytest.Config) -> None:
     # No plan depends on the machine that the tests run on.
     os.environ.setdefault("MPCOMPILE_PROFILE", "none")
     os.environ.setdefault("MPCOMPILE_CHECK", "0")  # nor on what a check of it has found
     for line in FROM_TORCH:
         config.addinivalue_line("filterwarnings", line)
+    set_limit(config)
+
+
+def pytest_report_header() -> str:
+    return f"a test may take {limit():.0f} s on this machine ({LIMIT:.0f} s on a usual one)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,28 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the rows of a test marked sampled(n), the default run takes every n-th; of those of
-    another test, as many as it takes to see each value of each axis (`rows.covering`).
-    """
-    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
-    for item in items:
-        if not any(map(item.get_closest_marker, ("slow", "whole"))):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    every = config.getoption("--every")
-    for rows in tests.values():
-        mark = rows[0].get_closest_marker("sampled")
-        if mark is None:
-            taken = [rows[i] for i in covering([values(row) for row in rows])][::every]
-        else:
-            taken = rows[:: max(every, mark.args[0])]
-        for row in set(rows).difference(taken):
-            row.add_marker("whole")
-
-
-def values(row: pytest.Item) -> tuple[str, ...]:
-    """The name of its value on each axis: one for each `parametrize`."""
-    callspec = getattr(row, "callspec", None)
-    return tuple(callspec._idlist) if callspec is not None else ("",)
+    put_in_lanes(items, config.getoption("--every"))
 
 
 @pytest.fixture(autouse=True)

@@ -77,14 +77,9 @@ def test_a_sample_is_seconds_per_step_and_settling_does_not_count() -> None:
 def test_the_device_is_idle_at_both_ends() -> None:
     machine = FakeMachine()
     waits: list[int] = []
-    take_turns(
-        [machine.arm("a", 1.0)],
-        rounds=1,
-        steps=2,
-        settle=1,
-        wait=lambda: waits.append(len(machine.order)),
-        clock=machine.clock,
-    )
+    wait = lambda: waits.append(len(machine.order))  # noqa: E731
+    arms = [machine.arm("a", 1.0)]
+    take_turns(arms, rounds=1, steps=2, settle=1, wait=wait, clock=machine.clock)
     assert waits == [1, 3]
 
 
@@ -156,14 +151,11 @@ def test_environment_names_no_path() -> None:
 
 def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
     report = Report(
-        name="made_up",
-        title="A made-up report",
-        notes=["One.", "Two."],
+        name="made_up", title="A made-up report", notes=["One.", "Two."],
         tables=[Table("Times", ("arm", "ms"), [("fast", "1.0"), ("slow one", "12.5")])],
-        verdicts={"fast": True, "small": False},
-        data={"samples": [1.0, 12.5]},
+        verdicts={"fast": True, "small": False}, data={"samples": [1.0, 12.5]},
         environment={"torch": "2"},
-    )
+    )  # fmt: skip
     readable, complete = report.write(tmp_path / "results")
     assert "| arm      |   ms |\n|----------|-----:|\n| fast     |  1.0 |" in readable.read_text()
     assert "- yes: fast\n- NO: small" in readable.read_text()
@@ -223,14 +215,14 @@ def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
     assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
     found = gpt_starts._start(gpt_arms.O1, CPU, tmp_path)
     assert 0 < found["passes"] < found["seconds"]
     assert found["cache_hits"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
     assert optimizer_step._start(optimizer_arms.OURS[0].name, CPU) > 0
 
@@ -310,7 +302,7 @@ def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "saved_bytes", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "saved_bytes_cpu.json").read_text())
@@ -338,7 +330,7 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "auto over never" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "first_steps_cpu.json").read_text())

@@ -17,11 +17,7 @@ from benchmarks.deepbench.shapes import Shape
 from mpcompile.profile.model import KINDS
 
 CPU = torch.device("cpu")
-PADDED = {
-    "gemm": ("n", "k"),
-    "conv": ("in_channels", "out_channels"),
-    "rnn": ("input", "hidden"),
-}
+PADDED = {"gemm": ("n", "k"), "conv": ("in_channels", "out_channels"), "rnn": ("input", "hidden")}
 
 
 @pytest.mark.parametrize("shape", shapes.CUDA, ids=lambda shape: shape.name)
@@ -57,12 +53,9 @@ def found(low: float, told: float | None) -> Found:
 
 def test_a_verdict_is_given_where_the_dtypes_differ() -> None:
     made = {
-        "right": found(0.5, 0.6),
-        "wrong": found(0.5, 1.5),
-        "slow": found(2.0, 1.5),
-        "alike": found(0.95, 1.5),
-        "unknown": found(0.5, None),
-    }
+        "right": found(0.5, 0.6), "wrong": found(0.5, 1.5), "slow": found(2.0, 1.5),
+        "alike": found(0.95, 1.5), "unknown": found(0.5, None),
+    }  # fmt: skip
     report = make_report(CPU, Work(()), made, [], {})
     held = {claim.split(":")[0]: is_so for claim, is_so in report.verdicts.items()}
     assert held == {"right": True, "wrong": False, "slow": True}

@@ -70,7 +70,7 @@ def _send_what_is_not_known(ranks: int) -> None:
         dist.reduce(torch.ones(2), dst=0)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep("four ranks"))])
 def test_what_is_sent_has_the_known_size(ranks: int) -> None:
     on_each_rank(_known_sizes, ranks=ranks)
 
@@ -90,7 +90,7 @@ def test_verdicts_hold_us_to_the_peer() -> None:
     assert list(verdicts(found).values()).count(False) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_distributed_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "distributed", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "distributed_cpu.json").read_text())

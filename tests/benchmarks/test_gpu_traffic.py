@@ -95,7 +95,7 @@ def test_the_first_table_names_what_ours_asks_for_in_addition() -> None:
     assert more.endswith("+2 at most, Net on T4")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_gpu_traffic_tiny(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A GPT and a DCGAN on a T4; some 40 s of processor time."""
     assert main(["run", "gpu_traffic", "--quick", "--out", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""The benchmark of small steps: one tiny run, and its clock."""
+"""The benchmarks of small steps, of evaluation and of what being ready costs: tiny runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import overhead
+from benchmarks import overhead, serving, watching
 from benchmarks.harness.report import Settings
 
 
@@ -50,3 +50,24 @@ def test_the_clock_counts_no_time_twice(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError):
         clock.around("outer", calls)()
     assert clock.spent == {"inner": 10.0, "outer": 5.0}
+
+
+def test_serving_tiny() -> None:
+    pytest.importorskip("transformers")
+    report = serving.run(Settings(torch.device("cpu"), quick=True))
+    ((name, arms),) = report.data["seconds"].items()
+    assert name == "GPT-2, B1, 4 + 3 tokens"
+    assert tuple(arms) == serving.ARMS
+    assert all(len(times) == serving.TINY.rounds for times in arms.values())
+    assert len(report.verdicts) == 1
+
+
+def test_watching_tiny() -> None:
+    report = watching.run(Settings(torch.device("cpu"), quick=True))
+    arms = report.data["seconds_per_step"]
+    assert set(arms) == {"MLP, AdamW", "MLP, MPOptimizer"}
+    assert all(set(times) == {"ready", "off"} for times in arms.values())
+    copies = report.data["copies"]
+    assert copies["seconds"] > 0
+    assert copies["bytes"] > copies["nodes"]
+    assert len(report.verdicts) == 2

@@ -159,15 +159,8 @@ def row_of(unscaled: float) -> Row:
 
 
 def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None:
-    report = make_report(
-        "papers_cpu",
-        [],
-        [LINE],
-        {"line": Kept("", "here", row_of(math.nan))},
-        {},
-        {},
-        {"line": SMALL},
-    )
+    kept = {"line": Kept("", "here", row_of(math.nan))}
+    report = make_report("papers_cpu", [], [LINE], kept, {}, {}, {"line": SMALL})
     cells = report.tables[0].rows[0]
     assert cells[2] == "2.00 (1.00 to 3.00)"
     assert cells[3] == f"nan{OFF}"
@@ -180,9 +173,8 @@ def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None
     _, complete = report.write(tmp_path)
     text = complete.read_text()
     assert "NaN" not in text
-    assert json.loads(text)["rows"]["line"]["runs"][QUALITY[1].name][0]["metrics"] == {
-        "weights": None
-    }
+    (run, *_) = json.loads(text)["rows"]["line"]["runs"][QUALITY[1].name]
+    assert run["metrics"] == {"weights": None}
 
 
 def test_histograms_are_of_all_looks() -> None:
@@ -375,15 +367,8 @@ def test_the_report_tells_chance_from_a_shift() -> None:
     base = row_of(1.0) | {FP32.name: outcomes(*(float(i) for i in range(10)))}
     shifted = outcomes(*(float(i + 20) for i in range(10)))
     looked = {"BF16 O1": shifted, "BF16 O2": outcomes(*(float(i) for i in range(10)))}
-    report = make_report(
-        "papers_cpu",
-        [],
-        [LINE],
-        {"line": Kept("", "here", base)},
-        {"line": Kept("", "here", looked)},
-        {},
-        {},
-    )
+    first, again = ({"line": Kept("", "here", found)} for found in (base, looked))
+    report = make_report("papers_cpu", [], [LINE], first, again, {}, {})
     told = {claim: held for claim, held in report.verdicts.items() if "ten seeds" in claim}
     assert list(told.values()) == [False, True]
     lines = report.tables[-1].rows

@@ -27,7 +27,7 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
     assert low < high
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_a_language_model_of_transformers() -> None:
     work = dataclasses.replace(quick(), tasks=(TINY[0].name,))
     rows = measure_all(work, torch.device("cpu"))

@@ -22,7 +22,7 @@ third_party = pytest.mark.filterwarnings("ignore")
 
 @third_party
 @pytest.mark.parametrize(
-    "name", ["mvit", *(pytest.param(name, marks=pytest.mark.slow)
+    "name", ["mvit", *(pytest.param(name, marks=pytest.mark.sweep("the zoo of torchvision"))
                        for name in ("swin", "retinanet", "faster_rcnn", "raft"))]
 )  # fmt: skip
 def test_a_model_of_torchvision(name: str) -> None:

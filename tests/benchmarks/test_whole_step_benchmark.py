@@ -27,7 +27,7 @@ def parameters(trainee: Trainee) -> list[Tensor]:
     return [p.detach().clone() for model in trainee.models for p in model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_whole_step_tiny() -> None:
     threads = torch.get_num_threads()
     report = whole_step.run(Settings(CPU, quick=True))
@@ -100,7 +100,7 @@ def test_a_whole_step_whose_graph_does_nothing() -> None:
     assert not any(map(torch.equal, parameters(trainee), before))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 @pytest.mark.parametrize("arm", [PEER, PLAIN, PIECES[1]])
 def test_a_step_in_pieces_whose_graphs_do_nothing(arm: str) -> None:
     """The loss is the one before, although the models have different inputs."""
@@ -119,14 +119,9 @@ def test_a_step_in_pieces_whose_graphs_do_nothing(arm: str) -> None:
 
 def test_what_is_not_whole_or_not_timed_is_said_and_without_a_peer_there_is_no_ratio() -> None:
     row = Row(
-        losses={arm: [1.0] for arm in ARMS},
-        seconds={EAGER: [1.0]},
-        held={EAGER: 1},
-        peak={EAGER: 1},
-        slow={PEER: 100.0},
-        left={WHOLE[0]: "it won't"},
-        untrained=[PLAIN],
-    )
+        losses={arm: [1.0] for arm in ARMS}, seconds={EAGER: [1.0]}, held={EAGER: 1},
+        peak={EAGER: 1}, slow={PEER: 100.0}, left={WHOLE[0]: "it won't"}, untrained=[PLAIN],
+    )  # fmt: skip
     report = make_report(Measured({"a row": row}, {}), TINY, CPU, notes=[], record={})
     for remark in (
         f"a row: {WHOLE[0]} is not whole: it won't.",
@@ -143,7 +138,7 @@ def test_ratios_are_over_the_peer() -> None:
     assert [(arm, r.paired) for arm, r in found.items()] == [(EAGER, 2.0)]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("runs a benchmark, small")
 def test_a_peer_that_torch_refuses_to_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """An LSTM under autocast, where oneDNN has none in that dtype; of ours it is an error."""
     warm_up, refused = Trainee.warm_up, [PEER]

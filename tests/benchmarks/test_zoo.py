@@ -28,7 +28,7 @@ SAMPLE = (
     "transformers/bert", "timm/resnet10t", "timm/swin",
     pytest.param("transformers/t5", marks=pytest.mark.skipif(
         torch.__version__ < "2.12", reason="Dynamo of 2.11 doesn't trace the copy of a config")),
-    *(pytest.param(name, marks=pytest.mark.slow)
+    *(pytest.param(name, marks=pytest.mark.sweep("the zoo"))
       for name in ("transformers/gpt_neox", "transformers/olmoe", "transformers/mamba",
                    "timm/convnext", "timm/mixer", "timm/tnt")),
 )  # fmt: skip
@@ -159,12 +159,10 @@ def worker(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         module.touch()
     notes = folder / "notes"
     lines = [
-        "import json, sys",
-        "for name in sys.argv[2:]:",
-        f"    print(name, file=open({str(notes)!r}, 'a'))",
-        f"    {text}",
+        "import json, sys", "for name in sys.argv[2:]:",
+        f"    print(name, file=open({str(notes)!r}, 'a'))", f"    {text}",
         "    print(json.dumps({'name': name}), flush=True)",
-    ]
+    ]  # fmt: skip
     (package / "measure.py").write_text("\n".join(lines))
     monkeypatch.setattr(pieces, "ROOT", folder)
     return notes
@@ -211,7 +209,7 @@ def test_timm_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(type(sys.modules[name]).__name__ == "MagicMock" for name in stand_ins)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("the zoo")
 @third_party
 def test_zoo_quick(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -16,6 +16,8 @@ from mpcompile import ir, mpcompile
 from mpcompile.capture.surroundings import around_now
 from mpcompile.errors import CannotRewrite
 
+pytestmark = pytest.mark.inside
+
 
 def by_op(gm: fx.GraphModule) -> dict[str, fx.Node]:
     return {ir.op_name(n).removeprefix("aten::"): n for n in gm.graph.nodes if ir.is_op(n)}
@@ -71,8 +73,7 @@ def test_inputs_keep_what_dynamo_wrote() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.linear(x)
-            return out
+            return self.linear(x)
 
     gm = captured(Net(), torch.randn(2, 4))
     inputs = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
@@ -161,8 +162,7 @@ class Net(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(batch, time, 3, 2, 8).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + h.transpose(1, 2).reshape(batch, time, 16) / time**0.5
-        out: torch.Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 @SETTINGS
@@ -246,8 +246,7 @@ def test_nested_arguments(level: str) -> None:
 
         def forward(self, batch: dict[str, Any], pair: Any, *, scale: float = 1.0) -> torch.Tensor:
             a, (b, _nothing) = pair
-            out: torch.Tensor = self.linear(batch["x"] + a) * scale + b
-            return out
+            return self.linear(batch["x"] + a) * scale + b
 
     model = mpcompile(Nested(), dtype=torch.float16, level=level, emit="eager", strict=True)
     x, a, b = leaf(8, 16), leaf(8, 16), torch.randn(16)

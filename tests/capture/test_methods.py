@@ -41,8 +41,7 @@ class Trainer(Parts):
 
     @mpcompile(**OPTIONS)
     def loss(self, x: Tensor) -> Tensor:
-        result: Tensor = self.model(x).square().mean()
-        return result
+        return self.model(x).square().mean()
 
 
 class Derived(Trainer):

@@ -62,18 +62,15 @@ def masked_tokens(net: Program, x: Tensor) -> Tensor:
 
 
 def selected(net: Program, x: Tensor) -> Tensor:
-    out: Tensor = net.last(net.first(x).masked_select((x > -9).detach()).view(-1, 8))
-    return out
+    return net.last(net.first(x).masked_select((x > -9).detach()).view(-1, 8))
 
 
 def repeated(net: Program, x: Tensor) -> Tensor:
-    out: Tensor = net.last(net.first(x).repeat_interleave(torch.arange(6) % 3, dim=0))
-    return out
+    return net.last(net.first(x).repeat_interleave(torch.arange(6) % 3, dim=0))
 
 
 def returned(net: Program, x: Tensor) -> Tensor:
-    out: Tensor = net.last(net.first(x))[x[:, 0] > 0.3]
-    return out
+    return net.last(net.first(x))[x[:, 0] > 0.3]
 
 
 PROGRAMS = [masked_tokens, selected, repeated, returned]

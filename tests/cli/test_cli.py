@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import squeezed
 
 import mpcompile
 from mpcompile import cli
@@ -16,11 +17,6 @@ from mpcompile.devices.registry import capabilities
 from mpcompile.profile import Profile, Sample, store
 from mpcompile.profile.grid import Point
 from mpcompile.profile.key import key_of
-
-
-def squeezed(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
-
 
 # -- info ------------------------------------------------------------------------------------------
 
@@ -34,15 +30,10 @@ def test_info_names_device_dtype_reason_and_torch(
     out = squeezed(capsys.readouterr().out)
     cpu = capabilities("cpu")
     for expected in (
-        f"mpcompile {mpcompile.__version__}",
-        f"torch {torch.__version__} (in the range >=2.11)",
-        f"python {platform.python_version()} on {platform.system()}",
-        f'dtype="auto" {cpu.auto}',
-        cpu.why_auto(),
-        cpu.units(),
-        "oneDNN",
-        "TORCHINDUCTOR_FREEZING 1",
-    ):
+        f"mpcompile {mpcompile.__version__}", f"torch {torch.__version__} (in the range >=2.11)",
+        f"python {platform.python_version()} on {platform.system()}", f'dtype="auto" {cpu.auto}',
+        cpu.why_auto(), cpu.units(), "oneDNN", "TORCHINDUCTOR_FREEZING 1",
+    ):  # fmt: skip
         assert expected in out
     assert "secret" not in out
 

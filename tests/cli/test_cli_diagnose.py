@@ -65,8 +65,7 @@ def diagnosed(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def diagnose_call(model: Any, args: Any, kwargs: Any, **given: Any) -> Report:
         seen.update(given)
-        found: Report = seen["report"]
-        return found
+        return seen["report"]
 
     monkeypatch.setattr(cli.numbers, "diagnose_call", diagnose_call)
     return seen

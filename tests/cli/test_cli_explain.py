@@ -87,8 +87,7 @@ def planned(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def plan_call(model: Any, args: Any, kwargs: Any, **given: Any) -> Plan:
         seen.update(given, model=type(model).__name__, args=args, kwargs=kwargs)
-        plan: Plan = seen["plan"]
-        return plan
+        return seen["plan"]
 
     monkeypatch.setattr(cli.explain, "plan_call", plan_call)
     return seen

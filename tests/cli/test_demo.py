@@ -177,7 +177,6 @@ def test_training_learns_and_the_clock_runs() -> None:
     assert trainee.losses[-1] < trainee.losses[0] - 1
     assert len(trainee.seconds) == 30
     assert min(trainee.seconds) > 0
-    assert trainee.memory is not None
     assert trainee.memory > 4 * (4 * 16 * 32)  # more than one residual stream
 
 
@@ -214,7 +213,6 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     )
     result = run(settings, Console(file=out, width=140))
     assert result.mixed.held_out_loss == pytest.approx(result.full.held_out_loss, abs=0.02)
-    assert result.mixed.casts is not None
     assert result.mixed.casts > 0
     assert (result.mixed.loss_scale is None) is (dtype == "bfloat16")
     assert (result.full.loss_scale, result.full.casts) == (None, None)
@@ -227,15 +225,9 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     said = [line.partition(":")[0] for line in text.splitlines() if line.startswith("step ")]
     assert said == ["step 1", "step 2", "step 3"]  # in a file, whose end nobody waits for
     for row in (
-        "held-out loss",
-        "ms per step",
-        "memory, MiB",
-        "products",
-        "can gain here",
-        "loss scale",
-        "casts placed",
-        "dump",
-    ):
+        "held-out loss", "ms per step", "memory, MiB", "products", "can gain here", "loss scale",
+        "casts placed", "dump",
+    ):  # fmt: skip
         assert row in text
     assert "text by the" in text
 
@@ -280,7 +272,7 @@ def test_the_same_seed_gives_the_same_fp32_run(tmp_path: Path) -> None:
     assert first != loss(1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("the demo through Inductor, as the command runs it")
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["demo", "--steps", "8", "--device", "cpu", "--dump", str(tmp_path)]) == 0
     assert "BF16 O1" in capsys.readouterr().out

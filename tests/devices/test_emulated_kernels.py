@@ -1,4 +1,5 @@
-"""Inductor's kernels in Triton's interpreter, on a GPU that is emulated: against torch on the host.
+"""On a GPU that is emulated: Inductor's kernels in Triton's interpreter, against torch on the host;
+and what the host asks of it in one step.
 
 make emulated
 """
@@ -92,3 +93,16 @@ def test_what_a_kernel_leaves_out_is_nan() -> None:
     """Fresh memory reaches a result where nobody has written to it."""
     found, _ = compiled(lambda x: torch.empty_like(x).add(x), torch.ones(5))
     assert found.isnan().all()
+
+
+def test_fewer_launches_than_the_peer_and_no_wait() -> None:
+    from benchmarks.emucuda.host_calls import ARMS, counted, launches
+
+    arms = {arm.name: arm for arm in ARMS}
+    peer = counted(arms["compile + autocast + GradScaler"], 4)
+    ours = counted(arms["mpcompile O2, MPOptimizer"], 4)
+    plain = counted(arms["mpcompile O2"], 4)
+    assert launches(ours) < launches(peer)
+    assert ours["waits"] == 0
+    # Without an MPOptimizer the host asks, once, whether the step is to be skipped.
+    assert plain["waits"] == 1

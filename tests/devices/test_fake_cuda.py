@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 from gpu_models import MODELS
 from gpus_by_name import needs_a_cpu_build, python, told
 from plan_lines import lines_of
@@ -19,13 +18,12 @@ from mpcompile import plan_for
 
 GPUS = ["h100", "t4", "v100"]
 
-pytestmark = needs_a_cpu_build
+pytestmark = [pytest.mark.inside, needs_a_cpu_build]
 
 
 def trained(gpu: str) -> list[dict[str, Any]]:
     """What tests/support/fake_cuda_training.py tells of each model, level and optimizer."""
-    found: list[dict[str, Any]] = told("fake_cuda_training.py", gpu)
-    return found
+    return told("fake_cuda_training.py", gpu)
 
 
 IMPORT = "from benchmarks import fakecuda"
@@ -81,92 +79,39 @@ def _without_layouts(plan: list[str]) -> list[str]:
 
 
 def plans(gpu: str) -> str:
-    """The products of each model, in the shapes they run in."""
-    lines = []
+    """The products of each model, in the shapes they run in: the same at both levels."""
+    found: dict[str, list[str]] = {}
     for run in trained(gpu):
         if run["generated"]:
-            lines.append(f"{run['model']} {run['level']}")
-            lines += [f"    {product}" for product in run["products"]]
-    return "\n".join(lines) + "\n"
+            assert found.setdefault(run["model"], run["products"]) == run["products"]
+    return "\n".join(line for model, products in found.items() for line in (model, *products))
 
 
-def test_plans_for_an_h100() -> None:
-    """By its profile, products whose casts would cost more than they save stay in FP32."""
-    assert_expected_inline(
-        plans("h100"),
-        """\
-mlp O1
-    linear: f16[4095, 4096] LOW
-    linear_1: f16[4095, 1008] LOW
-mlp O2
-    linear: f16[4095, 4096] LOW
-    linear_1: f16[4095, 1008] LOW
-gpt O1
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-gpt O2
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-conv O1
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f32[64, 10] FULL
-conv O2
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f32[64, 10] FULL
-""",
-    )
-
-
-def test_plans_for_a_t4() -> None:
-    """Before Ampere the number of rows counts, too: they are padded as well."""
-    assert_expected_inline(
-        plans("t4"),
-        """\
-mlp O1
-    linear: f16[4096, 4096] LOW
-    linear_1: f16[4096, 1008] LOW
-mlp O2
-    linear: f16[4096, 4096] LOW
-    linear_1: f16[4096, 1008] LOW
-gpt O1
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-gpt O2
-    linear: f16[16, 128, 2304] LOW
-    scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
-    linear_1: f16[16, 128, 768] LOW
-    linear_2: f16[16, 128, 3072] LOW
-    linear_3: f16[16, 128, 768] LOW
-    linear_4: f16[16, 128, 1008] LOW
-conv O1
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f16[64, 10] LOW
-conv O2
-    conv2d: f16[64, 128, 56, 56] LOW
-    conv2d_1: f16[64, 136, 26, 26] LOW
-    linear: f16[64, 10] LOW
-""",
-    )
-
-
-def test_a_v100_is_planned_for_as_a_t4_is() -> None:
-    """Neither has a profile, and both count rows."""
-    assert plans("v100") == plans("t4")
+@pytest.mark.parametrize(
+    ("gpu", "rows", "last"),
+    [("h100", 4095, "f32[64, 10] FULL"), ("t4", 4096, "f16[64, 10] LOW"),
+     ("v100", 4096, "f16[64, 10] LOW")],
+)  # fmt: skip
+def test_plans(gpu: str, rows: int, last: str) -> None:
+    """Before Ampere the number of rows counts, too: they are padded as well. By the H100's profile,
+    a product whose casts would cost more than they save stays in FP32.
+    """
+    expected = f"""\
+mlp
+linear: f16[{rows}, 4096] LOW
+linear_1: f16[{rows}, 1008] LOW
+gpt
+linear: f16[16, 128, 2304] LOW
+scaled_dot_product_attention: f16[16, 6, 128, 128] LOW
+linear_1: f16[16, 128, 768] LOW
+linear_2: f16[16, 128, 3072] LOW
+linear_3: f16[16, 128, 768] LOW
+linear_4: f16[16, 128, 1008] LOW
+conv
+conv2d: f16[64, 128, 56, 56] LOW
+conv2d_1: f16[64, 136, 26, 26] LOW
+linear: {last}"""
+    assert plans(gpu) == expected
 
 
 def test_torch_before_fakecuda() -> None:

@@ -11,8 +11,7 @@ pytestmark = needs_a_cpu_build
 
 
 def counted(gpu: str) -> dict[str, Any]:
-    found: dict[str, Any] = told("fake_cuda_counting.py", gpu)
-    return found
+    return told("fake_cuda_counting.py", gpu)
 
 
 def test_a_product_and_a_generated_kernel() -> None:

@@ -1,6 +1,6 @@
 """The kernels that Inductor generates, compiled for GPUs that this machine does not have.
 
-`pytest -m triton`; needs Triton, which compiles for any GPU on a machine without one.
+`pytest -m sweep`; needs Triton, which compiles for any GPU on a machine without one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from gpus_by_name import needs_a_cpu_build, told
 TARGETS = {"h100": "sm_90a", "a100": "sm_80", "t4": "sm_75"}
 
 pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.timeout(900),
+    pytest.mark.sweep("compiles kernels for GPUs, with Triton"),
     needs_a_cpu_build,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
@@ -27,8 +26,7 @@ pytestmark = [
 
 def trained(gpu: str) -> list[dict[str, Any]]:
     """What tests/support/fake_cuda_kernels.py tells of each model and level."""
-    found: list[dict[str, Any]] = told("fake_cuda_kernels.py", gpu)
-    return found
+    return told("fake_cuda_kernels.py", gpu)
 
 
 each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", TARGETS)

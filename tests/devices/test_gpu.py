@@ -37,8 +37,7 @@ class Block(nn.Module):
         x = self.embedding(tokens)
         q, k, v = self.mix(self.norm(x)).chunk(3, -1)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        logits: torch.Tensor = self.head(F.gelu(x))
-        return logits
+        return self.head(F.gelu(x))
 
 
 def train(
@@ -85,17 +84,6 @@ def test_a_training_step_never_waits_for_the_device(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_cuda_graphs_record_the_model_and_the_step(level: str) -> None:
-    counters.clear()
-    mode = "reduce-overhead"
-    model = mpcompile(Block().cuda(), level=level, dtype=torch.float16, mode=mode)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = train(model, MPOptimizer(adamw, mode=mode), 20)
-    assert counters["inductor"]["cudagraph_skips"] == 0
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_cuda_graphs_are_recorded_in_the_first_steps_alone(level: str) -> None:
     """A loop keeps its losses, so the allocator gives each step's numbers another place."""
     mode = "reduce-overhead"
@@ -105,6 +93,7 @@ def test_cuda_graphs_are_recorded_in_the_first_steps_alone(level: str) -> None:
     kept = train(model, optimizer, 6)
     recorded = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
     kept += train(model, optimizer, 8)
+    assert counters["inductor"]["cudagraph_skips"] == 0
     assert recorded > 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == recorded
     assert len(kept) == 14

@@ -83,11 +83,7 @@ def test_time_that_runs_out_ends_the_run() -> None:
 
 def test_a_busy_moment_does_not_count() -> None:
     turns = iter(range(10**6))
-
-    def busy(point: Point, dtype: torch.dtype) -> float:
-        return 1e-4
-
-    machine = Machine(busy)
+    machine = Machine(lambda point, dtype: 1e-4)
     made = machine.build
 
     def disturbed(point: Point, dtype: torch.dtype, device: torch.device) -> Calls:
@@ -122,13 +118,10 @@ def test_a_dtype_without_a_kernel_is_left_out() -> None:
 def test_progress_names_every_size() -> None:
     machine, seen = Machine(by_work), []
     measure(
-        CPU,
-        points=[Point("gemm", (1, 8, 8, 8)), Point("copy", (64,))],
-        dtypes=[FP32],
+        CPU, points=[Point("gemm", (1, 8, 8, 8)), Point("copy", (64,))], dtypes=[FP32],
         build=lambda p, dtype, device: machine.build(Point("gemm", (1, 8, 8, 8)), dtype, device),
-        clock=machine.clock,
-        progress=lambda point, done, of: seen.append((point.kind, done, of)),
-    )
+        clock=machine.clock, progress=lambda point, done, of: seen.append((point.kind, done, of)),
+    )  # fmt: skip
     assert seen == [("copy", 0, 2), ("gemm", 1, 2)]
 
 

@@ -142,28 +142,16 @@ def test_a_damaged_file_in_the_cache_warns_once_and_is_passed_over() -> None:
     assert load(CPU) == fitting()
 
 
-def test_the_variable_names_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.json"
-    store.write(HERE, path)
+def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names a profile, for devices of its type alone; or it switches profiles off."""
     store.write(fitting(), store.cache_path(CPU))
-    monkeypatch.setenv(store.VARIABLE, str(path))
-    assert load(CPU) == HERE
-
-
-def test_the_variable_is_for_devices_of_its_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "gpu.json"
-    store.write(Profile("a GPU", "cuda", "2.13.0", "", 0, HERE.samples), path)
-    store.write(fitting(), store.cache_path(CPU))
-    monkeypatch.setenv(store.VARIABLE, str(path))
-    assert load(CPU) == fitting()
-
-
-def test_the_variable_switches_profiles_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    store.write(fitting(), store.cache_path(CPU))
-    monkeypatch.setenv(store.VARIABLE, "none")
-    assert load(CPU) is None
+    store.write(HERE, tmp_path / "mine.json")
+    store.write(Profile("a GPU", "cuda", "2.13.0", "", 0, HERE.samples), tmp_path / "gpu.json")
+    for said, expected in (
+        (str(tmp_path / "mine.json"), HERE), (str(tmp_path / "gpu.json"), fitting()), ("none", None)
+    ):  # fmt: skip
+        monkeypatch.setenv(store.VARIABLE, said)
+        assert load(CPU) == expected
 
 
 def test_the_variable_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,8 @@ def test_a_result_near_the_end_is_pinned_with_all_who_read_it(gain: float, pinne
 
 def test_the_margin_is_the_users() -> None:
     assert calibrate(Net(END / 8), [ones()], **FP16).nodes == {}
-    assert set(calibrate(Net(END / 8), [ones()], margin=10, **FP16).nodes) == {
-        "linear_1",
-        "linear_2",
-    }
+    pinned = calibrate(Net(END / 8), [ones()], margin=10, **FP16).nodes
+    assert set(pinned) == {"linear_1", "linear_2"}
 
 
 def test_the_pins_make_a_model_train_that_did_not() -> None:
@@ -134,7 +132,6 @@ def test_nothing_happens_to_the_model() -> None:
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name])
     for p, gradient in zip(model.parameters(), gradients, strict=True):
-        assert p.grad is not None
         assert torch.equal(p.grad, gradient)
 
 

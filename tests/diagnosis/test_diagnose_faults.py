@@ -14,6 +14,8 @@ from torch import nn
 from mpcompile import MPOptimizer, Policy, diagnose, mpcompile
 from mpcompile.diagnosis import Report
 
+REST = pytest.mark.sweep("the rest of a matrix of planted faults")
+
 torch.manual_seed(1)
 X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
 
@@ -60,7 +62,7 @@ def rows() -> Iterator[Any]:
             yield pytest.param(name, "plain", level, id=f"{name}-{level}")
             for place, situation in enumerate(SITUATIONS):
                 sampled = (place, level) == (number % len(SITUATIONS), LEVELS[number % 5 % 2])
-                marks = () if sampled else pytest.mark.whole
+                marks = () if sampled else REST
                 yield pytest.param(name, situation, level, marks=marks)
 
 
@@ -73,7 +75,7 @@ def test_it_is_named(name: str, situation: str, level: str) -> None:
 
 
 INDUCTOR = [
-    pytest.param(name, level, marks=() if (name, level) == ("slope", "O2") else pytest.mark.slow)
+    pytest.param(name, level, marks=() if (name, level) == ("slope", "O2") else REST)
     for name in PLANTED
     for level in LEVELS
 ]
@@ -113,12 +115,3 @@ def test_the_pins_cure_it(name: str, level: str) -> None:
         side = "part.side.weight"
         assert (found[side] - gradients[side]).norm() <= 0.02 * gradients[side].norm()
     assert diagnose(planted.host(), X, loss_fn=loss_of, policy=policy, **options).faults == ()
-
-
-@pytest.mark.parametrize("name", [name for name, planted in PLANTED.items() if planted.cured])
-def test_without_the_pins_it_is_sick(name: str) -> None:
-    """The faults are real: the compiled model's loss or gradients are not finite, or far off."""
-    loss, gradients = trained(PLANTED[name].host())
-    ours, found = trained(mpcompile(PLANTED[name].host(), dtype="float16", emit="eager"))
-    off = [(found[key] - g).norm() / g.norm() for key, g in gradients.items()]
-    assert not abs(ours - loss) < 0.01 * loss or not max(off) < 0.1

@@ -97,8 +97,7 @@ class Reader:
 
     @property
     def panel(self) -> str:
-        text: str = self.one("#panel").text
-        return text
+        return self.one("#panel").text
 
 
 @pytest.fixture
@@ -119,7 +118,6 @@ def read(driver: Any, pages: dict[str, tuple[Report, Path]]) -> Iterator[Callabl
 def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
     reader = read("overflowing")
     fault = reader.report.first
-    assert fault is not None
     assert fault.node.module == "down"
     assert reader.one(".fault h2").text == "overflow"
     assert fault.node.source.startswith("test_report_browser.py:")
@@ -199,7 +197,6 @@ def test_no_number_hides_what_is_not_finite(read: Callable[[str], Reader]) -> No
     gradient 1 / 128, times the loss scale.
     """
     reader = read("overflowing")
-    assert reader.report.scale is not None
     wide = reader.driver.find_elements(By.CSS_SELECTOR, "tr[data-key='0/linear_1'] td")
     assert [cell.text for cell in wide[2:4]] == ["-", "0"]
     assert [cell.text for cell in wide[9:]] == ["∞", f"{reader.report.scale / 128:.3f}"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, check, leaf
+from module_of import module_of
 from torch import fx, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import (
 
 import mpcompile
 from mpcompile.lower import emitter
+
+pytestmark = pytest.mark.inside
 
 aten = torch.ops.aten
 
@@ -126,36 +129,26 @@ def test_what_is_saved(level: str, graphs: list[fx.GraphModule]) -> None:
 
 @LEVELS
 def test_two_checkpoints_in_a_row_share_a_weight(level: str) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(checkpointed)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return m.block(m.block(x))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.block(self.block(x))
-            return out
-
-    check(Stack(), leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
+    model = module_of(forward, block=Block(checkpointed))
+    check(model, leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
 
 
 @SETTINGS
 def test_dropout_is_the_same_when_recomputed(level: str, emit: str) -> None:
     """Of a dropped element neither the output nor the gradient may differ from zero."""
 
-    class Drop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 64)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> Any:
+            return F.dropout(torch.sigmoid(m.linear(y)) + 1, 0.5)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def body(y: torch.Tensor) -> torch.Tensor:
-                return F.dropout(torch.sigmoid(self.linear(y)) + 1, 0.5)
-
-            out: torch.Tensor = checkpoint(body, x, use_reentrant=False)
-            return out
+        return checkpoint(body, x, use_reentrant=False)
 
     options = {"level": level, "emit": emit, "loss_scale": 128.0, "strict": True}
-    model = mpcompile.mpcompile(Drop(), dtype=torch.float16, **options)
+    model = module_of(forward, linear=nn.Linear(16, 64))
+    mpcompile.mpcompile(model, dtype=torch.float16, **options)
     out = model(torch.zeros(1, 16))
     kept = (out != 0).flatten()
     assert 10 < kept.sum() < 54
@@ -171,37 +164,29 @@ def test_dropout_mask_is_the_fp32_programs(level: str) -> None:
 
 @LEVELS
 def test_several_results_and_a_constant(level: str) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> Any:
+            h = m.linear(y)
+            return h, (h * torch.tensor([2.0])).relu(), 3
 
-        def forward(self, x: torch.Tensor) -> Any:
-            def body(y: torch.Tensor) -> Any:
-                h = self.linear(y)
-                return h, (h * torch.tensor([2.0])).relu(), 3
+        a, b, n = checkpoint(body, x, use_reentrant=False)
+        return a @ b.t(), b, n
 
-            a, b, n = checkpoint(body, x, use_reentrant=False)
-            return a @ b.t(), b, n
-
-    check(Several(), leaf(8, 16), level=level, emit="aot_eager", low=["linear", "matmul"])
+    model = module_of(forward, linear=nn.Linear(16, 16))
+    check(model, leaf(8, 16), level=level, emit="aot_eager", low=["linear", "matmul"])
 
 
 @LEVELS
 def test_result_is_an_input(level: str) -> None:
-    class Through(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> Any:
+            return y, m.linear(y)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            def body(y: torch.Tensor) -> Any:
-                return y, self.linear(y)
+        a, b = checkpoint(body, x * 2, use_reentrant=False)
+        return a + b
 
-            a, b = checkpoint(body, x * 2, use_reentrant=False)
-            return a + b
-
-    check(Through(), leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
+    model = module_of(forward, linear=nn.Linear(16, 16))
+    check(model, leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
 
 
 @LEVELS
@@ -217,20 +202,14 @@ def test_custom_function_in_a_body(level: str, graphs: list[fx.GraphModule]) -> 
             (x,) = ctx.saved_tensors
             return grad.clamp(-1e-3, 1e-3) * 5 * x
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> Any:
+            return m.b(Square.apply(m.a(y)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def body(y: torch.Tensor) -> torch.Tensor:
-                out: torch.Tensor = self.b(Square.apply(self.a(y)))
-                return out
+        return checkpoint(body, x, use_reentrant=False)
 
-            out: torch.Tensor = checkpoint(body, x, use_reentrant=False)
-            return out
-
-    check(Net(), leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
+    model = module_of(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+    check(model, leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
     assert len(products(graphs[1])) == 5  # the first linear again
 
 

@@ -9,25 +9,12 @@ from typing import Any
 import pytest
 import torch
 from compare import SETTINGS, check, fallback_reason, leaf
+from fuzz_programs import AddTo, Clip
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from versions import since
 
 from mpcompile import MPCompileWarning, loss_scale_of, mpcompile
-
-
-class AddTo(torch.autograd.Function):
-    """x += y; the gradient of y is doubled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        x.add_(y)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], grads[0] * 2
 
 
 def hook_after_a_use(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -88,18 +75,6 @@ def test_an_input_that_a_function_of_the_users_writes() -> None:
             out = run(h, y)
         found.append(torch.autograd.grad(out.sum() + h.sum(), y)[0])
     torch.testing.assert_close(found[1], found[0])
-
-
-class Clip(torch.autograd.Function):
-    """A copy; the gradient is clipped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0].clamp(-0.01, 0.01)
 
 
 def write_to_what_a_function_made(x: torch.Tensor, w: torch.Tensor) -> Any:

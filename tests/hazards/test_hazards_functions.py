@@ -8,36 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, check, fallback_reason, leaf
+from fuzz_programs import AddTo, Clip, Straight
 from torch import nn
 from versions import since
 
 from mpcompile import MPCompileWarning, mpcompile
 
 BIG_SCALE = 2.0**15
-
-
-class StraightThrough(torch.autograd.Function):
-    """A backward that is not the derivative of the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * 3
-
-
-class ClipGradient(torch.autograd.Function):
-    """A backward that is not linear: what it gets must be true to size."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad.clamp(-0.01, 0.01)
 
 
 class ScaledMatmul(torch.autograd.Function):
@@ -58,18 +35,6 @@ class ScaledMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _best: Any) -> Any:  # type: ignore[override]
         x, w = ctx.saved_tensors
         return grad @ w.t() * ctx.factor, x.t() @ grad * ctx.factor * 2, None
-
-
-class AddInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        x.add_(y)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad, grad * 2
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -101,10 +66,10 @@ class Around(nn.Module):
 
 
 FUNCTIONS = {
-    "straight_through": lambda h: StraightThrough.apply(h * 4),
-    "clip": lambda h: ClipGradient.apply(h),
+    "straight_through": lambda h: Straight.apply(h * 4),
+    "clip": lambda h: Clip.apply(h),
     "non_differentiable": lambda h: ScaledMatmul.apply(h, h.t() @ h, 0.5)[0],
-    "mark_dirty": lambda h: AddInPlace.apply(h * 1, h),
+    "mark_dirty": lambda h: AddTo.apply(h * 1, h),
     "two_outputs": lambda h: sum_of(TwoOutputs.apply(h, h.detach() > 0)),
 }
 
@@ -116,17 +81,13 @@ def sum_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 @SETTINGS
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_autograd_function_keeps_its_backward(name: str, level: str, emit: str) -> None:
-    x = torch.randn(8, 16, requires_grad=True)
-    if name == "straight_through":
-        x = torch.randn(8, 16)  # rounding at .5 may go either way
-    check(Around(FUNCTIONS[name]), x, level=level, emit=emit, low=["linear"])
+    check(Around(FUNCTIONS[name]), leaf(8, 16), level=level, emit=emit, low=["linear"])
 
 
 @LEVELS
 def test_nonlinear_backward_sees_gradients_true_to_size(level: str) -> None:
     """At a scale of 32768 every scaled gradient would be clipped."""
-    x = torch.randn(8, 16, requires_grad=True)
-    check(Around(ClipGradient.apply), x, level=level, loss_scale=BIG_SCALE)
+    check(Around(Clip.apply), leaf(8, 16), level=level, loss_scale=BIG_SCALE)
 
 
 @LEVELS
@@ -142,7 +103,7 @@ def test_result_of_a_function_is_written(level: str, emit: str) -> None:
     """Autograd forbids it for views that an autograd.Function returns; ours must be none."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = ClipGradient.apply(F.linear(x, w))
+        h = Clip.apply(F.linear(x, w))
         h.mul_(2)
         h[:, 0] = 1
         return F.linear(h, w)
@@ -153,7 +114,7 @@ def test_result_of_a_function_is_written(level: str, emit: str) -> None:
 def read_again(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     h = F.linear(x, w) * 1
     view = h.view(-1)
-    AddInPlace.apply(h, x)  # type: ignore[no-untyped-call]
+    AddTo.apply(h, x)  # type: ignore[no-untyped-call]
     return F.linear(view.view(8, 16), w)
 
 

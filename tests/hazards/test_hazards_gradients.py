@@ -12,6 +12,8 @@ from torch import nn
 
 from mpcompile import MPCompileError, mpcompile
 
+pytestmark = pytest.mark.inside
+
 BIG_SCALE = 2.0**15
 
 
@@ -110,39 +112,6 @@ def test_hook_after_accumulation_can_step_at_once(level: str) -> None:
 @SETTINGS
 def test_gradients_accumulate_over_steps(level: str, emit: str) -> None:
     check(MLP(), leaf(8, 16), level=level, steps=3, emit=emit)
-
-
-@SETTINGS
-def test_two_backward_passes_through_one_graph(level: str, emit: str) -> None:
-    model = MLP()
-    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit=emit, strict=True)
-    fast.load_state_dict(model.state_dict())
-    x = torch.randn(8, 16)
-    for m in (model, fast):
-        loss = weighted_sum(m(x))
-        loss.backward(retain_graph=True)
-        (loss * 2).backward()
-    for (name, e), a in zip(model.named_parameters(), fast.parameters(), strict=True):
-        assert_near(a.grad, e.grad, name, 1e-2)
-
-
-@LEVELS
-def test_several_losses_of_one_model(level: str) -> None:
-    """Summed, one after the other, and by torch.autograd.grad: gradients are true to size."""
-    model = MLP()
-    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit="eager", strict=True)
-    fast.load_state_dict(model.state_dict())
-    x, y = torch.randn(8, 16), torch.randn(8, 16)
-    for m in (model, fast):
-        first, second = weighted_sum(m(x)), F.mse_loss(m(y), x)
-        (first + 0.5 * second).backward(retain_graph=True)
-        first.backward(retain_graph=True)
-        for p, g in zip(
-            m.parameters(), torch.autograd.grad(second, list(m.parameters())), strict=True
-        ):
-            p.grad += 3 * g
-    for (name, e), a in zip(model.named_parameters(), fast.parameters(), strict=True):
-        assert_near(a.grad, e.grad, name, 1e-2)
 
 
 @LEVELS

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf
+from module_of import module_of
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -59,20 +60,15 @@ def test_flex_attention(level: str, masked: bool) -> None:
     """On CPU torch has its forward only."""
     mask = create_block_mask(causal, None, None, 128, 128, device="cpu") if masked else None
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        q, k, v = m.qkv(x).view(1, 128, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        score = None if masked else relative
+        h = flex_attention(q, k, v, score_mod=score, block_mask=mask)
+        assert isinstance(h, torch.Tensor)
+        return m.out(h.transpose(1, 2).reshape(1, 128, 32))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.qkv(x).view(1, 128, 3, 2, 16).permute(2, 0, 3, 1, 4)
-            score = None if masked else relative
-            h = flex_attention(q, k, v, score_mod=score, block_mask=mask)
-            assert isinstance(h, torch.Tensor)
-            out: torch.Tensor = self.out(h.transpose(1, 2).reshape(1, 128, 32))
-            return out
-
-    model = Attention().requires_grad_(False)
+    model = module_of(forward, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
+    model.requires_grad_(False)
     check(model, torch.randn(1, 128, 32), level=level, low=["linear"])
 
 
@@ -90,17 +86,12 @@ def test_vmap(level: str, emit: str) -> None:
 def test_gradient_inside_the_program(level: str, emit: str) -> None:
     """A force: the gradient of an energy by the input, which a loss differentiates once more."""
 
-    class Force(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        force = torch.func.grad(lambda z: torch.tanh(m.a(z)).pow(2).sum())(x)
+        return m.b(force)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            force = torch.func.grad(lambda z: torch.tanh(self.a(z)).pow(2).sum())(x)
-            out: torch.Tensor = self.b(force)
-            return out
-
-    check(Force(), torch.randn(8, 16), level=level, emit=emit, low=["linear"])
+    model = module_of(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+    check(model, torch.randn(8, 16), level=level, emit=emit, low=["linear"])
 
 
 @LEVELS

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
+from module_of import module_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -154,15 +155,9 @@ def test_convolutions_up_and_down(level: str, emit: str) -> None:
 def test_sparse_gradient(level: str, emit: str) -> None:
     """It stays sparse, and is checked for overflow and unscaled in that form."""
 
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4)
+    def forward(m: Any, tokens: torch.Tensor) -> Any:
+        return m.head(m.table(tokens))
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(self.table(tokens))
-            return out
-
-    model = Sparse()
+    model = module_of(forward, table=nn.Embedding(20, 16, sparse=True), head=nn.Linear(16, 4))
     check(model, torch.randint(20, (5,)), level=level, emit=emit, low=["linear"])
     assert model.table.weight.grad.is_sparse

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
+from fuzz_programs import Clip
 
 from mpcompile import mpcompile, register_rule
 from mpcompile.rules import lookup
@@ -123,23 +124,13 @@ def test_registered_rule_lowers_a_custom_operator(level: str, rule_for_cube: Non
     assert torch.float16 in seen
 
 
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad.clamp(-0.01, 0.01)
-
-
 @SETTINGS
 def test_function_allowed_in_graph(level: str, emit: str) -> None:
     """Dynamo does not look into it, so nothing but its result tells of the backward inside."""
 
     @torch._dynamo.allow_in_graph
     def clipped(x: torch.Tensor) -> Any:
-        return Clipped.apply(x)
+        return Clip.apply(x)
 
     @torch._dynamo.allow_in_graph
     def harmless(x: torch.Tensor) -> torch.Tensor:

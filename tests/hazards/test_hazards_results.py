@@ -18,6 +18,7 @@ from compare import (
     leaf,
     weighted_sum,
 )
+from module_of import module_of
 from torch import nn
 from versions import not_on
 
@@ -90,23 +91,16 @@ def test_input_comes_back_as_itself() -> None:
 
 @LEVELS
 def test_dataclass_result(level: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 4)
+    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> Result:
+        logits = m.linear(x)
+        return Result(F.cross_entropy(logits, y), logits)
 
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
-            logits = self.linear(x)
-            return Result(F.cross_entropy(logits, y), logits)
-
-    model = mpcompile(Net(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    model = module_of(forward, linear=nn.Linear(16, 4))
+    mpcompile(model, dtype=torch.float16, level=level, emit="eager", strict=True)
     result = model(torch.randn(8, 16), torch.randint(4, (8,)))
     assert isinstance(result, Result)
-    assert (result.name, result.loss.dtype, result.logits.shape) == (
-        "result",
-        torch.float32,
-        (8, 4),
-    )
+    assert (result.name, result.loss.dtype) == ("result", torch.float32)
+    assert result.logits.shape == (8, 4)
     result.loss.backward()
     assert model.linear.weight.grad.norm() > 0
 
@@ -212,11 +206,10 @@ def test_a_policy_that_would_part_results_is_refused() -> None:
 
 
 def test_module_without_parameters() -> None:
-    class Product(nn.Module):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x @ y
+    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x @ y
 
-    check(Product(), leaf(8, 16), leaf(16, 8), low=["matmul"])
+    check(module_of(forward), leaf(8, 16), leaf(16, 8), low=["matmul"])
 
 
 def test_nothing_is_float() -> None:

@@ -57,9 +57,16 @@ def integers_made_float(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w) + (steps.float() % 7)[:, None]
 
 
+def half_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A part that the program computes in FP16 by itself stays as it is."""
+    h = F.linear(x, w).half()
+    return F.linear((h * 2).float(), w) + F.linear(h, w.half())
+
+
 CONSTANTS = [
     tiny_epsilon, epsilon_in_a_square_root, clamp_at_epsilon, large_constant,
     large_tensor_constant, squares_of_large_numbers, positions, integers_made_float,
+    half_inside,
 ]  # fmt: skip
 
 
@@ -110,17 +117,6 @@ def test_explicit_float_is_an_upcast(level: str) -> None:
 
     result = check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=1.0)
     assert result.ops("LOW") == ["linear"]
-
-
-@LEVELS
-def test_half_inside_the_program(level: str) -> None:
-    """A program that computes a part in FP16 by itself keeps that part as it is."""
-
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w).half()
-        return F.linear((h * 2).float(), w) + F.linear(h, w.half())
-
-    check(program, leaf(8, 16), leaf(16, 16), level=level, low=["linear"])
 
 
 @LEVELS

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf
+from module_of import module_of
 from torch import nn
 
 from mpcompile import mpcompile
@@ -154,19 +155,16 @@ def test_relu_after_convolution_runs_low(level: str) -> None:
 
 @LEVELS
 def test_residual_block_with_in_place_activation(level: str) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-            self.silu = nn.SiLU(inplace=True)  # no ReLU: a rounding at zero flips its gradient
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        out = m.silu(m.norm(m.conv(x)))
+        out = m.norm(m.conv(out))
+        out += x
+        return m.silu(out)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.silu(self.norm(self.conv(x)))
-            out = self.norm(self.conv(out))
-            out += x
-            return self.silu(out)  # type: ignore[no-any-return]
-
-    check(Block(), leaf(2, 8, 6, 6), level=level, low=["conv2d"])
+    conv, norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+    silu = nn.SiLU(inplace=True)  # no ReLU: a rounding at zero flips its gradient
+    model = module_of(forward, conv=conv, norm=norm, silu=silu)
+    check(model, leaf(2, 8, 6, 6), level=level, low=["conv2d"])
 
 
 def write_to_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -309,16 +307,10 @@ def test_buffers_of_the_users_own(level: str, emit: str) -> None:
 def test_parameter_written_without_grad() -> None:
     """Weight clipping inside forward: left in FP32, and said so."""
 
-    class Clipped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            m.linear.weight.clamp_(-0.1, 0.1)
+        return m.linear(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.linear.weight.clamp_(-0.1, 0.1)
-            out: torch.Tensor = self.linear(x)
-            return out
-
-    reason = fallback_reason(Clipped(), torch.randn(8, 16))
+    reason = fallback_reason(module_of(forward, linear=nn.Linear(16, 16)), torch.randn(8, 16))
     assert "linear_weight needs a gradient and is written without one" in reason

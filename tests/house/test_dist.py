@@ -31,13 +31,9 @@ def ran(command: list[str], folder: Path, **environment: str) -> subprocess.Comp
     """Run a command in a folder, with nothing of this checkout on Python's path."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MPCOMPILE_PROFILE")}
     return subprocess.run(
-        command,
-        cwd=folder,
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
+        command, cwd=folder, env={**kept, **environment}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
 
 
 def built(kind: str, tree: Path, out: Path) -> Path:
@@ -230,7 +226,7 @@ def test_pyright_in_strict_mode(user_code: Path) -> None:
     assert done.stdout.startswith("0 errors, 0 warnings"), done.stdout
 
 
-@pytest.mark.slow  # it reads all of torch; `make check` takes the same file along
+@pytest.mark.sweep("reads all of torch; `make check` takes the same file along")
 def test_mypy_in_strict_mode(user_code: Path) -> None:
     pytest.importorskip("mypy")
     chosen = ["--python-executable", str(user_code.parent.parent / "venv" / "bin" / "python")]
@@ -242,7 +238,7 @@ def test_mypy_in_strict_mode(user_code: Path) -> None:
 # -- the README's program --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("an environment of its own, with torch")
 def test_the_quick_start_runs_elsewhere(with_torch: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     quick_start = readme.partition("## Quick start")[2].partition("\n## ")[0]

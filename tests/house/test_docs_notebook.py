@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from documents import anchors
+from lanes import limit
 from repository import ROOT
 
 nbformat = pytest.importorskip("nbformat")
@@ -43,7 +44,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     book: Any = nbformat.read(NOTEBOOK, as_version=4)
     try:
         nbclient.NotebookClient(
-            book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+            book, timeout=limit(), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
         ).execute()
     finally:
         patch.undo()

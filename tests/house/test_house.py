@@ -127,7 +127,7 @@ def test_nobody_else_names_operators_in_a_set() -> None:
     """What is known about operators stands on their rows: no collection of operators elsewhere."""
     found = []
     for path in sources("mpcompile", "passes"):
-        if named(path).startswith(("mpcompile/rules/", *OTHER_VOCABULARIES)):
+        if named(path).startswith("mpcompile/rules/"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Set, ast.List, ast.Tuple, ast.Dict)):
@@ -135,23 +135,15 @@ def test_nobody_else_names_operators_in_a_set() -> None:
                 operators = [ast.unparse(m) for m in members if m is not None and _is_operator(m)]
                 if len(operators) > 1:
                     found.append(f"{named(path)}:{node.lineno} names {', '.join(operators)}")
-    assert found == []
+    others = tuple(OTHER_VOCABULARIES)
+    assert [line for line in found if not line.startswith(others)] == []
+    assert any(line.startswith(others) for line in found), "it would see one"
 
 
 def _is_operator(node: ast.expr) -> bool:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return "::" in node.value and op_key(node.value) in TABLE
     return bool(re.match(r"(torch\.ops\.)?aten\.\w+", ast.unparse(node)))
-
-
-def test_the_test_above_sees_one() -> None:
-    for text in (
-        '("aten::relu", "aten::gelu")',
-        "{aten.relu.default: 1, torch.ops.aten.t.default: 2}",
-    ):
-        node = ast.parse(text, mode="eval").body
-        members = node.keys if isinstance(node, ast.Dict) else node.elts  # type: ignore[attr-defined]
-        assert all(map(_is_operator, members))
 
 
 def test_the_page_of_operators_is_the_table() -> None:

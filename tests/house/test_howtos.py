@@ -133,23 +133,18 @@ print([n.op for n in plan.nodes], "name_relus" in plan.changed, "name_relus" in 
 """
 
 
-def add_pass(copy: Copy, text: str) -> None:
+def add_pass(copy: Copy, text: str, *, behind: str) -> None:
     (copy.root / "passes" / "graph" / "name_relus.py").write_text(text)
-    pipeline = "mpcompile/pipeline.py"
-    copy.insert(
-        pipeline, "from .passes.graph.name_relus import name_relus\n",
-        behind="from .passes.graph.narrow_softmax",
-    )  # fmt: skip
-    copy.insert(
-        pipeline, "    name_relus,  # before anything is decided\n", behind="drop_noop_casts,"
-    )
-    copy.insert(
-        pipeline, '    "name_relus": "clamp_min stays",\n', behind="MAY_BE_DISABLED: Mapping"
-    )
+    for line, before in (
+        ("from .passes.graph.name_relus import name_relus", "from .passes.graph.narrow_softmax"),
+        ("    name_relus,", behind),
+        ('    "name_relus": "clamp_min stays",', "MAY_BE_DISABLED: Mapping"),
+    ):
+        copy.insert("mpcompile/pipeline.py", f"{line}\n", behind=before)
 
 
 def test_add_a_pass(copy: Copy) -> None:
-    add_pass(copy, PASS)
+    add_pass(copy, PASS, behind="drop_noop_casts,")
     assert copy.run("-c", USE_PASS) == "['aten::relu', 'aten::add'] True True\n"
     without = copy.run("-c", USE_PASS, "name_relus")
     assert without == "['aten::clamp_min', 'aten::add'] False False\n"
@@ -164,13 +159,7 @@ def test_a_pass_that_breaks_a_promise_is_named(copy: Copy) -> None:
         "        ir.set_mark(node, ir.Mark(Precision.LOW, ir.By.PLAN, 'no', config.format))\n"
         "    return bool(found)",
     ).replace("import Config", "import Config, Precision")
-    (copy.root / "passes" / "graph" / "name_relus.py").write_text(careless)
-    pipeline = "mpcompile/pipeline.py"
-    copy.insert(
-        pipeline, "from .passes.graph.name_relus import name_relus\n",
-        behind="from .passes.graph.narrow_softmax",
-    )  # fmt: skip
-    copy.insert(pipeline, "    name_relus,  # behind the casts\n", behind="place_casts,  #")
+    add_pass(copy, careless, behind="place_casts,  #")
     text = USE_PASS.replace(
         "run(torch.randn(4))",
         "try:\n    run(torch.randn(4))\n    sys.exit(1)\n"

@@ -33,8 +33,7 @@ def script(name: str) -> ModuleType:
 def trained(name: str, **arguments: Any) -> list[float]:
     if name.endswith("_after"):
         arguments = {"emit": "eager", **arguments}
-    losses: list[float] = script(name).main(**arguments)
-    return losses
+    return script(name).main(**arguments)
 
 
 @every_script

@@ -130,16 +130,14 @@ def project() -> dict[str, Any]:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downward(path: Path) -> None:
-    if path == PACKAGE / "__init__.py":
-        return
-    unit = unit_of(path)
-    for target in imported(path):
-        assert target != "<root>", f"{path} imports names of the package root, the top of all"
-        other = target.split(".")[0]
-        if other != unit:
-            assert height(other) < height(unit), f"{path}: {unit} must not import {other}"
+def test_imports_point_downward() -> None:
+    for path in sources():
+        unit = unit_of(path)
+        for target in imported(path) if path != PACKAGE / "__init__.py" else ():
+            assert target != "<root>", f"{path} imports names of the package root, the top of all"
+            other = target.split(".")[0]
+            if other != unit:
+                assert height(other) < height(unit), f"{path}: {unit} must not import {other}"
 
 
 def test_the_files_import_each_other_in_no_circle() -> None:
@@ -158,20 +156,16 @@ def test_every_layer_exists() -> None:
         assert is_file(unit) or (PACKAGE / unit).is_dir(), f"{unit} is gone: take it out of LAYERS"
 
 
-@pytest.mark.parametrize("path", sorted(PASSES.rglob("*.py")), ids=lambda p: p.stem)
-def test_a_pass_imports_only_the_vocabulary(path: Path) -> None:
-    rooms = {target.split(".")[0] for target in imported(path)}
-    assert rooms <= PASSES_MAY_IMPORT
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in sorted(PASSES.rglob("*.py")) if p.stem != "__init__"], ids=lambda p: p.stem
-)
-def test_a_pass_file_is_one_public_function(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-    assert [name for name in functions if not name.startswith("_")] == [path.stem]
-    assert ast.get_docstring(tree), "the contract of a pass stands in its module docstring"
+def test_a_pass_file_is_one_public_function_and_imports_only_the_vocabulary() -> None:
+    for path in PASSES.rglob("*.py"):
+        rooms = {target.split(".")[0] for target in imported(path)}
+        assert rooms <= PASSES_MAY_IMPORT, path
+        if path.stem == "__init__":
+            continue
+        tree = ast.parse(path.read_text())
+        functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        assert [name for name in functions if not name.startswith("_")] == [path.stem]
+        assert ast.get_docstring(tree), f"the contract of {path.stem} stands in its docstring"
 
 
 # -- the link --------------------------------------------------------------------------------------

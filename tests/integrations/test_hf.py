@@ -15,11 +15,13 @@ from mpcompile import diagnose, explain
 pytest.importorskip("transformers")
 from hf_models import NAMES, made
 
+REST = pytest.mark.sweep("the zoo of transformers")
+
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLE = ("gpt2", "vit")
-EACH = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.whole) for name in NAMES]
+EACH = [pytest.param(name, marks=[] if name in SAMPLE else REST) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -26,6 +26,8 @@ from transformers import Trainer, TrainingArguments
 
 from mpcompile.integrations.huggingface import MPCompileMixin, MPCompileTrainer
 
+REST = pytest.mark.sweep("the rest of a matrix of trainings")
+
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,7 +80,7 @@ _ALL = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps"
 
 
 SAMPLE = ("O1", "O2, MPOptimizer")
-EACH = [pytest.param(way, marks=[] if way in SAMPLE else pytest.mark.whole) for way in WAYS]
+EACH = [pytest.param(way, marks=[] if way in SAMPLE else REST) for way in WAYS]
 
 
 @pytest.mark.parametrize("way", EACH)

@@ -17,7 +17,7 @@ from examples import accelerate_loop, hf_trainer
 # torch warns, while Dynamo traces transformers, of what transformers does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-EXAMPLES = [pytest.param(hf_trainer, marks=pytest.mark.slow), accelerate_loop]
+EXAMPLES = [pytest.param(hf_trainer, marks=pytest.mark.sweep("a whole training")), accelerate_loop]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: m.__name__)
@@ -28,7 +28,7 @@ def test_precision_moves_the_loss_less_than_a_seed_does(example: ModuleType) -> 
     assert abs(mixed - plain[0]) <= max(plain) - min(plain)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("examples as they are, trained to their end")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: m.__name__)
 def test_as_a_script(example: ModuleType) -> None:
     file = str(example.__file__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from lightning_nets import FP16, FROM_LIGHTNING, Net, batches, distance, fitted,
 from mpcompile import MPCompileError, MPCompileWarning, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.integrations.lightning import MPCompilePrecision
 from mpcompile.integrations.pytorch_lightning import MPCompilePrecision as OldPrecision
-from mpcompile.runtime import uncalled
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FROM_LIGHTNING]
 
@@ -231,27 +229,3 @@ def test_the_plugin_refuses_what_is_compiled_already(part: str) -> None:
     mpcompile(module.get_submodule(part), **FP16)
     with pytest.raises(MPCompileError, match=rf"Net is compiled already \({part or 'all of it'}\)"):
         fitted(module, **plugin())
-
-
-def test_a_validation_does_not_hide_that_training_is_not_compiled() -> None:
-    class Bare(torch.nn.Module):
-        """No LightningModule, but trained by a method of its own, too."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.net(x)
-
-    module = mpcompile(Bare(), **FP16)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with torch.no_grad():
-        module(torch.randn(2, 16))
-    module.net(torch.randn(2, 16)).sum().backward()
-    with pytest.warns(MPCompileWarning, match="compiled but never called"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-    assert module not in uncalled._waiting

@@ -54,7 +54,7 @@ class Checked(Callback):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="O1", marks=pytest.mark.whole),
+        pytest.param({}, id="O1", marks=pytest.mark.sweep("the rest of a matrix, on ranks")),
         pytest.param({"level": "O2", "compile_optimizers": True}, id="O2, compiled optimizers"),
     ],
 )
@@ -101,6 +101,6 @@ def sharded(rank: int, losses: list[float]) -> None:
     assert any(plan.scaled and plan.counts()["LOW"] for plan in compiled_plans(module))
 
 
-@pytest.mark.whole
+@pytest.mark.sweep("the rest of a matrix, on ranks")
 def test_shards_follow_one_process() -> None:
     on_each_rank(sharded, fitted(made()).losses)

@@ -34,7 +34,7 @@ def example(path: Path = EXAMPLE) -> Any:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("trainings to their end")
 def test_its_losses_are_within_the_spread_of_fp32() -> None:
     train = example().train
     quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}

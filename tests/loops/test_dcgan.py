@@ -8,54 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from public_images import NOISE, dcgan
 from torch import nn
 
 from benchmarks.papers.tasks.gan import frechet_distance
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling.copies import copies_of
 
-NOISE, FILTERS, BATCH = 16, 8, 16
-
-
-def generator() -> nn.Module:
-    return nn.Sequential(
-        nn.ConvTranspose2d(NOISE, FILTERS * 2, 4, 1, 0, bias=False),
-        nn.BatchNorm2d(FILTERS * 2),
-        nn.ReLU(True),
-        nn.ConvTranspose2d(FILTERS * 2, FILTERS, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(FILTERS),
-        nn.ReLU(True),
-        nn.ConvTranspose2d(FILTERS, 1, 4, 2, 1, bias=False),
-        nn.Tanh(),
-    )
-
-
-def discriminator() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, FILTERS, 4, 2, 1, bias=False),
-        nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(FILTERS, FILTERS * 2, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(FILTERS * 2),
-        nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(FILTERS * 2, 1, 4, 1, 0, bias=False),
-        nn.Sigmoid(),
-    )
-
-
-def weights_init(module: nn.Module) -> None:
-    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
-        nn.init.normal_(module.weight, 0.0, 0.02)
-    elif isinstance(module, nn.BatchNorm2d):
-        nn.init.normal_(module.weight, 1.0, 0.02)
-        nn.init.zeros_(module.bias)
+BATCH = 16
 
 
 def images(count: int) -> torch.Tensor:
-    """A round spot somewhere in each, 16 x 16, from -1 to 1."""
+    """A round white spot somewhere in each, 16 x 16, from -1 to 1."""
     at = torch.arange(16.0)
     x, y = (3 + 10 * torch.rand(2, count, 1)).unbind()
     spot = torch.exp(-((at - x) ** 2)[:, None, :] / 8 - ((at - y) ** 2)[:, :, None] / 8)
-    return (2 * spot - 1).unsqueeze(1)
+    return (2 * spot - 1).unsqueeze(1).repeat(1, 3, 1, 1)
 
 
 Compile = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
@@ -84,21 +52,20 @@ def o2(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(seed: int, steps: int, prepare: Compile) -> tuple[torch.Tensor, list[Any]]:
     """The tutorial's loop. Returns the losses of D and G at each step, and what was trained."""
     torch.manual_seed(seed)
-    g, d = generator().apply(weights_init), discriminator().apply(weights_init)
-    (netG, optimizerG), (netD, optimizerD) = prepare(g), prepare(d)
+    (netG, optimizerG), (netD, optimizerD) = map(prepare, dcgan())
     criterion = nn.BCELoss()
     real_label, fake_label = torch.ones(BATCH), torch.zeros(BATCH)
     losses = []
     for _ in range(steps):
         netD.zero_grad()
-        errD_real = criterion(netD(images(BATCH)).view(-1), real_label)
+        errD_real = criterion(netD(images(BATCH)), real_label)
         errD_real.backward()
         fake = netG(torch.randn(BATCH, NOISE, 1, 1))
-        errD_fake = criterion(netD(fake.detach()).view(-1), fake_label)
+        errD_fake = criterion(netD(fake.detach()), fake_label)
         errD_fake.backward()
         optimizerD.step()
         netG.zero_grad()
-        errG = criterion(netD(fake).view(-1), real_label)
+        errG = criterion(netD(fake), real_label)
         errG.backward()
         optimizerG.step()
         losses.append(torch.stack([errD_real + errD_fake, errG]).detach())
@@ -120,8 +87,7 @@ def test_the_first_steps_of_a_dcgan_follow_fp32() -> None:
     assert sum(bool(copies_of(p)) for p in (*netG.parameters(), *netD.parameters())) == 6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.sweep("a training to its end")
 def test_a_dcgan_trains_to_the_losses_of_fp32() -> None:
     steps, last = 150, 50
     ends = torch.stack([train(seed, steps, fp32)[0][-last:].mean(0) for seed in range(3)])

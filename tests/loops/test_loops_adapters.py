@@ -48,13 +48,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def train(way: Way, model: nn.Module, optimizer: Any, steps: int, planted: int | None) -> None:
     tokens = torch.randint(20, (steps, 4, 9))
-    for step, factor in way.steps(steps, model, optimizer, planted=planted):
-        optimizer.zero_grad()
+    for step, update in way.updates(steps, model, optimizer, planted=planted):
         logits = model(tokens[step, :, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[step, :, 1:].flatten())
-        (loss * factor).backward()
-        optimizer.step()
-        way.log(loss)
+        update(F.cross_entropy(logits.flatten(0, 1), tokens[step, :, 1:].flatten()))
 
 
 @WAYS

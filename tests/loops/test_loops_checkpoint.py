@@ -41,12 +41,8 @@ def test_checkpoints_inside_the_compiled_model(way: Way) -> None:
         model = way.model(Deep(reentrant=False))
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
         x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x[step]), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+        for step, update in way.updates(4, model, optimizer, planted=2):
+            update(F.cross_entropy(model(x[step]), y[step]))
 
     agree(way, loop)
 
@@ -59,12 +55,8 @@ def test_reentrant_checkpoints_inside_the_compiled_model(way: Way) -> None:
         model = way.model(Deep(reentrant=True), strict=False)
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
         x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x[step].requires_grad_()), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+        for step, update in way.updates(4, model, optimizer, planted=2):
+            update(F.cross_entropy(model(x[step].requires_grad_()), y[step]))
 
     agree(way, loop)
 
@@ -79,15 +71,11 @@ def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
         parameters = [p for b in blocks for p in b.parameters()]
         optimizer = way.optimizer(torch.optim.SGD(parameters, lr=0.2))
         x, y = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
-        for step, factor in way.steps(4, *blocks, optimizer, planted=2):
-            optimizer.zero_grad()
+        for step, update in way.updates(4, *blocks, optimizer, planted=2):
             h = x[step].requires_grad_()
             for one in blocks:
                 h = h + checkpoint(one, h, use_reentrant=reentrant)
-            loss = F.mse_loss(h, y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.mse_loss(h, y[step]))
 
     agree(way, loop)
 
@@ -100,15 +88,11 @@ def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:
         model = nn.Sequential(*blocks)
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
         x, y = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
-        for step, factor in way.steps(3, model, optimizer, planted=1):
-            optimizer.zero_grad()
+        for step, update in way.updates(3, model, optimizer, planted=1):
             out = checkpoint_sequential(
                 blocks, 2, x[step].requires_grad_(), use_reentrant=reentrant
             )
-            loss = F.mse_loss(out, y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.mse_loss(out, y[step]))
 
     agree(way, loop)
 
@@ -120,12 +104,8 @@ def test_a_block_that_has_run_before_inside_a_checkpoint(way: Way) -> None:
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
         x, y = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
         model(x[0].clone().requires_grad_()).sum().backward()
-        for step, factor in way.steps(3, model, optimizer, planted=1):
-            optimizer.zero_grad()
+        for step, update in way.updates(3, model, optimizer, planted=1):
             out = checkpoint(model, x[step].requires_grad_(), use_reentrant=False)
-            loss = F.mse_loss(out, y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.mse_loss(out, y[step]))
 
     agree(way, loop)

@@ -49,13 +49,9 @@ def test_a_filled_buffer_is_returned(fill: str, way: Way) -> None:
         parameters = [*model.parameters(), *head.parameters()]
         optimizer = way.optimizer(torch.optim.SGD(parameters, lr=0.5))
         x, y = torch.randn(3, 8, 16), torch.randint(4, (3, 8))
-        for step, factor in way.steps(3, model, head, optimizer, planted=1):
+        for step, update in way.updates(3, model, head, optimizer, planted=1):
             order = torch.randperm(8)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(head(model(x[step], [order[:4], order[4:]])), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.cross_entropy(head(model(x[step], [order[:4], order[4:]])), y[step]))
 
     agree(way, loop)
 
@@ -74,12 +70,8 @@ def test_a_filled_buffer_is_added_to_the_input(fill: str, way: Way) -> None:
         model = way.model(Residual(fill))
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         x, y = torch.randn(3, 8, 16), torch.randn(3, 8, 16)
-        for step, factor in way.steps(3, model, optimizer, planted=1):
+        for step, update in way.updates(3, model, optimizer, planted=1):
             order = torch.randperm(8)
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x[step], [order[:4], order[4:]]), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.mse_loss(model(x[step], [order[:4], order[4:]]), y[step]))
 
     agree(way, loop)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree
@@ -25,28 +24,8 @@ class Network(nn.Module):
 
 def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -> None:
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-    for step, factor in way.steps(4, model, optimizer, planted=planted):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[step]), y[step])
-        (loss * factor).backward()
-        optimizer.step()
-        way.log(loss)
-
-
-@pytest.mark.filterwarnings("ignore:mpcompile. .* of the product FLOPs of Network ran in compiled")
-@WAYS
-def test_hooks_on_modules_that_change_what_passes(way: Way) -> None:
-    """Before a forward, after it, and on the gradient, put there before compiling."""
-
-    def loop(way: Way) -> None:
-        model = Network()
-        model.first.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-        model.norm.register_forward_hook(lambda module, args, out: out + 0.1)
-        model.second.register_full_backward_hook(lambda module, by, of: (by[0] * 0.5,))
-        way.model(model, strict=False)  # `second` runs outside of the graphs
-        train(way, model, way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5)))
-
-    agree(way, loop)
+    for step, update in way.updates(4, model, optimizer, planted=planted):
+        update(F.cross_entropy(model(x[step]), y[step]))
 
 
 def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None:
@@ -55,16 +34,12 @@ def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
     handle = None
-    for step, factor in way.steps(4, model, optimizer, planted=2):
+    for step, update in way.updates(4, model, optimizer, planted=2):
         if step == 1:
             handle = choose(model).register_forward_hook(lambda module, args, out: out * 2)
         elif step == 3 and handle is not None:
             handle.remove()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[step]), y[step])
-        (loss * factor).backward()
-        optimizer.step()
-        way.log(loss)
+        update(F.cross_entropy(model(x[step]), y[step]))
 
 
 @WAYS
@@ -98,13 +73,9 @@ def test_activations_collected_by_forward_hooks(way: Way) -> None:
         way.model(model)
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
         x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
+        for step, update in way.updates(4, model, optimizer, planted=2):
             loss = F.cross_entropy(model(x[step]), y[step])
-            loss = loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean()
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
 
     agree(way, loop)
 

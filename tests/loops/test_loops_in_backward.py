@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from loops import O1, O2, PLAIN, WAYS, Way, agree, finite, same, snapshot
 from torch import nn
-
-from mpcompile import loss_scale_of
 
 
 def network() -> nn.Module:
@@ -27,16 +26,7 @@ def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
 
     def loop(way: Way) -> None:
         model = way.model(network())
-        optimizers: Any = {
-            p: way.optimizer(torch.optim.SGD([p], lr=0.1)) for p in model.parameters()
-        }
-
-        def hook(parameter: torch.Tensor) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(hook)
+        stepping_in_the_backward(way, model, lambda p: torch.optim.SGD([p], lr=0.1))
         for step, factor in way.steps(4, model, planted=2):
             loss = F.cross_entropy(model(X[step]), Y[step])
             (loss * factor).backward()
@@ -58,10 +48,14 @@ def test_adam_in_the_backward() -> None:
     agree(O1, loop, tolerance=0.1)
 
 
-def stepping_in_the_backward(way: Way, model: nn.Module) -> list[torch.optim.Optimizer]:
-    optimizers: Any = {
-        p: way.optimizer(torch.optim.Adam([p], lr=1e-2, eps=1e-3)) for p in model.parameters()
-    }
+def adam(parameter: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.Adam([parameter], lr=1e-2, eps=1e-3)
+
+
+def stepping_in_the_backward(
+    way: Way, model: nn.Module, make: Callable[[torch.Tensor], torch.optim.Optimizer] = adam
+) -> list[torch.optim.Optimizer]:
+    optimizers: Any = {p: way.optimizer(make(p)) for p in model.parameters()}
 
     def hook(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
@@ -101,23 +95,6 @@ class Halves(nn.Module):
         h.register_hook(lambda g: g * self.factor)
         out: torch.Tensor = self.above(h)
         return out
-
-
-def test_an_update_by_hand_after_an_overflow() -> None:
-    def loop(way: Way) -> None:
-        model = way.model(network())
-        for step, factor in way.steps(4, model, planted=2):
-            loss = F.cross_entropy(model(X[step]), Y[step])
-            (loss * factor).backward()
-            skip = way.planting if way.plain else loss_scale_of(model).overflowed()
-            with torch.no_grad():
-                for p in model.parameters():
-                    if not skip:
-                        p -= 0.1 * p.grad
-                    p.grad = None
-            way.log(loss)
-
-    agree(O1, loop)
 
 
 @PLAIN

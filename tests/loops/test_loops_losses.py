@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree
 from torch import nn
 
-from mpcompile import MPCompileError, MPOptimizer
-
 
 class Tasks(nn.Module):
     def __init__(self) -> None:
@@ -109,11 +107,6 @@ def test_lbfgs_survives_an_overflow() -> None:
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert calls > 9
     assert losses[-1] < losses[3] < losses[0]
-
-
-def test_lbfgs_is_refused_by_an_mpoptimizer() -> None:
-    with pytest.raises(MPCompileError, match="use LBFGS as it is"):
-        MPOptimizer(torch.optim.LBFGS(Tasks().parameters()))
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,9 @@ def test_convolution_packed_gru_and_ctc(way: Way) -> None:
         criterion = nn.CTCLoss(zero_infinity=True)
         data, targets = torch.randn(4, 4, 12, 40), torch.randint(1, 6, (4, 4, 5))
         lengths, target_lengths = torch.tensor([40, 31, 36, 22]), torch.tensor([5, 3, 4, 2])
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
+        for step, update in way.updates(4, model, optimizer, planted=2):
             log_probs, out_lengths = model(data[step], lengths)
-            loss = criterion(log_probs.transpose(0, 1), targets[step], out_lengths, target_lengths)
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(criterion(log_probs.transpose(0, 1), targets[step], out_lengths, target_lengths))
 
     agree(way, loop, tolerance=0.25 if way.dtype is torch.bfloat16 else 0.05)
 
@@ -106,13 +102,9 @@ def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
         forced = [[True] * 4, [True, True, False, True], [True] * 4, [True] * 4]
         # What the model itself would say next is taken once only: where rounding makes it say
         # another word, FP32 is no reference.
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
+        for step, update in way.updates(4, model, optimizer, planted=2):
             logits = model(source[step], target[step], forced[step])
-            loss = F.cross_entropy(logits.flatten(0, 1), target[step, :, 1:].flatten())
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.cross_entropy(logits.flatten(0, 1), target[step, :, 1:].flatten()))
 
     agree(way, loop)
 
@@ -126,18 +118,13 @@ def test_encoder_and_decoder_compiled_apart(way: Way) -> None:
         optimizers = [way.optimizer(torch.optim.SGD(m.parameters(), lr=0.5))
                       for m in (encoder, decoder)]  # fmt: skip
         source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
-        for step, factor in way.steps(4, encoder, decoder, *optimizers, planted=2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+        for step, update in way.updates(4, encoder, decoder, *optimizers, planted=2):
             memory, (h, c) = encoder(source[step])
             state, loss = (h[0], c[0]), torch.zeros(())
             for t in range(4):
                 logits, state = decoder(target[step, :, t], state, memory)
                 loss = loss + F.cross_entropy(logits, target[step, :, t + 1])
-            (loss * factor).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            way.log(loss)
+            update(loss)
 
     agree(way, loop)
 
@@ -166,16 +153,12 @@ def test_truncated_bptt(way: Way) -> None:
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), max_grad_norm=1.0)
         text = torch.randint(20, (4, 41))
         state = None
-        for step, factor in way.steps(5, model, optimizer, planted=2):
+        for step, update in way.updates(5, model, optimizer, planted=2):
             chunk = text[:, step * 8 : step * 8 + 9]
             if state is not None:
                 state = detached(state)
-            optimizer.zero_grad()
             logits, state = model(chunk[:, :-1], state)
-            loss = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+            update(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()))
 
     agree(way, loop)
 
@@ -188,15 +171,12 @@ def test_gradients_through_a_state_that_is_not_detached(way: Way) -> None:
         model = way.model(LanguageModel())
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         text = torch.randint(20, (3, 4, 17))
-        for step, factor in way.steps(3, model, optimizer, planted=1):
-            optimizer.zero_grad()
+        for step, update in way.updates(3, model, optimizer, planted=1):
             state, total = None, torch.zeros(())
             for start in (0, 8):
                 chunk = text[step, :, start : start + 9]
                 logits, state = model(chunk[:, :-1], state)
                 total = total + F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
-            (total * factor).backward()
-            optimizer.step()
-            way.log(total)
+            update(total)
 
     agree(way, loop)

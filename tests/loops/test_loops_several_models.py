@@ -32,54 +32,10 @@ def test_a_perceptual_loss_behind_a_plain_generator(level: str, planted: int | N
         critic = way.model(features().requires_grad_(False).eval())
         optimizer = way.optimizer(torch.optim.Adam(generator.parameters(), lr=1e-2, eps=1e-2))
         x, y = torch.rand(4, 2, 3, 6, 6), torch.rand(4, 2, 3, 6, 6)
-        for step, factor in way.steps(4, generator, optimizer, planted=planted):
-            optimizer.zero_grad()
-            loss = F.mse_loss(critic(generator(x[step])), critic(y[step])) * factor
-            loss.backward()
-            optimizer.step()
-            way.log(loss)
+        for step, update in way.updates(4, generator, optimizer, planted=planted):
+            update(F.mse_loss(critic(generator(x[step])), critic(y[step])))
 
     agree(Way(level), loop, tolerance=0.1)
-
-
-@pytest.mark.parametrize("planted", [None, 2])
-def test_a_plain_stem_before_a_compiled_body(planted: int | None) -> None:
-    """With an optimizer for each of them."""
-
-    def loop(way: Way) -> None:
-        stem = way.follow(nn.Linear(16, 32))
-        body = way.model(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)))
-        optimizers = [way.optimizer(torch.optim.SGD(m.parameters(), lr=0.2)) for m in (stem, body)]
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, factor in way.steps(4, stem, body, *optimizers, planted=planted):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = F.cross_entropy(body(stem(x[step])), y[step])
-            (loss * factor).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            way.log(loss)
-
-    agree(O1, loop)
-
-
-def test_a_plain_stem_and_a_compiled_body_with_one_optimizer() -> None:
-    """It holds parameters of the body, so it skips the step for both."""
-
-    def loop(way: Way) -> None:
-        stem = way.follow(nn.Linear(16, 32))
-        body = way.model(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)))
-        parameters = [*stem.parameters(), *body.parameters()]
-        optimizer = way.optimizer(torch.optim.SGD(parameters, lr=0.2, momentum=0.9))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, factor in way.steps(4, stem, body, optimizer, planted=2):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(body(stem(x[step])), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
-
-    agree(O1, loop)
 
 
 @WAYS
@@ -91,12 +47,8 @@ def test_a_compiled_body_before_a_plain_head(way: Way) -> None:
         head = way.follow(nn.Linear(32, 4))
         optimizer = way.optimizer(torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.2))
         x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, factor in way.steps(4, body, head, optimizer, planted=2):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(head(body(x[step])), y[step])
-            (loss * factor).backward()
-            optimizer.step()
-            way.log(loss)
+        for step, update in way.updates(4, body, head, optimizer, planted=2):
+            update(F.cross_entropy(head(body(x[step])), y[step]))
 
     agree(way, loop)
 
@@ -117,14 +69,10 @@ def share(way: Way, **options: Any) -> None:
     parameters = {id(p): p for m in (actor, critic) for p in m.parameters()}
     optimizer = way.optimizer(torch.optim.SGD(list(parameters.values()), lr=0.2, momentum=0.9))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-    for step, factor in way.steps(4, actor, critic, optimizer, planted=2):
-        optimizer.zero_grad()
+    for step, update in way.updates(4, actor, critic, optimizer, planted=2):
         values = critic(x[step]).squeeze(1)
         loss = (F.cross_entropy(actor(x[step]), y[step], reduction="none") * values).mean()
-        loss = loss + values.square().mean()
-        (loss * factor).backward()
-        optimizer.step()
-        way.log(loss)
+        update(loss + values.square().mean())
 
 
 def test_two_models_share_a_trunk() -> None:
@@ -157,18 +105,14 @@ def test_a_student_learns_from_a_teacher(compiled: bool, way: Way) -> None:
         teacher = way.model(teacher) if compiled else way.follow(teacher)
         optimizer = way.optimizer(torch.optim.SGD(student.parameters(), lr=0.2))
         x, y = torch.randn(4, 16, 16), torch.randint(4, (4, 16))
-        for step, factor in way.steps(4, student, teacher, optimizer, planted=None):
+        for step, update in way.updates(4, student, teacher, optimizer, planted=None):
             with torch.no_grad():
                 target = (teacher(x[step]) / 2).softmax(-1)
             logits = student(x[step])
             loss = F.kl_div((logits / 2).log_softmax(-1), target, reduction="batchmean")
-            loss = loss + F.cross_entropy(logits, y[step])
-            optimizer.zero_grad()
-            (loss * factor).backward()
-            optimizer.step()
+            update(loss + F.cross_entropy(logits, y[step]))
             with torch.no_grad():
                 for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
                     old.mul_(0.5).add_(new, alpha=0.5)
-            way.log(loss)
 
     agree(way, loop, tolerance=0.05 if way.dtype is torch.float16 else 0.3)

@@ -16,7 +16,7 @@ from torch import fx
 from mpcompile.errors import MPCompileError
 from mpcompile.scaling.second_backward import noticed
 
-pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
+pytestmark = [pytest.mark.inside, pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")]
 
 
 # -- forward and backward --------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from miniature import (
 from torch import fx, nn
 
 pytestmark = [
+    pytest.mark.inside,
     pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs"),
-    # the CPU's eager kernel's own
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
 ]
 

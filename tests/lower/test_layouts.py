@@ -36,8 +36,7 @@ class CausalSelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(B, T, C)
-        out: Tensor = self.c_proj(y)
-        return out
+        return self.c_proj(y)
 
 
 @DTYPES
@@ -75,8 +74,7 @@ by_rows.register_autograd(lambda ctx, gradient: gradient * 2)
 
 
 def given_to_a_kernel(x: Tensor, w: Tensor) -> Tensor:
-    out: Tensor = by_rows(heads(x, w).transpose(1, 2).contiguous())
-    return out
+    return by_rows(heads(x, w).transpose(1, 2).contiguous())
 
 
 def viewed_without_contiguous(x: Tensor, w: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from versions import before
 from mpcompile import MPCompileError, MPOptimizer
 from mpcompile.optim import traced_step as step_module
 
+REST = pytest.mark.sweep("all of torch's optimizer table")
+
 STEPS, BAD = 20, {7: float("inf"), 12: float("nan")}
 # Muon iterates in BF16, where one rounding is 2**-8: a step taken in another order differs by that.
 TOLERANCE = {"Muon": {"rtol": 2e-2, "atol": 2e-3}}
@@ -25,7 +27,7 @@ TOLERANCE = {"Muon": {"rtol": 2e-2, "atol": 2e-3}}
 
 ALL = [pytest.param(case, id=name) for name, case in cases()]
 SAMPLED = [
-    pytest.param(case, id=name, marks=() if name in RICHEST.values() else pytest.mark.whole)
+    pytest.param(case, id=name, marks=() if name in RICHEST.values() else REST)
     for name, case in cases()
 ]
 

@@ -19,6 +19,8 @@ from mpcompile.optim.inputs import Member
 from mpcompile.optim.join_pieces import join_small, keep_results
 from mpcompile.optim.pieces import SMALL, Piece, Split, signature
 
+REST = pytest.mark.sweep("optimizers with more state")
+
 F16, F32 = torch.float16, torch.float32
 TEN = ((3,), (2, 4), (5,), (3, 3, 2), (7,), (2,), (4, 5), (6,), (9,), (2, 3))
 
@@ -177,7 +179,7 @@ def give(params: Sequence[nn.Parameter], seed: int) -> None:
         ("AdamW", None),
         ("AdamW", 0.5),
         ("SGD", None),
-        *(pytest.param(name, None, marks=pytest.mark.whole) for name in LONGER),
+        *(pytest.param(name, None, marks=REST) for name in LONGER),
     ],
 )
 def test_many_small_parameters_are_updated_as_by_torch(name: str, clip: float | None) -> None:

@@ -15,6 +15,8 @@ from twins import Twins
 
 from mpcompile import MPOptimizer
 
+pytestmark = pytest.mark.inside
+
 momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
 decayed = functools.partial(AdamW, lr=0.1, weight_decay=0.1)
 

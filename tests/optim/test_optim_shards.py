@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from as_written import AsWritten
 from ranks import join, on_each_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -274,50 +275,34 @@ def on_parts_of_a_mesh(rank: int) -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-class Normalised(torch.optim.Optimizer):
+class Normalised(AsWritten):
     """Divides each gradient by its own norm, as LAMB and LARS do."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        p.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
 
 
-class ByPosition(Normalised):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                rows = torch.arange(p.shape[-1], dtype=p.dtype)
-                p.sub_(p.grad * rows)
+class ByPosition(AsWritten):
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        p.sub_(p.grad * torch.arange(p.shape[-1], dtype=p.dtype))
 
 
-class WholeState(Normalised):
+class WholeState(AsWritten):
     """Its state is a plain tensor of the whole parameter's shape."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("seen", torch.zeros(p.shape))
-                p.sub_(p.grad)
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        state.setdefault("seen", torch.zeros(p.shape))
+        p.sub_(p.grad)
 
 
-class LateState(Normalised):
+class LateState(AsWritten):
     """Makes its state inside its first step, elementwise."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "sum" not in self.state[p]:
-                    self.state[p]["sum"] = torch.zeros_like(p)
-                self.state[p]["sum"].add_(p.grad)
-                p.sub_(self.state[p]["sum"], alpha=0.1)
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(p)
+        state["sum"].add_(p.grad)
+        p.sub_(state["sum"], alpha=0.1)
 
 
 REFUSED = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Adafactor)
@@ -349,7 +334,7 @@ def test_a_step_that_is_not_elementwise_is_refused(mesh: Any) -> None:
 def test_the_multi_tensor_form_is_elementwise(mesh: Any) -> None:
     """As on CUDA: the one of AdamW is, one with a norm is not."""
 
-    class Clipped(Normalised):
+    class Clipped(AsWritten):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:

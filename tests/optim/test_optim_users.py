@@ -53,11 +53,7 @@ def test_the_first_step_is_checked_and_clipped_too() -> None:
     torch.testing.assert_close([p.detach() for p in twins.mine], before, rtol=0, atol=0)
     assert not twins.optimizer.state
     for _ in range(3):
-        twins.give()
-        norm = torch.nn.utils.clip_grad_norm_(twins.theirs, 0.1)
-        for optimizer in twins.both:
-            optimizer.step()
-        torch.testing.assert_close(twins.optimizer.grad_norm, norm)
+        twins.step_clipped(0.1)
         assert not twins.optimizer.skipped
     twins.agree()
     assert twins.optimizer.skipped_steps == 1
@@ -192,17 +188,6 @@ def test_a_learning_rate_kept_in_the_state() -> None:
         twins.agree()
 
 
-# -- what is refused, and how -----------------------------------------------------------------
-
-
-def test_sparse_gradients() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    optimizer = MPOptimizer(SGD(table.parameters(), lr=0.1), emit="eager")
-    table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(MPCompileError, match=r"shape \(5, 3\) is sparse; make it dense"):
-        optimizer.step()
-
-
 # -- bad arguments ----------------------------------------------------------------------------
 
 
@@ -216,16 +201,10 @@ COMPLEX = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MPOptimizer(MPOptimizer(sgd())), "this already is one; wrap the torch.optim"),
         (lambda: MPOptimizer(nn.Linear(2, 2)), r"MPOptimizer\(Linear\): give a torch.optim opti"),
         (lambda: MPOptimizer([nn.Parameter(torch.ones(2))]), r"MPOptimizer\(list\): give a torch"),
-        (lambda: MPOptimizer(SGD), r"give a torch.optim optimizer, as in"),
-        (lambda: MPOptimizer(sgd(), lr=1), r"MPOptimizer\(torch.optim.SGD\(.*, lr="),
-        (lambda: MPOptimizer(sgd(), max_norm=1), r"did you mean 'max_grad_norm'"),
         (lambda: MPOptimizer(sgd(differentiable=True)), r"SGD\(differentiable=True\) can't be"),
         (lambda: MPOptimizer(SGD([COMPLEX])), "SGD holds complex parameters; use it as it is"),
-        (lambda: MPOptimizer(sgd(), loss_scale=128.0), r"\(loss_scale=128.0\): give a LossScale"),
-        (lambda: MPOptimizer(sgd(), max_grad_norm=0.0), r"=0.0\): must be a positive number"),
         (lambda: MPOptimizer(sgd(), max_grad_norm=-1), r"=-1\): must be a positive number"),
         (lambda: MPOptimizer(sgd(), max_grad_norm=float("nan")), "must be a positive number"),
         (lambda: MPOptimizer(sgd(), max_grad_norm="1"), "must be a positive number"),

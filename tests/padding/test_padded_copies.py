@@ -26,8 +26,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(x).relu().flatten(1)
-        out: Tensor = self.down(torch.sigmoid(self.up(h)))
-        return out
+        return self.down(torch.sigmoid(self.up(h)))
 
 
 class Tied(nn.Module):
@@ -39,8 +38,7 @@ class Tied(nn.Module):
         self.middle = nn.Linear(20, 20)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = F.linear(self.middle(self.words(tokens)), self.words.weight)
-        return out
+        return F.linear(self.middle(self.words(tokens)), self.words.weight)
 
 
 def trained(model: nn.Module, pad: str, dtype: torch.dtype, **options: Any) -> MPOptimizer:
@@ -77,6 +75,11 @@ def check_copies(model: nn.Module) -> None:
         assert kept.tensor.data_ptr() == kept.stored.data_ptr(), name
 
 
+def check_gradients(model: nn.Module, reference: nn.Module, scale: float) -> None:
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad.double() / scale - q.grad).norm() < 3e-2 * q.grad.norm()
+
+
 @HALVES
 def test_training_is_the_same(dtype: torch.dtype) -> None:
     start = Net()
@@ -105,14 +108,10 @@ def test_gradients_have_the_shape_of_their_parameters(dtype: torch.dtype) -> Non
     optimizer = trained(model, "always", dtype, max_grad_norm=100.0)
     reference(image(0).double()).square().mean().backward()
     step(model, optimizer, clear=False)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert p.grad.dtype is dtype
-        assert p.grad.shape == p.shape
+    check_gradients(model, reference, 2.0**10 if dtype is torch.float16 else 1.0)
+    for p in model.parameters():
+        assert (p.grad.dtype, p.grad.shape) == (dtype, p.shape)
         assert p.grad.is_contiguous()
-        scale = 2.0**10 if dtype is torch.float16 else 1.0
-        assert (p.grad.double() / scale - q.grad).norm() < 3e-2 * q.grad.norm()
     wanted = torch.stack([q.grad.norm() for q in reference.parameters() if q.grad is not None])
     torch.testing.assert_close(optimizer.grad_norm.double(), wanted.norm(), rtol=2e-2, atol=0)
 
@@ -138,10 +137,7 @@ def test_accumulated_gradients_add_up() -> None:
     for seed in range(3):
         model(image(seed)).square().mean().backward()
         reference(image(seed).double()).square().mean().backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert (p.grad.double() / 2.0**10 - q.grad).norm() < 3e-2 * q.grad.norm()
+    check_gradients(model, reference, 2.0**10)
 
 
 @HALVES
@@ -193,25 +189,18 @@ def test_models_that_pad_and_models_that_do_not_share_one_copy(
 ) -> None:
     """The first graph says how it is stored; the other cuts it, or pads it."""
     second = "always" if first == "never" else "never"
-    one = Net()
-    two = copy.deepcopy(one)
-    two.load_state_dict(one.state_dict())
+    one, two = Net(), Net()
     for name in ("conv", "up", "down"):
         setattr(two, name, getattr(one, name))
     scale = LossScale.static(64.0) if dtype is torch.float16 else "none"
     for model, pad in ((one, first), (two, second)):
-        mpcompile(
-            model, level="O2", dtype=dtype, emit="eager", pad=pad, loss_scale=scale, strict=True
-        )
+        options = {"dtype": dtype, "pad": pad, "loss_scale": scale}
+        mpcompile(model, level="O2", emit="eager", strict=True, **options)
     optimizer = MPOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), emit="eager")
     reference = copy.deepcopy(one).double()
     (one(image(0)) * two(image(0))).mean().backward()
     reference(image(0).double()).square().mean().backward()
-    for p, q in zip(one.parameters(), reference.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        grad = p.grad.double() / (64.0 if dtype is torch.float16 else 1.0)
-        assert (grad - q.grad).norm() < 3e-2 * q.grad.norm()
+    check_gradients(one, reference, 64.0 if dtype is torch.float16 else 1.0)
     optimizer.step()
     with torch.no_grad():
         torch.testing.assert_close(one(image(1)), two(image(1)), rtol=2e-2, atol=2e-3)
@@ -226,7 +215,6 @@ def test_channels_last_weights_stay_so() -> None:
     kept = copies(model)["conv.weight"].stored
     assert kept.is_contiguous(memory_format=torch.channels_last)
     weight = model.conv.weight
-    assert weight.grad is not None
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
     check_copies(model)
 

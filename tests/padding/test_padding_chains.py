@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from padding_checks import FEW, SIZES, all_aligned, drawn
 from torch import Tensor, nn
 
+REST = pytest.mark.sweep("the rest of a matrix")
+
 ACTIVATIONS = [
     F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.softplus, torch.exp, torch.log,
     torch.rsqrt, torch.reciprocal, torch.sqrt, lambda x: x.square() + 1, lambda x: x**3,
@@ -30,7 +32,7 @@ ACTIVATIONS = [
 
 # By default one level of each, in turns.
 BY_LEVEL = [
-    pytest.param(a, level, id=f"{level}-{number}", marks=() if first else pytest.mark.whole)
+    pytest.param(a, level, id=f"{level}-{number}", marks=() if first else REST)
     for number, a in enumerate(ACTIVATIONS)
     for level in ("O1", "O2")
     for first in [(level == "O2") == bool(number % 2)]
@@ -81,8 +83,7 @@ class Attention(nn.Module):
             for part in self.qkv(x).split(width, dim=-1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, width))
-        return out
+        return self.out(y.transpose(1, 2).reshape(b, t, width))
 
 
 @pytest.mark.parametrize(("heads", "head"), [(3, 20), (2, 7), (1, 1)])
@@ -121,8 +122,7 @@ def test_residual_adds_of_equally_padded_values(level: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
             x = x + F.relu(self.a(x))
-            out: Tensor = self.b(x)
-            return out
+            return self.b(x)
 
     all_aligned(Residual(), torch.randn(8, 9), level=level)
 

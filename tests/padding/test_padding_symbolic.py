@@ -1,4 +1,6 @@
-"""Padding is exact where sizes are symbols, and one graph serves all sizes."""
+"""Padding is exact where sizes are symbols, and one graph serves all sizes; under Inductor, too,
+which then has nothing left to pad.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import InFP64, assert_exact, results
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.fx_passes.pad_mm import get_padded_length
 
-from mpcompile import ir
+from mpcompile import compiled_plans, ir, mpcompile
+from mpcompile.ir import aten
 
 
 class Scores(nn.Module):
@@ -25,16 +29,9 @@ class Scores(nn.Module):
         return torch.softmax(scores, -1) @ x
 
 
-class Images(nn.Module):
+def images() -> nn.Module:
     """Any number of images of any height; their 3 channels are padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(F.relu(self.first(x)))
-        return out
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3))
 
 
 class Sequences(nn.Module):
@@ -48,13 +45,12 @@ class Sequences(nn.Module):
         b, t, _ = x.shape
         q, k, v = (y.view(b, t, 2, 7).transpose(1, 2) for y in self.qkv(x).split(14, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, 14))
-        return out
+        return self.out(y.transpose(1, 2).reshape(b, t, 14))
 
 
-SYMBOLIC: dict[str, tuple[type[nn.Module], Callable[[int, int], Tensor], tuple[int, int]]] = {
+SYMBOLIC: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[int, int]]] = {
     "rows and contraction": (Scores, lambda b, t: torch.randn(b, t, 5), (0, 1)),
-    "images": (Images, lambda b, t: torch.randn(b, 3, t + 5, 6), (0, 2)),
+    "images": (images, lambda b, t: torch.randn(b, 3, t + 5, 6), (0, 2)),
     "attention": (Sequences, lambda b, t: torch.randn(b, t, 13), (0, 1)),
 }
 
@@ -91,3 +87,53 @@ def test_a_symbolic_head_says_why_not() -> None:
     (found,) = [a for n in backend.graphs[0].graph.nodes if (a := ir.alignment(n))]
     assert found.after == ("head", "value_head")
     assert "its size is a symbol" in found.reason
+
+
+# -- under Inductor --------------------------------------------------------------------------------
+
+
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+class Block(nn.Module):
+    """Attention by products and a softmax, then two projections around a gelu; every size odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(13, 11), nn.Linear(13, 11, bias=False)
+        self.up, self.down = nn.Linear(13, 37), nn.Linear(37, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        x = torch.softmax(scores, -1) @ x
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_symbolic_sizes_compile_once_and_no_dim_is_left_unaligned() -> None:
+    """Once more where no lane is needed: a slice is contiguous then, on which torch guards."""
+    seen: dict[str, bool] = {}
+
+    def look(graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target in PRODUCTS:
+                sizes = [x for n in node.all_input_nodes[-2:] for x in ir.shape(n)[-2:]]
+                assert all(get_padded_length(x, 8) == 0 for x in sizes)
+                seen[node.name] = all(ir.known_multiple(x, 8) for x in sizes)
+
+    model, reference = Block(), Block()
+    reference.load_state_dict(model.state_dict())
+    fast = mpcompile(
+        model, dtype=torch.bfloat16, pad="always", strict=True, dynamic=True,
+        options={"joint_custom_post_pass": look},
+    )  # fmt: skip
+    for batch, length in ((3, 9), (5, 31), (7, 67), (2, 16), (4, 24)):
+        x = torch.randn(batch, length, 13)
+        for net in (fast, reference):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        for p, q in zip(fast.parameters(), reference.parameters(), strict=True):
+            assert (p.grad - q.grad).norm() < 6e-2 * q.grad.norm() + 1e-5
+        torch.testing.assert_close(fast(x), reference(x), rtol=3e-2, atol=3e-2)
+        assert len(compiled_plans(fast)) == (1 if length % 8 else 2)
+    assert len(seen) == 6 + 6 + 3  # forward, weights, and what is no input of the model
+    assert all(seen.values()), seen

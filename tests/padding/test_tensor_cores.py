@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,24 +140,19 @@ def test_a_vocabulary_may_have_tokens_that_nobody_uses() -> None:
     assert report(model, tokens(8) % 21).advice == ("21 -> 24 (n of 1) would save one slice",)
 
 
-def test_the_plan_holds_it_as_text_and_as_json(tmp_path: Path) -> None:
+def test_the_plan_holds_it_as_text_and_as_json() -> None:
     model, x = tiny()
-    fast = mpcompile(
-        model, dtype=torch.float16, emit="eager", pad="always", dump=tmp_path, strict=True
-    )
+    fast = mpcompile(model, dtype=torch.float16, emit="eager", pad="always", strict=True)
     fast(x)
     (plan,) = compiled_plans(fast)
     assert plan.tensor_cores.ops
     assert all(op.sizes in str(plan) for op in plan.tensor_cores.ops)
-    data = plan.to_dict()["tensor_cores"]
-    data = json.loads(json.dumps(data))
+    data = json.loads(json.dumps(plan.to_dict()["tensor_cores"]))
     assert (data["share_before"], data["share"]) == (0, 1)
     first = data["ops"][0]
     assert (first["op"], first["module"], first["kind"]) == ("aten::linear", "0", "gemm")
     assert first["before"] == {"batch": 1, "m": 8, "n": 16, "k": 13}
     assert first["after"] == {"batch": 1, "m": 8, "n": 16, "k": 16}
-    (file,) = tmp_path.rglob("plan.json")
-    assert json.loads(file.read_text())["tensor_cores"] == data
 
 
 def test_a_symbolic_size_is_text_and_counts_as_it_was_traced() -> None:
@@ -184,29 +178,18 @@ def randn(*size: int) -> Tensor:
     return torch.randn(size)
 
 
-GEMMS: dict[str, tuple[Any, tuple[Tensor, ...], dict[str, int]]] = {
-    "linear": (
-        F.linear, (randn(2, 3, 5), randn(7, 5), randn(7)), {"batch": 1, "m": 6, "n": 7, "k": 5},
-    ),
-    "mm": (torch.mm, (randn(3, 5), randn(5, 7)), {"batch": 1, "m": 3, "n": 7, "k": 5}),
-    "addmm": (
-        torch.addmm, (randn(7), randn(3, 5), randn(5, 7)), {"batch": 1, "m": 3, "n": 7, "k": 5},
-    ),
-    "bmm": (torch.bmm, (randn(2, 3, 5), randn(2, 5, 7)), {"batch": 2, "m": 3, "n": 7, "k": 5}),
-    "baddbmm": (
-        torch.baddbmm, (randn(3, 1), randn(2, 3, 5), randn(2, 5, 7)),
-        {"batch": 2, "m": 3, "n": 7, "k": 5},
-    ),
-    "addbmm": (
-        torch.addbmm, (randn(3, 7), randn(2, 3, 5), randn(2, 5, 7)),
-        {"batch": 1, "m": 3, "n": 7, "k": 10},
-    ),
-    "matmul": (
-        torch.matmul, (randn(4, 1, 3, 5), randn(2, 5, 7)), {"batch": 8, "m": 3, "n": 7, "k": 5},
-    ),
+GEMMS: dict[str, tuple[Any, tuple[Tensor, ...], tuple[int, ...]]] = {
+    # batch, m, n, k
+    "linear": (F.linear, (randn(2, 3, 5), randn(7, 5), randn(7)), (1, 6, 7, 5)),
+    "mm": (torch.mm, (randn(3, 5), randn(5, 7)), (1, 3, 7, 5)),
+    "addmm": (torch.addmm, (randn(7), randn(3, 5), randn(5, 7)), (1, 3, 7, 5)),
+    "bmm": (torch.bmm, (randn(2, 3, 5), randn(2, 5, 7)), (2, 3, 7, 5)),
+    "baddbmm": (torch.baddbmm, (randn(3, 1), randn(2, 3, 5), randn(2, 5, 7)), (2, 3, 7, 5)),
+    "addbmm": (torch.addbmm, (randn(3, 7), randn(2, 3, 5), randn(2, 5, 7)), (1, 3, 7, 10)),
+    "matmul": (torch.matmul, (randn(4, 1, 3, 5), randn(2, 5, 7)), (8, 3, 7, 5)),
     "einsum": (
         lambda a, b: torch.einsum("bthd,bshd->bhts", a, b), (randn(2, 3, 4, 5), randn(2, 7, 4, 5)),
-        {"batch": 8, "m": 3, "n": 7, "k": 5},
+        (8, 3, 7, 5),
     ),
 }  # fmt: skip
 
@@ -215,8 +198,9 @@ GEMMS: dict[str, tuple[Any, tuple[Tensor, ...], dict[str, int]]] = {
 def test_dims_of_matrix_products(name: str) -> None:
     program, inputs, dims = GEMMS[name]
     found = only(program, *inputs)
-    assert (found.kind, found.measured()) == ("gemm", dims)
-    assert found.flops() == 2 * dims["batch"] * dims["m"] * dims["n"] * dims["k"]
+    named = dict(zip(("batch", "m", "n", "k"), dims, strict=True))
+    assert (found.kind, found.measured()) == ("gemm", named)
+    assert found.flops() == 2 * math.prod(dims)
     assert found.strides == ("n", "k")
     assert found.rows == ("m",)
 

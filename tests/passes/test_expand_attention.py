@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import Compared, check
+from compare import LEVELS, Compared, check
 from torch import Tensor
 
 from mpcompile import Policy, compiled_plans, mpcompile
 from mpcompile.planner.attention import LONGEST
 
 ATTENTION = "scaled_dot_product_attention"
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 def qkv(*shape: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,6 +27,14 @@ def run(
     program: Callable[..., Tensor], *inputs: Tensor, level: str = "O1", **o: object
 ) -> Compared:
     return check(program, *inputs, dtype=torch.bfloat16, level=level, **o)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def is_expanded(seen: Compared) -> bool:
@@ -64,18 +71,12 @@ def test_a_graph_without_a_backward_keeps_the_kernel(level: str) -> None:
 @LEVELS
 @pytest.mark.parametrize("shape", [(16, 8), (3, 5, 7), (2, 1, 9, 5), (2, 2, 2, 6, 4)])
 def test_causal_in_any_shape(level: str, shape: tuple[int, ...]) -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    assert is_expanded(run(program, *qkv(*shape), level=level))
+    assert is_expanded(run(causal, *qkv(*shape), level=level))
 
 
 @pytest.mark.parametrize("keys", [5, 23])
 def test_causal_with_another_number_of_keys(keys: int) -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    assert is_expanded(run(program, *qkv(2, 11, 8, keys=keys)))
+    assert is_expanded(run(causal, *qkv(2, 11, 8, keys=keys)))
 
 
 @LEVELS
@@ -90,26 +91,19 @@ def test_additive_mask_that_learns_and_a_scale(level: str) -> None:
 @LEVELS
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_a_row_masked_by_minus_infinity_is_zero(level: str, kind: str) -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
     visible = torch.rand(16, 16) > 0.4
     visible[3] = False
     additive = torch.zeros(16, 16).masked_fill(~visible, float("-inf"))
     mask = visible if kind == "bool" else additive
-    assert is_expanded(run(program, *qkv(2, 3, 16, 8), mask, level=level))
+    assert is_expanded(run(masked, *qkv(2, 3, 16, 8), mask, level=level))
 
 
 def test_a_row_masked_by_the_lowest_number_is_uniform() -> None:
     """As in FP32. Its gradient is not compared: FP32's own kernel gets it wrong."""
-
-    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
     query, key, value = (x.detach() for x in qkv(16, 8))
     mask = torch.zeros(16, 16)
     mask[3] = torch.finfo(torch.float32).min
-    seen = run(program, query, key, value, mask)
+    seen = run(masked, query, key, value, mask)
     assert is_expanded(seen)
     row = seen.model(query, key, value, mask)[3]
     torch.testing.assert_close(row, value.mean(0), atol=1e-2, rtol=1e-2)
@@ -168,16 +162,13 @@ def test_inside_a_checkpoint() -> None:
 
 
 def test_symbolic_batch_sizes() -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
     inputs = qkv(6, 3, 16, 8)
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0)
-    compiled = mpcompile(program, dtype=torch.bfloat16, emit="aot_eager", strict=True)
+    compiled = mpcompile(causal, dtype=torch.bfloat16, emit="aot_eager", strict=True)
     for batch in (6, 4):
         own = [x[:batch].detach().requires_grad_() for x in inputs]
-        expected, actual = program(*own), compiled(*own)
+        expected, actual = causal(*own), compiled(*own)
         torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
 
 

@@ -90,27 +90,6 @@ return linear_loss
     )
 
 
-def test_symbolic_rows() -> None:
-    x, weight, target = head_inputs()
-    torch._dynamo.mark_dynamic(x, 0)
-    torch._dynamo.mark_dynamic(target, 0)
-    stage = Stage(fuse_head, head, x, weight, target, fuse_head=True)
-    stage.run_twice()
-    assert_expected_inline(
-        text(stage),
-        """\
-x_size_0: SymInt = input
-x: f32[s0, 3, 4] = input
-weight: f32[7, 4] = input
-target: i64[s0, 3] = input
-flatten_1: i64[3*s0] = flatten(target)
-linear_rows: f32[3*s0, 4] = reshape(x, [-1, 4])
-linear_loss: f32[] = fused(linear_rows, weight, None, flatten_1, None, 1, -100, 0.0)
-return linear_loss
-""",
-    )
-
-
 def test_only_when_asked() -> None:
     stage = Stage(fuse_head, head, *head_inputs())
     assert not stage.run()

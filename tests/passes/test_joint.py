@@ -45,6 +45,8 @@ from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import inductor as inside
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
+pytestmark = pytest.mark.inside
+
 LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together)
 IMAGES = JointPasses(lowered=(lay_low_images,))
 CHECKS = JointPasses(lowered=(cast_together, unscale_together), keeps_casts=True)
@@ -76,7 +78,6 @@ def passes_for(device: str = "cuda", level: Level = Level.O1, **more: bool) -> J
 def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> Any:
     """The pass that Inductor is given."""
     given = with_joint_passes(options, passes)
-    assert given is not None
     return given[OPTION]
 
 
@@ -134,7 +135,6 @@ def test_no_layouts_where_inductor_may_choose_none() -> None:
     with inductor.patch(layout_optimization=False):
         assert with_joint_passes(None, IMAGES) is None
     given = with_joint_passes(None, IMAGES)
-    assert given is not None
     assert [one.pass_ for one in given[LOWERED].passes] == [lay_low_images]
 
 
@@ -193,7 +193,6 @@ def test_the_users_pass_runs_first(spelling: str, several: bool) -> None:
     theirs = Theirs(log=log)
     options = {spelling: [theirs, Theirs("second", log)] if several else theirs}
     given = with_joint_passes(options, JointPasses(joint=(ours,), lowered=(ours,)))
-    assert given is not None
     given[spelling.replace("-", "_")](fx.Graph())
     assert log == ["theirs", "second", "ours"] if several else ["theirs", "ours"]
 
@@ -260,8 +259,6 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.py"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module.pass_  # type: ignore[no-any-return]
@@ -279,13 +276,8 @@ def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def compile_with(joint: JointPasses, options: dict[str, Any] | None) -> str:
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return emit(
-                capture(gm, inputs, around_now(gm, inputs)),
-                inputs,
-                "inductor",
-                joint=joint,
-                options=options,
-            )
+            captured = capture(gm, inputs, around_now(gm, inputs))
+            return emit(captured, inputs, "inductor", joint=joint, options=options)
 
         torch._dynamo.reset()
         counters.clear()
@@ -322,8 +314,6 @@ def test_gradients_beyond_fp16(dtype: torch.dtype, loss_scale: Any) -> None:
     fast = mpcompile(net, dtype=dtype, level="O1", loss_scale=loss_scale)
     fast(x).sum().backward()
     weight, bias = net.weight.grad, net.bias.grad
-    assert weight is not None
-    assert bias is not None
     # Tensor Cores cut off what an FP32 sum can't hold, at each of its 2**13 steps
     torch.testing.assert_close(weight.double(), exact, rtol=1e-3, atol=0)
     assert (weight != weight.to(dtype)).any()

@@ -37,7 +37,6 @@ def gradient(run: Any) -> torch.Tensor:
     result = run(weight, x)
     (result * torch.linspace(-1, 1.5, result.numel()).view(result.shape)).sum().backward()
     assert float(x.min()) >= 0  # the write came out
-    assert weight.grad is not None
     return weight.grad
 
 
@@ -65,10 +64,7 @@ def forward_graph(keeps: str) -> fx.Graph:
         view = value.t()
     nodes = {name: graph.placeholder(name) for name in ("x", "other")}
     nodes["x"].meta["val"], nodes["other"].meta["val"] = value, other
-    for name, target, result in (
-        ("view", aten.t.default, view),
-        ("cos", aten.cos.default, cosine),
-    ):
+    for name, target, result in (("view", aten.t.default, view), ("cos", aten.cos.default, cosine)):
         nodes[name] = graph.call_function(target, (nodes["x"],))
         nodes[name].meta["val"] = result
     graph.call_function(aten.copy_.default, (nodes["x"], nodes["cos"]))

@@ -41,11 +41,10 @@ def laid_in(gm: fx.GraphModule) -> list[Any]:
     before = ir.render(gm.graph)
     changed = lay_low_images(gm.graph)
     gm.graph.lint()
-    laid = [node for node in gm.graph.nodes if is_laid(node)]
-    assert changed == bool(laid) == (ir.render(gm.graph) != before)
-    again = ir.render(gm.graph)
+    laid, after = [node for node in gm.graph.nodes if is_laid(node)], ir.render(gm.graph)
+    assert changed == bool(laid) == (after != before)
     assert not lay_low_images(gm.graph)
-    assert ir.render(gm.graph) == again
+    assert ir.render(gm.graph) == after
     for node in laid:
         _, channels, height, width = ir.value(node).shape
         strides = (channels * height * width, 1, width * channels, channels)

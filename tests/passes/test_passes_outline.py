@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from compare import leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
-from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
@@ -71,22 +70,16 @@ def test_nested_and_repeated() -> None:
 
     stage = Stage(outline, program, leaf(4))
     stage.run_twice()
-    assert [ir.op_name(n) for n in stage.gm.graph.nodes if ir.is_op(n)] == [
-        "higher_order::tag_activation_checkpoint",
-        "higher_order::tag_activation_checkpoint",
-    ]
-    (outer, again) = dict(stage.gm.named_children()).values()
-    assert isinstance(outer, fx.GraphModule)
-    assert [ir.op_name(n) for n in outer.graph.nodes if ir.is_op(n)] == [
-        "aten::cos", "higher_order::tag_activation_checkpoint", "aten::exp",
-    ]  # fmt: skip
+
+    def ops(body: Any) -> list[str]:
+        return [ir.op_name(n) for n in body.graph.nodes if ir.is_op(n)]
+
+    call = "higher_order::tag_activation_checkpoint"
+    assert ops(stage.gm) == [call, call]
+    outer, again = dict(stage.gm.named_children()).values()
+    assert ops(outer) == ["aten::cos", call, "aten::exp"]
     (inner,) = outer.children()
-    for body in (inner, again):
-        assert isinstance(body, fx.GraphModule)
-        assert [ir.op_name(n) for n in body.graph.nodes if ir.is_op(n)] == [
-            "aten::sin",
-            "aten::mul",
-        ]
+    assert ops(inner) == ops(again) == ["aten::sin", "aten::mul"]
 
 
 def test_several_results_some_read_twice_and_a_symbolic_size() -> None:

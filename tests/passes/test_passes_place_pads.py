@@ -9,56 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from exact import CORES
-from expecttest import assert_expected_inline
-from graphs import Stage
 from padded_graphs import PAD, SLICE, Chain, nodes, ours, pads_of_weights, placed, values_of
 from torch import Tensor
 
 from mpcompile import ir, pipeline
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.ir import spec
-from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.read_copies import read_copies
 from mpcompile.rules.policy import Policy
 
 # -- chains and weights ----------------------------------------------------------------------------
-
-
-def test_applies() -> None:
-    """The result of one product goes padded through gelu into the next; the caller sees no lane."""
-
-    def program(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
-        return F.linear(F.gelu(F.linear(x, up, bias)), down)
-
-    stage = Stage(
-        place_pads, program, leaf(8, 257), leaf(1001, 257), leaf(1001), leaf(9, 1001),
-        pad="always", cores=CORES,
-    )  # fmt: skip
-    stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
-x: f32[8, 257] = input
-up: f32[1001, 257] = input
-bias: f32[1001] = input
-down: f32[9, 1001] = input
-down_f16: f16[9, 1001] = to(down, f16)
-down_f16_padded: f16[16, 1008] = constant_pad_nd(down_f16, [0, 7, 0, 7])
-bias_f16: f16[1001] = to(bias, f16)
-bias_f16_padded: f16[1008] = constant_pad_nd(bias_f16, [0, 7])
-up_f16: f16[1001, 257] = to(up, f16)
-up_f16_padded: f16[1008, 264] = constant_pad_nd(up_f16, [0, 7, 0, 7])
-x_f16: f16[8, 257] = to(x, f16)
-x_f16_padded: f16[8, 264] = constant_pad_nd(x_f16, [0, 7])
-linear: f16[8, 1008] = linear(x_f16_padded, up_f16_padded, bias_f16_padded)
-gelu: f16[8, 1008] = gelu(linear)
-linear_1: f16[8, 16] = linear(gelu, down_f16_padded)
-linear_1_cut: f16[8, 9] = slice(linear_1, 1, 0, 9)
-linear_1_f32: f32[8, 9] = to(linear_1_cut, f32)
-return linear_1_f32
-""",
-    )
 
 
 def test_weights_are_padded_behind_their_cast_and_nothing_is_cut_between_products() -> None:

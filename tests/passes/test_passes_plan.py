@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import leaf
+from compare import LEVELS, leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import nn
@@ -29,8 +29,9 @@ class Block(nn.Module):
         return (x + h.view(x.shape)).mean(-1)
 
 
-def test_o1_residual_stream_stays_fp32() -> None:
-    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O1")
+@LEVELS
+def test_the_residual_stream_is_added_in_fp32(level: str) -> None:
+    stage = Stage(plan, Block(), leaf(2, 3, 8), level=level)
     stage.run_twice()
     assert_expected_inline(
         stage.marks,
@@ -45,25 +46,8 @@ add: FULL [plan]
 mean: FULL [table]
 """,
     )
-    assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
-
-
-def test_o2_residual_stream_is_stored_low() -> None:
-    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O2")
-    stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
-layer_norm: FULL [table]
-linear: LOW [table]
-gelu: LOW [plan]
-view: LOW [plan]
-linear_1: LOW [table]
-view_1: LOW [plan]
-add: FULL [plan]
-mean: FULL [table]
-""",
-    )
+    if level == "O1":
+        assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
 
 
 def test_o3_everything_low() -> None:
@@ -120,7 +104,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@LEVELS
 def test_cases(case: str, level: str) -> None:
     program, name, at_o1, at_o2 = CASES[case]
     stage = Stage(plan, program, leaf(16, 16), leaf(16, 16), level=level)
@@ -133,10 +117,8 @@ def test_policy_and_guards_are_left_alone() -> None:
         return F.linear(F.relu(F.gelu(F.linear(x, w))) + 1e-9, w)
 
     for level in ("O1", "O2"):
-        inputs = leaf(4, 4), leaf(4, 4)
-        stage = Stage(
-            plan, program, *inputs, level=level, policy=Policy(full=["gelu"]), dynamic=True
-        )
+        options = {"level": level, "policy": Policy(full=["gelu"]), "dynamic": True}
+        stage = Stage(plan, program, leaf(4, 4), leaf(4, 4), **options)
         stage.run()
         assert stage.mark("gelu").rule == "policy"
         assert stage.mark("add").rule == "guard"

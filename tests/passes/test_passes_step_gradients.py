@@ -4,6 +4,8 @@ agree_on_ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from steps import SCALED, STATIC, StepStage
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.step import Gradient, Ranks
+from mpcompile.optim.pipeline import StepPass
 from mpcompile.passes.step.agree_on_ranks import agree_on_ranks
 from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
@@ -21,6 +24,22 @@ from mpcompile.passes.step.measure_gradients import measure_gradients
 from mpcompile.passes.step.unscale_gradients import unscale_gradients
 
 F32, F64 = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("pass_", "config"),
+    [
+        (unscale_gradients, {}),
+        (measure_gradients, {"checked": False}),
+        (find_overflows, {"checked": False}),
+        (agree_on_ranks, {}),
+        (check_gradients, {"checked": False}),
+        (clip_gradients, {}),
+    ],
+)
+def test_nothing_to_do(pass_: StepPass, config: dict[str, Any]) -> None:
+    """True gradients, none checked, one process, no norm to clip to."""
+    assert StepStage(pass_, **config).leaves_alone()
 
 
 # -- unscale_gradients ------------------------------------------------------------------------
@@ -61,10 +80,6 @@ mul_tensor: f32[3] = mul(_to_copy_default, neg)
 - mul_tensor: f32[3] = mul(grad0, neg)
 """,
     )
-
-
-def test_unscale_gradients_leaves_true_ones_alone() -> None:
-    assert StepStage(unscale_gradients).leaves_alone()
 
 
 # -- measure_gradients ------------------------------------------------------------------------
@@ -140,11 +155,6 @@ linalg_vector_norm_default_2: f32[] = linalg_vector_norm(stack_default)
     assert first is second is not third
 
 
-def test_measure_gradients_has_nothing_to_measure() -> None:
-    assert StepStage(measure_gradients, checked=False).leaves_alone()
-    assert not StepStage(measure_gradients, checked=False, max_grad_norm=1.0).leaves_alone()
-
-
 # -- find_overflows ---------------------------------------------------------------------------
 
 
@@ -199,10 +209,6 @@ def test_find_overflows_of_gathered_gradients() -> None:
     assert "= stack([linalg_vector_norm_default_1, linalg_vector_norm_default_2])\n" in new
 
 
-def test_find_overflows_where_nothing_is_skipped() -> None:
-    assert StepStage(find_overflows, checked=False).leaves_alone()
-
-
 # -- agree_on_ranks ---------------------------------------------------------------------------
 
 distributed = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -250,40 +256,6 @@ def test_agree_on_ranks_on_the_device_that_the_group_exchanges() -> None:
     assert "type='cpu'" in back
 
 
-def test_agree_on_ranks_in_one_process() -> None:
-    assert StepStage(agree_on_ranks).leaves_alone()
-
-
-# -- check_gradients --------------------------------------------------------------------------
-
-
-def test_check_gradients() -> None:
-    assert_expected_inline(
-        StepStage(check_gradients).run(),
-        """\
-result_skipped: b8[] = input
-copy__default: b8[] = copy_(result_skipped, logical_or_default)
-""",
-    )
-
-
-def test_check_gradients_of_two_models() -> None:
-    gradients = (Gradient(F32, (0,)), Gradient(F32, (1,)))
-    stage = StepStage(check_gradients, (3,), (2,), gradients=gradients, scales=(STATIC, STATIC))
-    assert_expected_inline(
-        stage.run(),
-        """\
-result_skipped: b8[] = input
-logical_or_default_2: b8[] = logical_or(logical_or_default, logical_or_default_1)
-copy__default: b8[] = copy_(result_skipped, logical_or_default_2)
-""",
-    )
-
-
-def test_check_gradients_where_nothing_is_skipped() -> None:
-    assert StepStage(check_gradients, checked=False).leaves_alone()
-
-
 # -- clip_gradients ---------------------------------------------------------------------------
 
 
@@ -308,24 +280,6 @@ copy__default_1: f32[] = copy_(result_norm, linalg_vector_norm_default_2)
     )
 
 
-def test_clip_gradients_that_are_stored_scaled() -> None:
-    stage = StepStage(clip_gradients, gradients=(SCALED,), max_grad_norm=0.5)
-    assert_expected_inline(
-        stage.run(),
-        """\
-result_norm: f32[] = input
-add_tensor_1: f32[] = add(linalg_vector_norm_default_1, 1e-06)
-reciprocal_default_1: f32[] = reciprocal(add_tensor_1)
-mul_tensor_3: f32[] = mul(reciprocal_default_1, 0.5)
-clamp_max_default: f32[] = clamp_max(mul_tensor_3, 1.0)
-mul_tensor_4: f32[3] = mul(mul_tensor_1, clamp_max_default)
-mul_tensor: f32[3] = mul(mul_tensor_4, neg)
-copy__default_1: f32[] = copy_(result_norm, linalg_vector_norm_default_1)
-- mul_tensor: f32[3] = mul(mul_tensor_1, neg)
-""",
-    )
-
-
 def test_clip_gradients_keeps_the_dtype_of_a_number() -> None:
     """A 0-d tensor times a wider 0-d tensor would be wider; the step was traced without that."""
     stage = StepStage(clip_gradients, (), (3,), max_grad_norm=0.5,
@@ -335,7 +289,3 @@ def test_clip_gradients_keeps_the_dtype_of_a_number() -> None:
     (update,) = (n for n in updates if n.target is aten.mul.Tensor and ir.value(n).ndim == 0)
     assert ir.value(update.args[0]).shape == ()
     assert ir.dtype(update.args[0]) is F32
-
-
-def test_clip_gradients_without_a_norm() -> None:
-    assert StepStage(clip_gradients).leaves_alone()

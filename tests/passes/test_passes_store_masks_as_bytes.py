@@ -18,6 +18,8 @@ from mpcompile.lower.emitter import emit
 from mpcompile.lower.joint import JointPasses
 from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 
+REST = pytest.mark.sweep("programs that are chains of others")
+
 BF16 = torch.bfloat16
 Program = Callable[..., Any]
 
@@ -119,7 +121,7 @@ PAIRS = [(name, bool(number % 2) is not other) for other in (False, True)
     ("name", "dynamic"),
     [
         pytest.param(
-            name, dynamic, marks=pytest.mark.whole if number >= len(PROGRAMS) else (),
+            name, dynamic, marks=REST if number >= len(PROGRAMS) else (),
             id=f"{name}-{'symbolic' if dynamic else 'fixed'}",
         )
         for number, (name, dynamic) in enumerate(PAIRS)

@@ -21,9 +21,15 @@ ALL = torch.ops.mpcompile.unscale_all.default
 Gradients = Callable[..., list[torch.Tensor]]
 
 
-def backward(gradients: Gradients, inputs: list[torch.Tensor]) -> fx.GraphModule:
+def backward(
+    gradients: Gradients,
+    inputs: list[torch.Tensor],
+    then: Callable[..., list[torch.Tensor]] = list,
+    mode: str = "fake",
+) -> fx.GraphModule:
     """The graph of `gradients(*inputs)`, each of which leaves it as `unscale_grad` makes it: the
-    unscaled ones, and how many overflowed. The scale is the last input.
+    unscaled ones, and how many overflowed, or what `then` makes of these. The scale is the last
+    input.
     """
 
     def program(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -32,10 +38,10 @@ def backward(gradients: Gradients, inputs: list[torch.Tensor]) -> fx.GraphModule
         made = gradients(*values)
         leaves = [g.detach().requires_grad_() for g in made]
         results = [UNSCALE(leaf, scale, found) for leaf in leaves]
-        return list(torch.autograd.grad(results, [*leaves, found], made))
+        return then(torch.autograd.grad(results, [*leaves, found], made))
 
     with torch.enable_grad():
-        gm = make_fx(program, select_decomp_table(), tracing_mode="fake")(*inputs)
+        gm = make_fx(program, select_decomp_table(), tracing_mode=mode)(*inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
@@ -60,14 +66,8 @@ def five(
     t: torch.Tensor, x: torch.Tensor, low: torch.Tensor, row: torch.Tensor, at: torch.Tensor
 ) -> list[torch.Tensor]:
     """What a product, a sum, a cast, an elementwise operator and a scatter write."""
-    zeros = torch.zeros(7, 3)
-    return [
-        (t.t() @ x).view(3, 2, 2),
-        t.sum(0),
-        low.float(),
-        row * 2 + 1,
-        zeros.index_put((at,), t, accumulate=True),
-    ]
+    scattered = torch.zeros(7, 3).index_put((at,), t, accumulate=True)
+    return [(t.t() @ x).view(3, 2, 2), t.sum(0), low.float(), row * 2 + 1, scattered]
 
 
 def operands() -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def test_few_kernels_in_place_of_many() -> None:
     assert targets(gm).count(ALL) == 1
     assert "mpcompile::unscale_all([view, sum_1, index_put], " in text
     assert targets(gm).count(aten.any.default) == 1  # of the rows of all others
-    rows, both = gm.graph.find_nodes(op="call_function", target=aten.any.dims), None
+    rows = gm.graph.find_nodes(op="call_function", target=aten.any.dims)
     (both,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
     assert [ir.shape(n) for n in rows] == [(100,)]
     assert ir.shape(both) == (106,)
@@ -162,51 +162,27 @@ def test_rows_of_any_shape(shape: tuple[int, ...], rows: int) -> None:
 # -- what is written in place ----------------------------------------------------------------------
 
 
-def in_place(gradients: Gradients, inputs: list[torch.Tensor]) -> int:
-    """How many gradients are unscaled where they lie; all must be right."""
-    gm = rewritten(gradients, [*inputs, SCALE])
-    expected = backward(gradients, [*inputs, SCALE])(*inputs, SCALE)
-    torch.testing.assert_close(gm(*inputs, SCALE), expected, rtol=0, atol=0)
-    return sum(len(n.args[0]) for n in gm.graph.find_nodes(op="call_function", target=ALL))
+WRITTEN: dict[str, tuple[Gradients, int]] = {
+    "not what is shown twice": (
+        lambda x: [(total := x.sum(0)).view(2, 2), total.view(4, 1), x.sum(1)], 1
+    ),
+    "not what has gaps": (lambda x: [(x.t() @ x)[:, :3], x.sum(1)], 1),
+    "not an input": (lambda x: [x.view(12), x.sum(0), x.sum(1)], 2),
+    # as by the backward of a batch norm
+    "not what is read as well": (lambda x: [total := x.sum(0), x.sum(1), x - total], 1),
+    "what lies in another order": (lambda x: [(x.t() @ x).t(), x.sum(1)], 2),
+}  # fmt: skip
 
 
-def test_not_what_is_shown_twice() -> None:
-    def shown(x: torch.Tensor) -> list[torch.Tensor]:
-        total = x.sum(0)
-        return [total.view(2, 2), total.view(4, 1), x.sum(1)]
-
-    assert in_place(shown, [torch.randn(3, 4)]) == 1
-
-
-def test_not_what_has_gaps() -> None:
-    def cut(x: torch.Tensor) -> list[torch.Tensor]:
-        return [(x.t() @ x)[:, :3], x.sum(1)]
-
-    assert in_place(cut, [torch.randn(3, 4)]) == 1
-
-
-def test_not_an_input() -> None:
-    def handed_on(x: torch.Tensor) -> list[torch.Tensor]:
-        return [x.view(12), x.sum(0), x.sum(1)]
-
-    assert in_place(handed_on, [torch.randn(3, 4)]) == 2
-
-
-def test_not_what_is_read_as_well() -> None:
-    """As by the backward of a batch norm."""
-
-    def normed(x: torch.Tensor) -> list[torch.Tensor]:
-        total = x.sum(0)
-        return [total, x.sum(1), x - total]
-
-    assert in_place(normed, [torch.randn(3, 4)]) == 1
-
-
-def test_what_lies_in_another_order_is() -> None:
-    def turned(x: torch.Tensor) -> list[torch.Tensor]:
-        return [(x.t() @ x).t(), x.sum(1)]
-
-    assert in_place(turned, [torch.randn(3, 4)]) == 2
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_is_unscaled_where_it_lies(case: str) -> None:
+    gradients, count = WRITTEN[case]
+    inputs = [torch.randn(3, 4), SCALE]
+    gm = rewritten(gradients, inputs)
+    expected = backward(gradients, inputs)(*inputs)
+    torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
+    written = gm.graph.find_nodes(op="call_function", target=ALL)
+    assert sum(len(n.args[0]) for n in written) == count
 
 
 # -- what it leaves --------------------------------------------------------------------------------
@@ -218,39 +194,24 @@ def test_one_gradient_is_left() -> None:
 
 
 def test_gradients_that_are_read_are_left() -> None:
-    def program(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        found = torch.zeros((), requires_grad=True)
-        made = [x.sum(0), x.sum(1), x.sum()]
-        leaves = [g.detach().requires_grad_() for g in made]
-        results = [UNSCALE(leaf, scale, found) for leaf in leaves]
-        grads = list(torch.autograd.grad(results, [*leaves, found], made))
-        return [grads[0] + 1, grads[1] * 2, *grads[2:]]
-
-    x = torch.randn(3, 4)
-    with torch.enable_grad():
-        gm = make_fx(program, select_decomp_table(), tracing_mode="fake")(x, SCALE)
-    gm.graph.eliminate_dead_code()
-    expected = gm(x, SCALE)
+    inputs = [torch.randn(3, 4), SCALE]
+    gm = backward(
+        lambda x: [x.sum(0), x.sum(1), x.sum()], inputs,
+        then=lambda grads: [grads[0] + 1, grads[1] * 2, *grads[2:]],
+    )  # fmt: skip
+    expected = gm(*inputs)
     assert not unscale_together(gm.graph)  # of the three, one is not read
     gm.recompile()
-    torch.testing.assert_close(gm(x, SCALE), expected)
+    torch.testing.assert_close(gm(*inputs), expected)
 
 
 def test_beside_a_gradient_that_is_left() -> None:
     """The number of its overflows is added."""
-
-    def program(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        found = torch.zeros((), requires_grad=True)
-        made = [x.sum(0), x.sum(1), x * 2, x.mean()]
-        leaves = [g.detach().requires_grad_() for g in made]
-        results = [UNSCALE(leaf, scale, found) for leaf in leaves]
-        grads = list(torch.autograd.grad(results, [*leaves, found], made))
-        return [*grads[:2], grads[2] + 1, *grads[3:]]
-
     x = torch.randn(3, 4)
-    with torch.enable_grad():
-        gm = make_fx(program, select_decomp_table(), tracing_mode="fake")(x, SCALE)
-    gm.graph.eliminate_dead_code()
+    gm = backward(
+        lambda x: [x.sum(0), x.sum(1), x * 2, x.mean()], [x, SCALE],
+        then=lambda grads: [*grads[:2], grads[2] + 1, *grads[3:]],
+    )  # fmt: skip
     before = gm(x, SCALE)
     assert unscale_together(gm.graph)
     assert not unscale_together(gm.graph)
@@ -283,18 +244,8 @@ def test_two_gradients_that_are_the_same() -> None:
 
 
 def test_symbolic_sizes_are_left() -> None:
-    def program(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        found = torch.zeros((), requires_grad=True)
-        made = [x.sum(0), x.sum(1)]
-        leaves = [g.detach().requires_grad_() for g in made]
-        results = [UNSCALE(leaf, scale, found) for leaf in leaves]
-        return list(torch.autograd.grad(results, [*leaves, found], made))
-
-    with torch.enable_grad():
-        gm = make_fx(program, select_decomp_table(), tracing_mode="symbolic")(
-            torch.randn(3, 4), SCALE
-        )
-    gm.graph.eliminate_dead_code()
+    inputs = [torch.randn(3, 4), SCALE]
+    gm = backward(lambda x: [x.sum(0), x.sum(1)], inputs, mode="symbolic")
     assert not unscale_together(gm.graph)
 
 

@@ -1,4 +1,6 @@
-"""widen_weight_gradients: what leaves the graph leaves the GEMM in FP32; nothing else changes."""
+"""widen_weight_gradients: what leaves the graph leaves the GEMM in FP32; nothing else changes. Such
+gradients are nearer to FP64, and every parameter of a compiled model has one.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,35 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from joint_graphs import Joint, weight
+from joint_graphs import Joint, on, weight
+from torch import fx, nn
 
+from mpcompile import mpcompile
 from mpcompile.ir import aten
+from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
+
+WIDE = (aten.mm.dtype, aten.bmm.dtype)
+
+
+class OnCPU(fx.Interpreter):
+    """Runs a graph where no GEMM writes FP32: by FP32 operands, which says the same."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in WIDE:
+            return torch.matmul(args[0].float(), args[1].float())
+        return super().call_function(target, args, kwargs)
+
+
+def widened(program: Any, *inputs: torch.Tensor) -> Joint:
+    """The joint graph, rewritten: its results are those of before, with bits that FP16 has not."""
+    joint = Joint(program, *inputs)
+    with torch.no_grad():
+        before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+        joint.run_twice()
+        after = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+    torch.testing.assert_close(after, before, rtol=2**-9, atol=2**-9)
+    assert all((wide != wide.half()).any() for wide in after)
+    return joint
 
 
 def linear(w: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, tangents: torch.Tensor) -> Any:
@@ -25,26 +53,6 @@ def linear_inputs() -> tuple[torch.Tensor, ...]:
 
 def test_the_product_is_computed_in_fp32() -> None:
     joint = Joint(linear, *linear_inputs())
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[6, 8] = input
-x_1: f16[4, 8] = input
-scale_1: f32[] = input
-tangents_1: f16[4, 6] = input
-convert_element_type: f16[6, 8] = cast(w_1, f16)
-permute: f16[8, 6] = permute(convert_element_type, [1, 0])
-mm: f16[4, 6] = mm(x_1, permute)
-permute_1: f16[6, 4] = permute(tangents_1, [1, 0])
-mm_1: f16[6, 8] = mm(permute_1, x_1)
-permute_2: f16[8, 6] = permute(mm_1, [1, 0])
-permute_3: f16[6, 8] = permute(permute_2, [1, 0])
-convert_element_type_5: f32[6, 8] = cast(permute_3, f32)
-reciprocal: f32[] = reciprocal(scale_1)
-mul: f32[6, 8] = mul(convert_element_type_5, reciprocal)
-return mm, mul
-""",
-    )
     joint.run_twice()
     assert_expected_inline(
         joint.text,
@@ -94,22 +102,10 @@ def test_batched_product_and_views() -> None:
         experts = w.half().view(3, 5, 4).transpose(1, 2)
         return torch.autograd.grad(torch.bmm(x, experts), w, tangents)
 
-    joint = Joint(program, weight(15, 4), torch.randn(3, 7, 4).half(), torch.randn(3, 7, 5).half())
-    joint.run_twice()
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[15, 4] = input
-x_1: f16[3, 7, 4] = input
-tangents_1: f16[3, 7, 5] = input
-permute_1: f16[3, 4, 7] = permute(x_1, [0, 2, 1])
-bmm_1: f32[3, 4, 5] = bmm(permute_1, tangents_1, f32)
-permute_2: f32[3, 5, 4] = permute(bmm_1, [0, 2, 1])
-clone: f32[3, 5, 4] = clone(permute_2, memory_format=torch.contiguous_format)
-view_1: f32[15, 4] = view(clone, [15, 4])
-return view_1
-""",
+    joint = widened(
+        program, weight(15, 4), torch.randn(3, 7, 4).half(), torch.randn(3, 7, 5).half()
     )
+    assert "bmm_1: f32[3, 4, 5] = bmm(permute_1, tangents_1, f32)" in joint.text
 
 
 def test_bias() -> None:
@@ -117,26 +113,9 @@ def test_bias() -> None:
         return torch.autograd.grad(F.linear(x, w.half(), b.half()), (w, b), tangents)
 
     inputs = weight(6, 8), weight(6), torch.randn(2, 4, 8).half(), torch.randn(2, 4, 6).half()
-    joint = Joint(program, *inputs)
-    joint.run_twice()
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[6, 8] = input
-b_1: f32[6] = input
-x_1: f16[2, 4, 8] = input
-tangents_1: f16[2, 4, 6] = input
-view: f16[8, 8] = view(x_1, [8, 8])
-view_2: f16[8, 6] = view(tangents_1, [8, 6])
-permute_1: f16[6, 8] = permute(view_2, [1, 0])
-mm: f32[6, 8] = mm(permute_1, view, f32)
-permute_2: f32[8, 6] = permute(mm, [1, 0])
-sum_1: f32[1, 6] = sum(view_2, [0], True, dtype=f32)
-view_3: f32[6] = view(sum_1, [6])
-permute_3: f32[6, 8] = permute(permute_2, [1, 0])
-return permute_3, view_3
-""",
-    )
+    joint = widened(program, *inputs)
+    assert "mm: f32[6, 8] = mm(permute_1, view, f32)" in joint.text
+    assert "sum_1: f32[1, 6] = sum(view_2, [0], True, dtype=f32)" in joint.text
 
 
 def test_a_padded_weight() -> None:
@@ -147,26 +126,9 @@ def test_a_padded_weight() -> None:
         return torch.autograd.grad(y, (w, b), tangents)
 
     inputs = weight(6, 7), weight(6), torch.randn(4, 8).half(), torch.randn(4, 8).half()
-    joint = Joint(program, *inputs)
-    joint.run_twice()
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[6, 7] = input
-b_1: f32[6] = input
-x_1: f16[4, 8] = input
-tangents_1: f16[4, 8] = input
-permute_1: f16[8, 4] = permute(tangents_1, [1, 0])
-mm: f32[8, 8] = mm(permute_1, x_1, f32)
-permute_2: f32[8, 8] = permute(mm, [1, 0])
-sum_1: f32[1, 8] = sum(tangents_1, [0], True, dtype=f32)
-view: f32[8] = view(sum_1, [8])
-permute_3: f32[8, 8] = permute(permute_2, [1, 0])
-constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])
-constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])
-return constant_pad_nd_3, constant_pad_nd_2
-""",
-    )
+    text = widened(program, *inputs).text
+    assert "constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])" in text
+    assert "constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])" in text
 
 
 def test_a_weight_used_twice() -> None:
@@ -176,32 +138,11 @@ def test_a_weight_used_twice() -> None:
         low = w.half()
         return torch.autograd.grad(F.linear(F.linear(x, low), low), w, tangents)
 
-    joint = Joint(program, weight(8, 8), torch.randn(4, 8).half(), torch.randn(4, 8).half())
-    joint.run_twice()
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[8, 8] = input
-x_1: f16[4, 8] = input
-tangents_1: f16[4, 8] = input
-convert_element_type: f16[8, 8] = cast(w_1, f16)
-permute: f16[8, 8] = permute(convert_element_type, [1, 0])
-mm: f16[4, 8] = mm(x_1, permute)
-permute_1: f16[8, 8] = permute(convert_element_type, [1, 0])
-permute_2: f16[8, 4] = permute(tangents_1, [1, 0])
-mm_2: f32[8, 8] = mm(permute_2, mm, f32)
-permute_3: f32[8, 8] = permute(mm_2, [1, 0])
-permute_4: f16[8, 8] = permute(permute_1, [1, 0])
-mm_3: f16[4, 8] = mm(tangents_1, permute_4)
-permute_5: f32[8, 8] = permute(permute_3, [1, 0])
-permute_6: f16[8, 4] = permute(mm_3, [1, 0])
-mm_4: f32[8, 8] = mm(permute_6, x_1, f32)
-permute_7: f32[8, 8] = permute(mm_4, [1, 0])
-permute_8: f32[8, 8] = permute(permute_7, [1, 0])
-add: f32[8, 8] = add(permute_5, permute_8)
-return add
-""",
-    )
+    half = torch.randn(4, 8).half()
+    joint = widened(program, weight(8, 8), half, torch.randn(4, 8).half())
+    assert [joint.targets.count(op) for op in (aten.mm.dtype, aten.mm.default)] == [2, 2]
+    assert "mm_3: f16[4, 8] = mm(tangents_1, permute_4)" in joint.text
+    assert "add: f32[8, 8] = add(permute_5, permute_8)" in joint.text
 
 
 def test_what_has_no_fp32_twin_is_cast_where_it_flows_in() -> None:
@@ -209,51 +150,18 @@ def test_what_has_no_fp32_twin_is_cast_where_it_flows_in() -> None:
         low = w.half()
         return torch.autograd.grad(F.linear(x, low) + low.tanh().sum(), w, tangents)
 
-    joint = Joint(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half())
-    joint.run_twice()
-    assert_expected_inline(
-        joint.text,
-        """\
-w_1: f32[6, 8] = input
-x_1: f16[4, 8] = input
-tangents_1: f16[4, 6] = input
-convert_element_type: f16[6, 8] = cast(w_1, f16)
-tanh: f16[6, 8] = tanh(convert_element_type)
-alias: f16[6, 8] = alias(tanh)
-sum_2: f16[] = sum(tangents_1)
-expand: f16[6, 8] = expand(sum_2, [6, 8])
-alias_1: f16[6, 8] = alias(alias)
-convert_element_type_3: f32[6, 8] = cast(expand, f32)
-convert_element_type_4: f32[6, 8] = cast(alias_1, f32)
-mul: f32[6, 8] = mul(convert_element_type_4, convert_element_type_4)
-sub: f32[6, 8] = sub(1, mul)
-mul_1: f32[6, 8] = mul(convert_element_type_3, sub)
-convert_element_type_5: f16[6, 8] = cast(mul_1, f16)
-permute_1: f16[6, 4] = permute(tangents_1, [1, 0])
-mm_1: f32[6, 8] = mm(permute_1, x_1, f32)
-permute_2: f32[8, 6] = permute(mm_1, [1, 0])
-permute_3: f32[6, 8] = permute(permute_2, [1, 0])
-convert_element_type_default: f32[6, 8] = cast(convert_element_type_5, f32)
-add_1: f32[6, 8] = add(convert_element_type_default, permute_3)
-return add_1
-""",
-    )
+    text = widened(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half()).text
+    assert "mm_1: f32[6, 8] = mm(permute_1, x_1, f32)" in text
+    assert "convert_element_type_default: f32[6, 8] = cast(convert_element_type_5, f32)" in text
+    assert "add_1: f32[6, 8] = add(convert_element_type_default, permute_3)" in text
 
 
-def test_a_second_reader_keeps_the_product() -> None:
+@pytest.mark.parametrize("of", ["the product", "a view"])
+def test_a_second_reader_keeps_the_product(of: str) -> None:
     def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
         (grad,) = torch.autograd.grad(F.linear(x, low := w.half()), low, tangents)
-        return grad.float(), grad
-
-    joint = Joint(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half())
-    assert not joint.run()
-
-
-def test_a_second_reader_of_a_view_keeps_it_too() -> None:
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        (grad,) = torch.autograd.grad(F.linear(x, low := w.half()), low, tangents)
-        flat = grad.view(-1)
-        return flat.float(), flat
+        read = grad.view(-1) if of == "a view" else grad
+        return read.float(), read
 
     joint = Joint(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half())
     assert not joint.run()
@@ -295,3 +203,55 @@ def test_only_a_product_with_one_number_hands_a_gradient_on(factor: str) -> None
 
     inputs = weight(6, 8), torch.randn(4, 8).half(), torch.randn(6, 8), torch.randn(4, 6).half()
     assert Joint(program, *inputs).run() == (factor == "number")
+
+
+def test_numerics_against_fp64() -> None:
+    """Sums beyond FP16's range are finite, and nearer to FP64 than what they replace."""
+
+    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+        return torch.autograd.grad(F.linear(x, w.half(), b.half()), (w, b), tangents)
+
+    x, tangents = (256 * torch.rand(512, 8)).half(), (1 + torch.rand(512, 6)).half()
+    inputs = weight(6, 8), weight(6), x, 16 * tangents
+    joint = Joint(program, *inputs)
+    with torch.no_grad():
+        before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+        joint.run_twice()
+        after = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+    expected = (16 * tangents.double()).T @ x.double(), (16 * tangents.double()).sum(0)
+    assert before[0].isinf().all()
+    for wide, exact, rounded in zip(after, expected, before, strict=True):
+        torch.testing.assert_close(wide.double(), exact, rtol=1e-6, atol=0)
+        assert ((wide - exact).abs() <= (rounded - exact).abs()).all()
+
+
+def widened_in(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[bool, fx.Graph]:
+    """The graph that Inductor hands over, with the scale, the checks and the bookkeeping."""
+    found: list[tuple[bool, fx.Graph]] = []
+
+    def look(graph: fx.Graph) -> None:
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        found.append((widen_weight_gradients(on("cuda", copy)), copy))
+
+    hook = {"joint_custom_post_pass": look}
+    mpcompile(model, dtype=torch.float16, options=hook, **options)(x).sum().backward()
+    (only,) = found
+    return only
+
+
+def test_every_parameter_of_a_compiled_model() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+    changed, graph = widened_in(net, torch.randn(5, 8))
+    assert changed
+    assert [node.target for node in graph.nodes].count(aten.mm.dtype) == 2
+    sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert sum("dtype" in n.kwargs for n in sums) == 2
+
+
+def test_every_padded_parameter_of_a_compiled_model() -> None:
+    net = nn.Sequential(nn.Linear(13, 21), nn.GELU(), nn.Linear(21, 3))
+    _, graph = widened_in(net, torch.randn(8, 13), pad="always")
+    pads = graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+    cuts = [n.meta["val"].dtype for n in pads if min(n.args[1]) < 0]
+    assert cuts == [torch.float32] * 4

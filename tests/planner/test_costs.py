@@ -1,32 +1,30 @@
-"""costs: the planner's objective has the values it says, calculated by hand."""
+"""costs: the planner's objective has the values it says, calculated by hand; and what the times of
+a device profile make of products.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
-from planned_programs import BF16, both, profile_of, staged
+from planned_programs import BF16, CROSSING, FP16, PROGRAMS, both, profile_of, staged
 from torch import nn
 
 import mpcompile
 from mpcompile import ir
 from mpcompile.planner import target
 from mpcompile.planner.objective import UNIT, Objective
+from mpcompile.profile import Profile
+from mpcompile.rules.policy import Precision
 
 
-class Two(nn.Module):
+def two() -> nn.Sequential:
     """Products one after the other: (8, 16) @ (16, 16), then (8, 16) @ (16, 4)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+    return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 4, bias=False))
 
 
 TWO = profile_of(
@@ -36,7 +34,7 @@ TWO = profile_of(
 
 
 def test_terms_of_products() -> None:
-    stage = staged(Two(), leaf(8, 16), level="O1", low=BF16, profile=TWO)
+    stage = staged(two(), leaf(8, 16), level="O1", low=BF16, profile=TWO)
     objective = Objective(stage.gm.graph, stage.config)
     launch = 1000 * UNIT  # bytes that memory moves in a microsecond
     assert objective.launch == launch
@@ -52,12 +50,12 @@ def test_terms_of_products() -> None:
     # No fusion reaches between the input and a product, or between two products.
     between = 6 * 8 * 16 * UNIT + launch
     assert objective.pairs[first, second] == (between, between)
-    assert objective.pairs[stage.node("x"), first] == (between, between)
+    assert objective.pairs[first.all_input_nodes[0], first] == (between, between)
 
 
 def test_a_frozen_weight_has_no_gradient_to_cast() -> None:
-    model = Two()
-    model.first.weight.requires_grad_(False)
+    model = two()
+    model[0].weight.requires_grad_(False)
     stage = staged(model, leaf(8, 16), level="O1", low=BF16, profile=TWO)
     objective = Objective(stage.gm.graph, stage.config)
     weights = objective.terms[stage.node("linear")].low["weights"]
@@ -65,7 +63,7 @@ def test_a_frozen_weight_has_no_gradient_to_cast() -> None:
 
 
 def test_a_working_copy_costs_no_cast() -> None:
-    stage = staged(Two(), leaf(8, 16), level="O2", low=BF16, profile=TWO)
+    stage = staged(two(), leaf(8, 16), level="O2", low=BF16, profile=TWO)
     inputs = stage.gm.graph.find_nodes(op="placeholder")
     weight = next(i for i, n in enumerate(inputs) if ir.shape(n) == (16, 16))
     stage.config = replace(stage.config, copied={weight: None})
@@ -75,7 +73,7 @@ def test_a_working_copy_costs_no_cast() -> None:
 
 
 def test_without_a_backward_only_the_forward_counts() -> None:
-    model = Two().requires_grad_(False)
+    model = two().requires_grad_(False)
     stage = staged(model, torch.randn(8, 16), level="O1", low=BF16, profile=TWO)
     objective = Objective(stage.gm.graph, stage.config)
     terms = objective.terms[stage.node("linear")]
@@ -112,7 +110,7 @@ def test_a_profile_changes_no_number_of_stored_bytes() -> None:
 def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; nothing where there was nothing to decide."""
     monkeypatch.setattr(target.profile, "load", lambda device: TWO)
-    model = mpcompile.mpcompile(Two(), emit="eager")  # BF16, on a CPU
+    model = mpcompile.mpcompile(two(), emit="eager")  # BF16, on a CPU
     model(leaf(8, 16))
     (found,) = mpcompile.compiled_plans(model)
     by_name = {node["name"]: node for node in found.to_dict()["nodes"]}
@@ -122,3 +120,122 @@ def test_the_plan_lists_what_was_weighed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert costs["low"]["time"] == pytest.approx(30_000, rel=1e-3)
     assert costs["low"]["weights"] == 10 * 16 * 16 + 1000
     assert all(node["costs"] is None for node in by_name.values() if node["rule"] == "cast")
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+@LEVELS
+def test_without_a_profile_products_stay_low(level: str) -> None:
+    for name in PROGRAMS:
+        torch._dynamo.reset()
+        module, inputs = PROGRAMS[name]
+        stage = staged(module(), inputs(), level=level, low=BF16)
+        products = [n for n in stage.gm.graph.nodes if ir.precision(n) is Precision.LOW]
+        stage.run()
+        assert products
+        assert all(ir.precision(n) is Precision.LOW for n in products)
+
+
+class SmallAndLarge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(256, 256), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.large(x).exp(), self.small(y).exp()
+
+
+@LEVELS
+def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
+    inputs = leaf(256, 256), leaf(16, 16)
+    stage = staged(SmallAndLarge(), *inputs, level=level, low=BF16, profile=CROSSING)
+    stage.run()
+    large, small = stage.mark("linear"), stage.mark("linear_1")
+    assert (large.precision, large.rule) == (Precision.LOW, "table")
+    assert (small.precision, small.rule) == (Precision.FULL, "plan")
+    verdict = small.reason.partition("; but ")[2]
+    assert verdict.startswith("FP32 is faster: 0.01 ms, low 0.04 ms")
+    assert verdict.endswith("(device profile)")
+
+
+def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sides of the sum, the verdict first; and a plan for that batch agrees."""
+    monkeypatch.setenv("MPCOMPILE_PROFILE", "")  # the built-in one
+
+    def planned(batch: int) -> tuple[str, str]:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        plan = mpcompile.explain(model, torch.randn(batch, 64), device="h100")
+        first = next(node for node in plan.nodes if node.op == "aten::linear")
+        return first.precision, first.reason
+
+    precision, reason = planned(32)
+    assert precision == "FULL"
+    found = re.search(
+        r"; but FP32 costs less: ([\d.]+) ms, low ([\d.]+) ms and ([\d.]+) ms for the casts it "
+        r"needs; from about (\d+) times the batch on, low pays \(device profile\)$",
+        reason,
+    )
+    full, low, casts = map(float, found.groups()[:3])
+    assert low < full < low + casts
+    pays = int(found[4]) * 32
+    assert planned(pays)[0] == "LOW"
+    assert planned(pays // 4)[0] == "FULL"
+
+
+@LEVELS
+def test_a_small_product_between_large_ones_is_low(level: str) -> None:
+    """To cast in front of it and behind it would cost more than it saves."""
+
+    class Sandwich(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer, self.inner = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.outer(self.inner(self.outer(x)))
+            return out.exp()
+
+    dims = (1, 256, 256, 256)
+    even = profile_of(*both("gemm", dims, low=500e-6, full=499e-6))
+    stage = staged(Sandwich(), leaf(256, 256), level=level, low=BF16, profile=even)
+    for name in ("linear", "linear_2"):
+        low = replace(stage.mark(name), by=ir.By.POLICY, reason="wanted so")
+        ir.set_mark(stage.node(name), low)
+    stage.run()
+    assert stage.mark("linear_1").precision is Precision.LOW
+
+
+@pytest.mark.parametrize(("rows", "trains", "expected"), [
+    (1, False, Precision.FULL),
+    (2, False, Precision.LOW),
+    (1, True, Precision.LOW),  # its backward has larger products
+])  # fmt: skip
+def test_one_row_is_no_faster_low_on_a_cpu(rows: int, trains: bool, expected: Precision) -> None:
+    """A language model's token: all of the time goes into reading the weight."""
+    faster = profile_of(*both("gemm", (1, 8, 256, 256), low=1e-3, full=4e-3))
+    with torch.set_grad_enabled(trains):
+        x = torch.randn(rows, 256)
+        stage = staged(nn.Linear(256, 256), x, level="O1", low=BF16, profile=faster)
+        stage.run()
+    assert stage.mark("linear").precision is expected
+
+
+def test_the_profile_is_read_only_if_no_dtype_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names a dtype gets it, fast or not."""
+    asked = []
+
+    def load(device: torch.device) -> Profile:
+        asked.append(device)
+        return CROSSING
+
+    monkeypatch.setattr(target.profile, "load", load)
+    for dtype, expected in ((FP16, "LOW"), (BF16, "LOW"), ("auto", "FULL")):
+        torch._dynamo.reset()
+        model = mpcompile.mpcompile(nn.Linear(16, 16), dtype=dtype, emit="eager")
+        model(leaf(16, 16))
+        (found,) = mpcompile.compiled_plans(model)
+        assert [n.precision for n in found.nodes if n.op == "aten::linear"] == [expected]
+    assert len(asked) == 1

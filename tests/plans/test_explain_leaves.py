@@ -52,11 +52,7 @@ def state(model: nn.Module) -> dict[str, Any]:
             "numpy": np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
             "changes": parameters.changes(),
             "dynamo": (dict(counters), set(cached_backends)),
-            "modes": (
-                torch.is_grad_enabled(),
-                torch.is_inference_mode_enabled(),
-                gc.isenabled(),
-            ),
+            "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), gc.isenabled()),
             "low": advice.say_nothing_runs_low.cache_info(),
         }
     )

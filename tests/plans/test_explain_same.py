@@ -18,7 +18,7 @@ from mpcompile.plans import GraphPlan
 HALF = [torch.float16, torch.bfloat16]
 SAMPLE = [("O1", torch.bfloat16), ("O2", torch.float16)]
 ALL = [
-    pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.whole)
+    pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.sweep("other levels"))
     for pair in itertools.product(("O1", "O2", "O3"), HALF)
 ]
 

@@ -90,14 +90,10 @@ def test_charts() -> None:
         Saved("exp", "", (5,), torch.float32, 10, True),
     )
     plan = plan_with(
-        node("a", precision="LOW"),
-        node("b"),
-        node("c"),
-        node("a_f16", rule="cast", precision="KEEP"),
-        tensor_cores=TensorCoreReport(ops),
-        saved=saved,
-        casts=1,
-    )
+        node("a", precision="LOW"), node("b"), node("c"),
+        node("a_f16", rule="cast", precision="KEEP"), tensor_cores=TensorCoreReport(ops),
+        saved=saved, casts=1,
+    )  # fmt: skip
     nodes, flops, kept = charts_of(plan)
     assert [chart.total for chart in (nodes, flops, kept)] == ["3", "4 FLOP", "40 B"]
     assert kept.note == "10 B of it copies of weights and inputs"
@@ -253,18 +249,12 @@ def test_the_same_plan_gives_the_same_page() -> None:
     assert render(first) != render(other)
 
 
-@pytest.mark.parametrize("made", [page_plans.gpt_plan, page_plans.resnet_plan])
-def test_pages_are_small(made: Any) -> None:
-    plan = made()
-    assert len(plan.nodes) > 100
-    assert len(render(plan).encode()) < 3 * MEGABYTE
-
-
-def test_the_page_of_a_deep_model_is_small() -> None:
-    """24 layers: the nodes of four, six times over, in graphs of their own."""
-    plan = page_plans.gpt_plan()
-    deep = dataclasses.replace(plan, graphs=plan.graphs * 6)
-    assert len(render(deep).encode()) < 3 * MEGABYTE
+def test_pages_are_small() -> None:
+    """Of a ResNet, and of 24 layers: the nodes of four, six times over, in graphs of their own."""
+    gpt = page_plans.gpt_plan()
+    for plan in (page_plans.resnet_plan(), dataclasses.replace(gpt, graphs=gpt.graphs * 6)):
+        assert len(plan.nodes) > 100
+        assert len(render(plan).encode()) < 3 * MEGABYTE
 
 
 def test_styles_and_scripts_are_short() -> None:

@@ -68,8 +68,7 @@ class Reader:
 
     @property
     def panel(self) -> str:
-        text: str = self.driver.find_element(By.ID, "panel").text
-        return text
+        return self.driver.find_element(By.ID, "panel").text
 
     def rows(self, name: str = "data-key") -> list[str]:
         """An attribute of every row, read at once."""

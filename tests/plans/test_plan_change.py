@@ -96,10 +96,8 @@ def test_the_policy_it_names_changes_it(case: str) -> None:
     assert len(policies) == (1 if node.rule in ("region", "guard") else 2)
     for policy in policies:
         changed = node_of(planned(body, policy=policy), name)
-        assert (changed.precision, changed.rule) == (
-            "FULL" if precision == "LOW" else "LOW",
-            "policy",
-        )
+        other = "FULL" if precision == "LOW" else "LOW"
+        assert (changed.precision, changed.rule) == (other, "policy")
         assert changed.planned != node.planned
 
 
@@ -180,8 +178,8 @@ def test_a_part_of_a_result_follows_the_operator() -> None:
     node = node_of(planned(body), "getitem")
     assert "part of the result of chunk" in node.change
     itself, whole = (
-        node_of(planned(body, policy=Policy(nodes={name: word})), "getitem").planned
-        for name, word in (("getitem", "fp32"), ("chunk", "fp32"))
+        node_of(planned(body, policy=Policy(nodes={name: "fp32"})), "getitem").planned
+        for name in ("getitem", "chunk")
     )
     assert itself == node.planned == "f16[3, 2]"
     assert whole == "f32[3, 2]"

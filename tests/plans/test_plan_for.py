@@ -16,7 +16,7 @@ from small_calls import Calls, X, in_two_graphs, net
 from torch import nn
 from versions import since
 
-from mpcompile import MPCompileError, Policy, loss_scale_of, mpcompile, plan_for
+from mpcompile import MPCompileError, Policy, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
 from mpcompile.preview import explain as explaining
@@ -38,12 +38,6 @@ def test_every_gpu(gpu: str) -> None:
     assert (plan.dtype, plan.device, plan.scaled) == ("float16", "cuda:0", True)
     assert decided(planned)["linear"] == ("FULL" if gpu == "p100" else "LOW")
     assert planned.gpu is GPUS[gpu]
-
-
-def test_level_o0_leaves_everything() -> None:
-    planned = plan_for(net(), X, level="O0")
-    assert planned.left == ('level="O0" was asked for',)
-    assert (planned.dtype, planned.device, planned.nodes) == ("float32", "cuda:0", ())
 
 
 def test_without_units_a_named_dtype_still_runs_low() -> None:
@@ -86,9 +80,8 @@ def test_a_dropped_score_is_not_stored() -> None:
 
     def saved(dropout: float) -> int:
         layer = Calls(lambda f, x: F.scaled_dot_product_attention(f(x), x, x, dropout_p=dropout))
-        return plan_for(
-            layer, torch.ones(2, 1, 512, 4, requires_grad=True), device="t4"
-        ).saved_bytes
+        x = torch.ones(2, 1, 512, 4, requires_grad=True)
+        return plan_for(layer, x, device="t4").saved_bytes
 
     assert saved(0.1) == saved(0.0) < 512 * 512
 
@@ -240,16 +233,6 @@ def test_what_the_user_compiled_stays_compiled() -> None:
     assert len(graphs) == compiled
 
 
-def test_a_compiled_model_keeps_its_scale() -> None:
-    model = mpcompile(net(), dtype=torch.float16, emit="eager")
-    scale = loss_scale_of(model)
-    model(X).sum().backward()
-    value, steps = scale.value, scale.skipped_steps
-    plan_for(model, X)
-    assert loss_scale_of(model) is scale
-    assert (scale.value, scale.skipped_steps) == (value, steps)
-
-
 def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[nn.Module]] = []
     run = explaining._run
@@ -293,14 +276,10 @@ def holds_a_lock() -> nn.Module:
         (lambda: plan_for(net(), X, levl="O2"), "unexpected keyword .*; did you mean 'level'?"),
         (lambda: plan_for(net(), X, dtype="int8"), "unknown dtype 'int8'"),
         (lambda: plan_for(net(), X, mp_optimizer=1), "use True or False"),
-        (lambda: plan_for(F.gelu, X), "give an nn.Module"),  # type: ignore[arg-type]
         (lambda: plan_for(net()), "can't be called so: missing a required argument"),
         (lambda: plan_for(net().half(), X), "is already in half precision"),
         (lambda: plan_for(net(), torch.ones(3, 5)), "fails on these inputs: RuntimeError.*3, 5"),
-        (
-            lambda: plan_for(net(), X, policy=Policy(modules={"9": "fp32"})),
-            "'9' matches no module",
-        ),
+        (lambda: plan_for(net(), X, policy=Policy(modules={"9": "fp32"})), "'9' matches no module"),
         (lambda: plan_for(Calls(raises), X), r"ValueError: not today \(.*test_plan_for.py:\d+\)"),
         (
             lambda: plan_for(Calls(lambda f, x: f(x) if f(x).sum() > 0 else x), X),
@@ -330,8 +309,3 @@ def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Calls, "forward", torch.compiler.disable(Calls.forward))
     with pytest.raises(MPCompileError, match="no part of Calls was compiled"):
         plan_for(model, X)
-
-
-def test_a_policy_that_matches_nothing() -> None:
-    with pytest.warns(match=r"no node 'linera'; did you mean 'linear'\?"):
-        plan_for(net(), X, policy=Policy(nodes={"linera": "fp32"}))

@@ -27,21 +27,18 @@ FEW = {"max_size": 2}
 
 @st.composite
 def graph_plans(draw: st.DrawFn) -> GraphPlan:
-    report = st.from_type(TensorCoreReport)
-    saved = st.builds(Saved, dtype=DTYPES)
+    text = st.none() | st.text()
+    few = {kind: st.lists(strategy, **FEW).map(tuple) for kind, strategy in (
+        ("nodes", st.from_type(PlanNode)), ("backward", st.from_type(BackwardNode)),
+        ("saved", st.builds(Saved, dtype=DTYPES)),
+    )}  # fmt: skip
     return draw(
         st.builds(
-            GraphPlan,
-            nodes=st.lists(st.from_type(PlanNode), **FEW).map(tuple),
-            seconds=st.dictionaries(st.text(), NUMBERS, **FEW),
-            tensor_cores=report,
+            GraphPlan, **few, seconds=st.dictionaries(st.text(), NUMBERS, **FEW), left=text,
+            tensor_cores=st.from_type(TensorCoreReport), ends_with=text,
             dump_dir=st.none() | st.text("ab/", min_size=1).map(Path),
-            left=st.none() | st.text(),
-            ends_with=st.none() | st.text(),
-            backward=st.lists(st.from_type(BackwardNode), **FEW).map(tuple),
-            saved=st.lists(saved, **FEW).map(tuple),
         )
-    )
+    )  # fmt: skip
 
 
 def plans() -> st.SearchStrategy[Plan]:

@@ -47,12 +47,9 @@ def test_a_node() -> None:
     text = PLANNED.why("linear_1")
     found = next(n for n in PLANNED.nodes if n.name == "linear_1")
     assert text.startswith(f"linear_1 in graph 0: FP16, decided by table: {found.reason}\n")
-    assert lines(text, "before")[0].endswith(
-        next(b.text for b in PLANNED.graphs[0].before if b.name == "linear_1")
-    )
-    assert lines(text, "after")[0].endswith(
-        next(a.text for a in PLANNED.graphs[0].after if a.name == "linear_1")
-    )
+    for side in ("before", "after"):
+        (line,) = (x for x in getattr(PLANNED.graphs[0], side) if x.name == "linear_1")
+        assert lines(text, side)[0].endswith(line.text)
     assert lines(text, "operator")[0].endswith(" aten::linear")
     assert lines(text, "module")[0].endswith(" blocks.1.fc")
     assert lines(text, "Tensor Cores")[0].endswith("m 8, n 61 -> 64, k 61 -> 64; padded")
@@ -72,24 +69,16 @@ def test_its_frames() -> None:
 def test_the_casts_and_pads_around_it() -> None:
     """Chains of them, up to the program's nodes: a cast, then a pad; a cut, then a cast."""
     chain = [
-        node("a"),
-        cast("a_f16", "a"),
+        node("a"), cast("a_f16", "a"),
         cast("a_f16_padded", "a_f16", rule="pad", reason="61 -> 64 for b"),
-        node("b", reads=("a_f16_padded", "w")),
-        cast("b_cut", "b", rule="pad", reason="64 -> 61"),
-        cast("b_f32", "b_cut", reason="c reads f32"),
-        node("c", reads=("b_f32",)),
+        node("b", reads=("a_f16_padded", "w")), cast("b_cut", "b", rule="pad", reason="64 -> 61"),
+        cast("b_f32", "b_cut", reason="c reads f32"), node("c", reads=("b_f32",)),
         cast("c_f32", "c"),
-    ]
+    ]  # fmt: skip
     text = plan(graph(*chain)).why("b")
-    assert [line.split(":")[0].split()[-1] for line in lines(text, "it reads")] == [
-        "a_f16",
-        "a_f16_padded",
-    ]
-    assert [line.split(":")[0].split()[-1] for line in lines(text, "is read by")] == [
-        "b_cut",
-        "b_f32",
-    ]
+    around = {"it reads": ["a_f16", "a_f16_padded"], "is read by": ["b_cut", "b_f32"]}
+    for label, names in around.items():
+        assert [line.split(":")[0].split()[-1] for line in lines(text, label)] == names
     assert lines(text, "it reads")[1].endswith("pad: 61 -> 64 for b")
     assert "casts and pads" not in plan(graph(node("a"))).why("a")
 

@@ -67,8 +67,8 @@ def load_elsewhere(rank: int, folder: Path) -> None:
     ("before", "after"),
     [
         (2, 1),
-        pytest.param(2, 4, marks=pytest.mark.slow),
-        pytest.param(4, 2, marks=pytest.mark.slow),
+        pytest.param(2, 4, marks=pytest.mark.sweep("four ranks")),
+        pytest.param(4, 2, marks=pytest.mark.sweep("four ranks")),
     ],
 )
 def test_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ from mpcompile import (
 from mpcompile.ranks import ddp
 from mpcompile.scaling.copies import copies_of
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = [
+    pytest.mark.inside,
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
 
 
 OVERFLOW = 2  # the step at which a gradient of the first rank overflows
@@ -77,12 +80,8 @@ def train(rank: int, ranks: int, order: str, dtype: torch.dtype) -> None:
     if isinstance(scale, LossScale):
         assert scale.value == 2.0**9
     assert len([k for p in net.parameters() for k in copies_of(p)]) == 4
-    mine = nn.utils.parameters_to_vector(net.parameters()).detach()
-    everyones = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everyones, mine)
-    assert all(torch.equal(other, mine) for other in everyones)
-    wanted = nn.utils.parameters_to_vector(reference.parameters())
-    assert (mine - wanted).norm() <= 1e-2 * wanted.norm()
+    check_same(net)
+    assert (flat(net) - flat(reference)).norm() <= 1e-2 * flat(reference).norm()
 
 
 ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first", "used before"]

@@ -31,6 +31,20 @@ def compiled(net: nn.Module, level: str = "O1", start: float | None = START) -> 
     return mpcompile(net, **OPTIONS, level=level, loss_scale=LossScale.dynamic(init_scale=start))
 
 
+def parts(level: str, ours: bool, start: float | None = START) -> tuple[Any, ...]:
+    """A net that is compiled, a DDP of it, its optimizer and its loss scale."""
+    torch.manual_seed(0)
+    net = compiled(Net(), level, start)
+    return net, DDP(net), held(sgd(net), ours), loss_scale_of(net)
+
+
+def skips(optimizer: torch.optim.Optimizer, net: nn.Module) -> bool:
+    """Take a step; whether it changed nothing."""
+    before = flat(net)
+    optimizer.step()
+    return torch.equal(before, flat(net))
+
+
 class Times(torch.autograd.Function):
     """The identity; its backward multiplies by `factor`."""
 
@@ -53,9 +67,7 @@ def ways() -> Iterator[tuple[str, bool]]:
 
 def plant(rank: int, where: str, level: str, ours: bool) -> None:
     """One overflow, on one rank or on all: one skipped step, one move of the scale, everywhere."""
-    torch.manual_seed(0)
-    net = compiled(Net(), level)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts(level, ours)
     for step in range(4):
         bad = step == BAD and (rank == 1 or where == "all")
         factor = 1e30 if bad else 1.0
@@ -69,9 +81,7 @@ def plant(rank: int, where: str, level: str, ours: bool) -> None:
             out.square().mean().add(Times.apply(out, factor).mean()).backward()
         else:
             (out.square().mean() * factor).backward()
-        before = flat(net)
-        optimizer.step()
-        assert torch.equal(before, flat(net)) == (step == BAD), f"{where}, step {step}"
+        assert skips(optimizer, net) == (step == BAD), f"{where}, step {step}"
     assert (scale.skipped_steps, scale.value) == (1, START / 2)
     check_same(net, scale.state_dict())
 
@@ -101,9 +111,7 @@ def clip_by_value(rank: int, level: str, ours: bool) -> None:
             assert all(
                 bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None
             )
-            before = flat(net)
-            optimizer.step()
-            assert torch.equal(before, flat(net)) == (step == BAD), f"rank {rank}, step {step}"
+            assert skips(optimizer, net) == (step == BAD), f"rank {rank}, step {step}"
         check_same(net, loss_scale_of(net).state_dict())
         assert loss_scale_of(net).value == START / 2
 
@@ -116,16 +124,12 @@ def in_the_first_backward(rank: int, **engine: bool) -> None:
         optimizer.zero_grad()
         (model(torch.rand(4, 8)).sum() * (1e30 if step == rank == 0 else 1.0)).backward()
         torch.nn.utils.clip_grad_value_(net.parameters(), 1.0)
-        before = flat(net)
-        optimizer.step()
-        assert torch.equal(before, flat(net)) == (step == 0), f"rank {rank}, step {step}, {engine}"
+        assert skips(optimizer, net) == (step == 0), f"rank {rank}, step {step}, {engine}"
 
 
 def thrown_away(rank: int, level: str, ours: bool) -> None:
     """A loop that sees the norm, zeroes the gradients and goes on without a step."""
-    torch.manual_seed(0)
-    net = compiled(Net(), level)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts(level, ours)
     for step in range(4):
         factor = 1e30 if step == BAD and rank == 0 else 1.0
         (model(torch.randn(4, 8)).square().mean() * factor).backward()
@@ -181,9 +185,7 @@ def several_models(rank: int) -> None:
             optimizer.zero_grad()
             factor = 1e30 if step == BAD and rank == k == 1 else 1.0
             (model(torch.randn(4, 8)).square().mean() * factor).backward()
-            before = flat(nets[k])
-            optimizer.step()
-            assert torch.equal(before, flat(nets[k])) == (step == BAD and k == 1)
+            assert skips(optimizer, nets[k]) == (step == BAD and k == 1)
     check_same(*nets, *(loss_scale_of(net).state_dict() for net in nets))
     assert [loss_scale_of(net).value for net in nets] == [START, START / 2]
 
@@ -224,9 +226,7 @@ def beside(rank: int, level: str, ours: bool) -> None:
         features = model(torch.randn(4, 8))
         loss = features.square().mean() + head(features.detach()).square().mean() * factor
         loss.backward()
-        before = flat(net)
-        optimizer.step()
-        assert torch.equal(before, flat(net)) == (step == BAD), f"rank {rank}, step {step}"
+        assert skips(optimizer, net) == (step == BAD), f"rank {rank}, step {step}"
     check_same(net, loss_scale_of(net).state_dict())
 
 
@@ -265,9 +265,7 @@ def test_four_processes_decide_alike() -> None:
 
 def starts_differ(rank: int, level: str, ours: bool) -> None:
     """Ranks that find different starts go on with the least of them."""
-    torch.manual_seed(0)
-    net = compiled(Net(), level, None)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts(level, ours, None)
     # A gradient that is 64 times as large fits a scale 64 times as small.
     (model(torch.ones(4, 8)).square().mean() * (2.0**16 if rank == 0 else 2.0**10)).backward()
     found = everyones(scale.value)
@@ -281,9 +279,7 @@ def starts_differ(rank: int, level: str, ours: bool) -> None:
 
 def one_finds_none(rank: int, level: str, ours: bool) -> None:
     """A rank whose search fails takes the others' start; the step is skipped on all."""
-    torch.manual_seed(0)
-    net = compiled(Net(), level, None)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts(level, ours, None)
     x = torch.full((4, 8), torch.inf) if rank == 1 else torch.ones(4, 8)
     model(x).square().mean().backward()
     found = everyones((scale.fitting and not scale.search.found, scale.value))
@@ -295,9 +291,7 @@ def one_finds_none(rank: int, level: str, ours: bool) -> None:
 
 def none_finds_one(rank: int, level: str, ours: bool) -> None:
     """As long as no rank has found a start, all go on searching; then they agree."""
-    torch.manual_seed(0)
-    net = compiled(Net(), level, None)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts(level, ours, None)
     for value in (torch.inf, 1.0 + rank):
         optimizer.zero_grad()
         model(torch.full((4, 8), value)).square().mean().backward()
@@ -309,9 +303,7 @@ def none_finds_one(rank: int, level: str, ours: bool) -> None:
 
 def loaded(rank: int, ours: bool) -> None:
     """A scale that was loaded, by mistake not the same on each rank: the least is taken."""
-    torch.manual_seed(0)
-    net = compiled(Net(), "O2", None)
-    model, optimizer, scale = DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    net, model, optimizer, scale = parts("O2", ours, None)
     for step in range(4):
         if step == BAD:
             state = {**scale.state_dict(), "scale": START * (1 + rank)}

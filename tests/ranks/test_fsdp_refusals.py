@@ -16,16 +16,8 @@ if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def net() -> nn.Module:

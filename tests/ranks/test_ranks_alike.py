@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import check_same
 from ranks import on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,14 +18,6 @@ from mpcompile.errors import CannotRewrite
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
-
-
-def alike(*values: Any) -> None:
-    """Assert that these are the same on both ranks, to the last bit."""
-    mine = [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
-    everyones: list[Any] = [None, None]
-    dist.all_gather_object(everyones, mine)
-    assert everyones[0] == everyones[1]
 
 
 def mlp() -> nn.Sequential:
@@ -45,7 +38,7 @@ def _a_forward_of_one_rank(rank: int) -> None:
             if rank == 0:
                 net(torch.randn(4, 8))
         net.zero_grad()
-        alike(scale.value, net[0].weight.detach())
+        check_same(scale.value, net[0])
     assert scale.value == 2.0**6  # it has doubled after the second and the fourth step
 
 
@@ -78,8 +71,8 @@ def _a_scale_that_comes_late(rank: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        alike(loss_scale_of(net.first).value, net.second.weight.detach())
-    alike(loss_scale_of(net.second).value)
+        check_same(loss_scale_of(net.first).value, net.second)
+    check_same(loss_scale_of(net.second).value)
 
 
 def _a_sparse_gradient(rank: int) -> None:
@@ -92,7 +85,7 @@ def _a_sparse_gradient(rank: int) -> None:
         model(torch.randint(16, (4,))).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        alike(net[0].weight.detach(), net[1].weight.detach())
+        check_same(net)
 
 
 def _a_graph_left_on_one_rank(rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import check_same, flat
 from low_gradients import Net
 from ranks import join, on_each_rank
 from torch import nn
@@ -37,17 +38,6 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def zero(parameters: Iterable[torch.Tensor], kind: str, **options: Any) -> ZeroRedundancyOptimizer:
     cls, settings = CLASSES[kind]
     return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **settings, **options)
-
-
-def whole(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def alike(mine: torch.Tensor) -> bool:
-    """Whether all ranks hold the same numbers."""
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    return all(torch.equal(other, mine) for other in everyones)
 
 
 OVERFLOW = 2
@@ -95,16 +85,16 @@ class Training:
     def run(self, rank: int, steps: int = 5) -> None:
         data = torch.randn(steps, 2, 4, 8, generator=torch.Generator().manual_seed(1))
         for step, xs in enumerate(data):
-            before = whole(self.net)
+            before = flat(self.net)
             self.optimizer.zero_grad(set_to_none=self.clears)
             factor = 1e30 if step == OVERFLOW and rank == 0 else 1.0
             factor = torch.inf if self.level is None and factor > 1 else factor
             (self.model(xs[rank]).square().mean() * factor).backward()
             self.optimizer.step()
             if step == OVERFLOW:
-                assert torch.equal(whole(self.net), before)
+                assert torch.equal(flat(self.net), before)
                 continue
-            assert not torch.equal(whole(self.net), before), step
+            assert not torch.equal(flat(self.net), before), step
             self.plain.zero_grad()
             sum(self.reference(x).square().mean() for x in xs).div(2).backward()  # type: ignore[union-attr]
             if self.norm is not None:
@@ -116,8 +106,8 @@ class Training:
     def check(self) -> None:
         """The training followed, all ranks are alike, one step was skipped."""
         assert (self.scale.value, self.scale.skipped_steps) == (2.0**9, 1)
-        mine, wanted = whole(self.net), whole(self.reference)
-        assert alike(mine)
+        mine, wanted = flat(self.net), flat(self.reference)
+        check_same(self.net)
         assert (mine - wanted).norm() <= (1e-5 if self.level is None else 1e-2) * wanted.norm()
         # Each rank holds the state of its own partition alone.
         own = {id(p) for g in self.zero.optim.param_groups for p in g["params"]}
@@ -167,7 +157,7 @@ def _inductor(rank: int) -> None:
     Training("adamw", level=None, compiled_step=True, norm=0.1, emit="inductor").run(rank)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("Inductor on each rank")
 def test_inductor() -> None:
     on_each_rank(_inductor)
 
@@ -187,12 +177,12 @@ def checkpoint(rank: int) -> None:
         for p in net.parameters():  # all ranks have the same gradients, as behind a reduction
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         optimizer.step()
-        return whole(net)
+        return flat(net)
 
     net, optimizer = made(compiled=True)
     for seed in range(2):
         go_on(net, optimizer, seed)
-    assert alike(whole(net))
+    check_same(net)
     optimizer.consolidate_state_dict(to=0)
     # On a CPU the state of rank 0 itself isn't copied.
     messages: list[Any] = [copy.deepcopy(optimizer.state_dict()) if rank == 0 else None]
@@ -222,11 +212,11 @@ def test_wrappers_of_optimizers(tmp_path: Any) -> None:
         inside = PostLocalSGDOptimizer(
             MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager"), Averager()
         )
-        before = whole(net)
+        before = flat(net)
         net(torch.ones(2, 8)).sum().backward()
         wanted = before - 0.1 * torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
         inside.step()
-        torch.testing.assert_close(whole(net), wanted)
+        torch.testing.assert_close(flat(net), wanted)
     finally:
         dist.destroy_process_group()
 

@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
-from torch.nn import functional as F
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import mpcompile
 from mpcompile.rules import kernels
 
 aten = torch.ops.aten
@@ -71,14 +65,8 @@ x, y, long = torch.ones(3, 4), torch.ones(4, 5), torch.zeros(3, dtype=torch.int6
         call(aten.mm.default, x, y),
         # Sizes that don't fit together any more when they are probed small.
         call(
-            aten.conv2d.default,
-            torch.ones(2, 128, 4, 4),
-            torch.ones(128, 1, 3, 3),
-            None,
-            [1, 1],
-            [1, 1],
-            [1, 1],
-            128,
+            aten.conv2d.default, torch.ones(2, 128, 4, 4), torch.ones(128, 1, 3, 3), None,
+            [1, 1], [1, 1], [1, 1], 128,
         ),
         call(aten.softmax.int, x, -1),
         call(aten.batch_norm.default, x, y[:, 0], y[:, 0], y[:, 0], y[:, 0], True, 0.1, 1e-5, True),
@@ -86,7 +74,7 @@ x, y, long = torch.ones(3, 4), torch.ones(4, 5), torch.zeros(3, dtype=torch.int6
         call(aten.mm.default, torch.ones(300, 4000), torch.ones(4000, 7)),  # probed small
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_has_a_kernel(node: fx.Node, low: torch.dtype) -> None:
     assert kernels.has_kernel(node, low, CPU)
 
@@ -201,11 +189,7 @@ def _warn(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-    ],
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "inference_mode", "autocast"],
 )
 def test_takes_no_notice_of_modes(mode: Callable[[], Any]) -> None:
@@ -222,26 +206,6 @@ def test_symbolic_sizes() -> None:
     fake = mode.from_tensor(torch.ones(6, 4), symbolic_context=rows)
     assert isinstance(fake.shape[0], torch.SymInt)
     assert kernels.has_kernel(call(aten.relu.default, fake), torch.float16, CPU)
-
-
-class Randomised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, t: torch.Tensor) -> torch.Tensor:
-        return self.b(F.rrelu(self.a(t), training=True))
-
-
-def test_without_a_kernel_it_runs_in_fp32() -> None:
-    """`rrelu` between two linears would run low; the CPU has no FP16 kernel for it (torch 2.13)."""
-    model = mpcompile.mpcompile(Randomised(), dtype=torch.float16, emit="eager", strict=True)
-    model(torch.randn(4, 8)).mean().backward()
-    (plan,) = mpcompile.compiled_plans(model)
-    rrelu = next(n for n in plan.nodes if n.op == "aten::rrelu")
-    assert (rrelu.precision, rrelu.rule) == ("FULL", "kernel")
-    assert rrelu.reason == "no f16 kernel on cpu"
-    assert [n.precision for n in plan.nodes if n.op == "aten::linear"] == ["LOW", "LOW"]
 
 
 # -- recurrent layers ------------------------------------------------------------------------------

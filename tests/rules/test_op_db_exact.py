@@ -6,7 +6,7 @@ in a captured graph, and `a &= b` writes.
 
 Here those run that take nothing else; the others, which test_op_db.py calls in FP32:
 
-    pytest -m whole tests/rules/test_op_db_exact.py        (about 5 minutes)
+    pytest -m sweep tests/rules/test_op_db_exact.py        (about 5 minutes)
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_operators_that_take_no_fp32(call: Call) -> None:
     judge(call)
 
 
-@pytest.mark.whole
+@pytest.mark.sweep("all of torch's operator table")
 @pytest.mark.parametrize("call", calls(full=True), ids=str)
 def test_operators_that_take_fp32_too(call: Call) -> None:
     judge(call)

@@ -50,13 +50,8 @@ def policies(draw: st.DrawFn) -> Policy:
     keys = {Policy(low=[name]).low: of for name, of in ops.items()}
     low, full, keep = ([*itertools.chain(*(k for k in keys if keys[k] == i))] for i in range(3))
     regexes = names.map(re.escape) | names.filter(is_regex) | st.just(r"^layers\.\d+\.fc[12]$")
-    return Policy(
-        low,
-        full,
-        keep,
-        draw(st.dictionaries(regexes, words, max_size=6)),
-        draw(st.dictionaries(names, words, max_size=6)),
-    )
+    pins = (draw(st.dictionaries(of, words, max_size=6)) for of in (regexes, names))
+    return Policy(low, full, keep, *pins)
 
 
 def read_back(policy: Policy, path: Path, comments: dict[str, str] | None = None) -> Policy:
@@ -174,9 +169,8 @@ def test_nonsense_is_refused(toml: str, other: str, message: str, tmp_path: Path
     for suffix, text in ((".toml", toml), (".json", other)):
         path = tmp_path / f"pins{suffix}"
         path.write_text(f"{text}\n")
-        with pytest.raises(
-            MPCompileError, match=rf"^{re.escape(str(path))} holds no policy: "
-        ) as e:
+        start = rf"^{re.escape(str(path))} holds no policy: "
+        with pytest.raises(MPCompileError, match=start) as e:
             Policy.load(path)
         assert re.search(message, str(e.value)), str(e.value)
 
@@ -330,7 +324,6 @@ def test_bisect_keeps_the_pins_of_a_file(pins: Path) -> None:
     """Dropped in a trial, they would let `a` overflow, and `b` would be blamed for it."""
     options = {"dtype": torch.float16, "policy": pins}
     found = bisect(Net(BEYOND_FP16), (X,), options=options)
-    assert found is not None
     assert [node.module for node in found.nodes] == ["c"]
 
 
@@ -341,5 +334,4 @@ def test_the_file_in_the_guide(tmp_path: Path) -> None:
     (tmp_path / "pins.toml").write_text(shown)
     (block,) = (block for block in blocks(GUIDE) if "policy = Policy(" in block)
     written = re.search(r"^policy = (Policy\(.*?^\))", block, re.M | re.S)
-    assert written is not None
     assert Policy.load(tmp_path / "pins.toml") == eval(written[1])

@@ -180,9 +180,8 @@ def test_in_order(name: str) -> None:
     assert torch.equal(call(name, X).flatten(), X.flatten())
 
 
-@pytest.mark.parametrize("name", having(lambda r: r.kind is Kind.VIEW and r.dims == "reshape"))
-def test_reshapes_keep_the_order(name: str) -> None:
-    assert TABLE[f"aten::{name}"].in_order
+def test_reshapes_keep_the_order() -> None:
+    assert not having(lambda r: r.kind is Kind.VIEW and r.dims == "reshape" and not r.in_order)
 
 
 def test_hidden_writes() -> None:
@@ -238,16 +237,14 @@ def test_keeps_its_result(name: str) -> None:
     assert all(tensor.data_ptr() == result.data_ptr() for tensor in found)
 
 
-@pytest.mark.parametrize("name", having(lambda r: r.keeps is not Keeps.OPERANDS))
-def test_what_keeps_less_is_an_operator_with_a_backward(name: str) -> None:
-    assert TABLE[f"aten::{name}"].precision is not Precision.KEEP
+def test_what_keeps_less_is_an_operator_with_a_backward() -> None:
+    assert not having(lambda r: r.keeps is not Keeps.OPERANDS and r.precision is Precision.KEEP)
 
 
 @pytest.mark.parametrize("name", having(lambda r: r.recurrent))
 def test_recurrent(name: str) -> None:
     """The layer's first weight stacks as many matrices as there are gates."""
     rule = TABLE[f"aten::{name}"].recurrent
-    assert rule is not None
     layer = rule.module(3, 5)
     assert layer.weight_ih_l0.shape == (rule.gates * 5, 3)
 

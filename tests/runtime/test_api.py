@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_net import Net
+from module_of import module_of
 from torch import nn
 
 import mpcompile as mp
@@ -70,14 +71,6 @@ def _saved(model: nn.Module) -> io.BytesIO:
     return buffer
 
 
-def test_load_state_dict_is_seen_by_the_compiled_model() -> None:
-    model, other = mpcompile(Net(), emit="eager"), Net()
-    x = torch.randn(4, 8)
-    model(x)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(model(x), other(x), rtol=2e-2, atol=2e-2)
-
-
 def test_a_function_comes_back_compiled() -> None:
     weight = torch.randn(4, 8, requires_grad=True)
 
@@ -90,29 +83,17 @@ def test_a_function_comes_back_compiled() -> None:
     assert [n.precision for n in compiled_plans(head)[0].nodes if n.op == "aten::linear"] == ["LOW"]
 
 
-def test_half_inputs_are_taken_by_an_fp32_model() -> None:
-    model = mpcompile(Net(), dtype=torch.float16, emit="eager", strict=True)
-    x = torch.randn(4, 8)
-    out = model(x.half())
-    assert out.dtype is torch.float32
-    torch.testing.assert_close(out, Net.forward(model, x.half().float()), rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_model_that_writes_to_a_half_input_is_refused(mode: Any) -> None:
     """In it, `x.float()` would be the widened input itself, and the caller's is not written."""
 
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        before = x.float()
+        x.mul_(2)
+        return m.fc(x) + before
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            before = x.float()
-            x.mul_(2)
-            return self.fc(x) + before
-
-    model = mpcompile(Writes(), dtype=torch.bfloat16, emit="eager", strict=True)
+    model = module_of(forward, fc=nn.Linear(8, 8))
+    mpcompile(model, dtype=torch.bfloat16, emit="eager", strict=True)
     with mode():
         model(torch.randn(4, 8))
         for _ in range(2):
@@ -220,30 +201,11 @@ def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"level": "01"}, "unknown level '01'.*the letter O"),
-        ({"level": 1}, "unknown level 1"),
-        ({"dtype": "float15"}, "did you mean 'float16'"),
-        ({"dtype": torch.float64}, "unknown dtype torch.float64: it is wider than FP32"),
-        ({"dtype": "fp17"}, "unknown dtype 'fp17'.*torch.bfloat16"),
-        ({"dtype": "fp32"}, "unknown dtype 'fp32': for FP32 without any cast use level='O0'"),
         ({"dtype": "no"}, "unknown dtype 'no': for FP32 without any cast use level='O0'"),
-        ({"precision": "16-mixed"}, "unknown option 'precision': the low dtype is dtype="),
-        ({"opt_level": "O1"}, "unknown option 'opt_level': that is level="),
-        ({"mixed_precision": "bf16"}, "unknown option 'mixed_precision': the low dtype is dtype="),
-        ({"dynamc": True}, "did you mean 'dynamic'.*known: dtype, .*fullgraph"),
-        ({"emit": "inducter"}, "did you mean 'inductor'"),
-        ({"pad": "sometimes"}, "pad='sometimes'"),
         ({"pad": "alway"}, "did you mean .always."),
         ({"loss_scale": "dynamc"}, "did you mean 'dynamic'"),
-        ({"policy": {"low": ["mm"]}}, "give an mpcompile.Policy"),
         ({"mode": "max-autotune", "emit": "eager"}, "mode='max-autotune' is Inductor's"),
-        ({"backend": "inductor"}, "mpcompile.. is the backend"),
-        ({"levle": "O1"}, r"unknown option 'levle'; did you mean 'level'"),
-        ({"mode": "fastest"}, "Unrecognized mode=fastest"),
-        ({"options": {"nonsense": 1}}, "Unexpected optimization option nonsense"),
         ({"options": ["max_autotune"]}, "give a dict of Inductor's options"),
-        ({"strict": "no"}, "strict='no': use True or False"),
-        ({"dump": 5}, "dump=5: give the path of a directory"),
         ({"dump": __file__}, "can't be made a directory"),
     ],
 )
@@ -278,17 +240,9 @@ def test_the_low_dtype_in_other_words(word: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Policy(low=["sofmax"]), r"no operator 'aten::sofmax'; did you mean 'softmax'"),
-        (
-            lambda: Policy(modules={"fc3": "fp32"}),
-            r"'fc3' matches no module; did you mean 'fc[12]'.; the modules of Net: fc1, ",
-        ),
-        (lambda: Policy(modules={"fc(": "fp32"}), "bad regex"),
-        (lambda: Policy(modules={"fc1": "fp23"}), "unknown precision 'fp23'"),
         (lambda: Policy(low=["mm"], full=["aten.mm"]), "in both"),
         (lambda: Policy(low="mm"), r"give a collection"),
         (lambda: Policy(low=[3]), "not an operator"),
-        (lambda: Policy(modules=["fc1"]), "give a dict, name -> precision"),
         (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
         (lambda: Policy(modules={"fc1": "fp16"}), "fc1': 'fp16'.*FP16 gradients need a loss scale"),
         (lambda: Policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
@@ -299,34 +253,16 @@ def test_bad_policies_fail_at_the_call(make: Any, message: str) -> None:
         mpcompile(Net(), policy=make())
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(4, 4).half(), r"already in half precision.*model.float\(\)"),
-        (nn.Linear(4, 4).double(), r"no FP32 parameters"),
-        (nn.Linear(4, 4, device="meta"), "supported devices: cuda, cpu"),
-        (3, "give an nn.Module or a function$"),
-        (None, r"mpcompile\(None\): .*Does the function that makes it return it\?"),
-        (nn.Linear, r"Linear\): this is a class; give an instance, such as mpcompile\(Linear\("),
-    ],
-)
-def test_bad_models_fail_at_the_call(model: Any, message: str) -> None:
-    with pytest.raises(MPCompileError, match=message):
-        mpcompile(model)
+def test_a_model_on_a_device_that_is_not_supported() -> None:
+    with pytest.raises(MPCompileError, match="supported devices: cuda, cpu"):
+        mpcompile(nn.Linear(4, 4, device="meta"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fuse_head": True}, "no cross_entropy in what was compiled: compute the loss"),
-        ({"policy": Policy(nodes={"linaer": "fp32"})}, "no node 'linaer'; did you mean 'linear'"),
-    ],
-)
-def test_what_found_no_place_is_said(options: dict[str, Any], message: str) -> None:
-    model = mpcompile(Net(), emit="eager", **options)
+def test_what_found_no_place_is_said() -> None:
+    model = mpcompile(Net(), emit="eager", fuse_head=True)
     with torch.no_grad():
         model(torch.randn(4, 8))  # an evaluation has no loss
-    with pytest.warns(MPCompileWarning, match=message):
+    with pytest.warns(MPCompileWarning, match="no cross_entropy in what was compiled: compute the"):
         model(torch.randn(4, 8))
 
 
@@ -347,15 +283,6 @@ def test_what_a_cpp_compiler_said_is_in_the_reason() -> None:
     error = CppCompileError(["g++", "/tmp/a.cpp"], said)
     assert in_one_line(error) == "CppCompileError: C++ compile error (Python.h: No such file)"
     assert in_one_line(ValueError("a: error: b\nmore")) == "ValueError: a: error: b"
-
-
-def test_a_recurrent_layer_in_a_compiled_function_is_traced() -> None:
-    layer = nn.LSTM(8, 8)
-    compiled = mpcompile(lambda x: layer(x)[0], dtype=torch.bfloat16, emit="eager", strict=True)
-    compiled(torch.randn(3, 2, 8))
-    assert [n.precision for n in compiled_plans(compiled)[0].nodes if n.op == "aten::lstm"] == [
-        "LOW"
-    ]
 
 
 def test_a_model_without_floats_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from block_net import Net
+from module_of import module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -23,6 +24,8 @@ from mpcompile import (
     mpcompile,
     pipeline,
 )
+
+pytestmark = pytest.mark.inside
 
 
 def compiled(**options: Any) -> nn.Module:
@@ -111,13 +114,7 @@ out = compiled(x)
 assert "mpcompile" in sys.modules
 assert not torch.equal(out, model(x)) and torch.allclose(out, model(x), atol=1e-2)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_backend_options_are_checked() -> None:
-    compiled = torch.compile(Net(), backend="mpcompile", options={"levle": "O1"})
-    with pytest.raises(Exception, match="unknown option 'levle'; did you mean 'level'"):
-        compiled(torch.randn(4, 8))
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_backend_models_have_a_scale_by_their_parameters() -> None:
@@ -207,15 +204,10 @@ def test_a_forward_that_torch_compile_skips_whole_is_reported_once(layers: int, 
 def test_what_a_checkpoint_outside_of_graphs_calls_is_reported() -> None:
     """Dynamo compiles nothing in it. Around its last part, `checkpoint_sequential` has none."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return checkpoint_sequential(m.layers, 2, x, use_reentrant=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
-
-    model = Checkpointed()
+    model = module_of(forward, layers=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     exact, x = copy.deepcopy(model).double(), torch.randn(2, 4)
     mpcompile(model, dtype=torch.float16, emit="eager")
     model(x).sum().backward()  # from here on the last layer is compiled

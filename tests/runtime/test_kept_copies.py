@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from module_of import module_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -212,16 +213,11 @@ def test_weights_that_come_to_share_memory_are_cast_in_each_call(shared: Any) ->
 
 
 def test_a_weight_that_the_forward_detaches_ends_no_graph() -> None:
-    class Detaches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(16, 8)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return m.inner(x) + x @ m.inner.weight.detach().t()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.inner(x) + x @ self.inner.weight.detach().t()
-            return found
-
-    model = mpcompile(Detaches(), dtype=BF16, emit="aot_eager", strict=True, fullgraph=True)
+    model = module_of(forward, inner=nn.Linear(16, 8))
+    mpcompile(model, dtype=BF16, emit="aot_eager", strict=True, fullgraph=True)
     with torch.no_grad():
         first = model(batch())
         torch.testing.assert_close(model(batch()), first, rtol=0, atol=0)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from as_written import AsWritten
 from repository import ROOT
 from run_apart import ran
 from torch import nn
@@ -234,18 +235,13 @@ def test_why_a_step_is_compiled(facts: Facts) -> None:
     assert "lift_numbers" in {one["name"] for one in steps}
 
 
-class Unforeseen(torch.optim.SGD):
+class Unforeseen(AsWritten):
     """Makes a tensor of its own in its first step."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                if "sum" not in state:
-                    state["sum"] = torch.zeros_like(p)
-                state["sum"].add_(p.grad)
-                p.sub_(state["sum"], alpha=1e-3)
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(p)
+        p.sub_(state["sum"].add_(p.grad) * group["lr"])
 
 
 def test_a_step_that_runs_by_operator(facts: Facts) -> None:

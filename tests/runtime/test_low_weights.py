@@ -23,6 +23,8 @@ from mpcompile import (
     train_step,
 )
 
+RECOMPUTED = pytest.mark.sweep("compiles a recomputed backward by Inductor")
+
 BF16, WORDS, WIDTH = torch.bfloat16, 61, 32
 
 
@@ -151,7 +153,7 @@ class WithLoss(GPT):
 @pytest.mark.parametrize(
     "more",
     [{"fuse_head": True}, {"fuse_head": True, "level": "O2"}, {"pad": "always"},
-     pytest.param({"emit": "inductor", "level": "O2", "recompute": True}, marks=pytest.mark.slow)],
+     pytest.param({"emit": "inductor", "level": "O2", "recompute": True}, marks=RECOMPUTED)],
     ids=str,
 )  # fmt: skip
 def test_other_options(more: dict[str, Any]) -> None:

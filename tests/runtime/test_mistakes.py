@@ -223,7 +223,9 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda: stepping(model=(model := Net()), optimizer=torch.optim.LBFGS(model.parameters())),
         "LBFGS runs the model inside of its step",
     ),
+    "lr for the optimizer": (lambda: stepping(optimizer=0.1), "give an nn.Module and an optimizer"),
     "accumulate": (lambda: stepping(accumulate=0), "accumulate=0; give 1 or more"),
+    "accumulate or not": (lambda: stepping(accumulate=True), "accumulate=True; give 1 or more"),
     "accumulate as a float": (lambda: stepping(accumulate=2.0), "accumulate=2.0; give 1 or more"),
     "accumulate by another word": (
         lambda: stepping(gradient_accumulation_steps=2),

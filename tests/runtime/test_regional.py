@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import Tensor, nn
 
 from mpcompile import (
@@ -94,19 +95,13 @@ def test_equal_blocks_are_one_graph() -> None:
 
 
 def test_blocks_of_other_sizes_are_fixed_in_size_and_apart() -> None:
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stages = nn.ModuleList(
-                nn.Sequential(Block(w), Block(w), nn.Linear(w, 2 * w)) for w in (8, 16)
-            )
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for stage in m.stages:
+            x = stage(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for stage in self.stages:
-                x = stage(x)
-            return x
-
-    model = compiled(Stages())
+    stages = [nn.Sequential(Block(w), Block(w), nn.Linear(w, 2 * w)) for w in (8, 16)]
+    model = compiled(module_of(forward, stages=nn.ModuleList(stages)))
     x = torch.randn(3, 8)
     twin = copy.deepcopy(model).double()
     y = model(x)

@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.ir import step_graph
 
+pytestmark = pytest.mark.inside
+
 LOW: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
 
 
@@ -248,7 +250,7 @@ def drops() -> list[torch.Tensor]:
     return [*model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("four threads for a minute")
 def test_what_four_threads_do_is_what_one_does() -> None:
     """One compiles, one trains with overflows, one makes models and drops them, one serves."""
     served = mpcompile(filled(net()), **LOW).eval()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from mpcompile import mpcompile
+
+pytestmark = pytest.mark.inside
 
 
 def test_one_step_moves_the_weights_as_fp32_does() -> None:

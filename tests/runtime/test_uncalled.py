@@ -131,6 +131,15 @@ def test_a_module_that_is_called_hears_nothing() -> None:
     assert not looks()
 
 
+def test_a_validation_does_not_hide_that_training_is_not_compiled() -> None:
+    module = mpcompile(Lightning(), **OPTIONS)
+    with torch.no_grad():
+        module(torch.randn(2, 8))
+    (message,) = warned(module, optimizer_of(module))
+    assert "compiled but never called" in message
+    assert not looks()
+
+
 def test_nor_does_one_inside_a_function_that_is_compiled() -> None:
     module = mpcompile(Lightning(), **OPTIONS)
     module.training_step = mpcompile(module.training_step, **OPTIONS)  # type: ignore[method-assign]

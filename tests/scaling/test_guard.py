@@ -110,51 +110,7 @@ def test_an_overflow_after_a_good_step_of_the_same_backward_lowers_the_scale() -
     assert bad.isfinite().all()
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_optimizers_that_step_in_the_backward(fast: bool) -> None:
-    model = mpcompile(mlp(), **FP16)
-    counted = []
-
-    def hook(p: torch.Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
-    for p in model.parameters():
-        optimizer: torch.optim.Optimizer = torch.optim.SGD([p], lr=0.1)
-        optimizers[p] = MPOptimizer(optimizer, emit="eager") if fast else optimizer
-        p.register_post_accumulate_grad_hook(hook)
-    x = torch.randn(4, 8)
-    for factor in (1.0, OVERFLOW, 1.0, 1.0):
-        before = parameters(model)
-        (model(x).square().mean() * factor).backward()
-        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-        counted.append(sum(moved))
-        assert all(p.isfinite().all() for p in model.parameters())
-    assert counted[0] == counted[-1] == 4
-    assert counted[1] == 0
-
-
 # -- gradients that nobody steps with -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_backward_that_is_thrown_away_costs_no_other_step(fast: bool) -> None:
-    model = mpcompile(mlp(), **FP16)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if fast:
-        optimizer = MPOptimizer(optimizer, emit="eager")
-    x = torch.randn(4, 8)
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    (model(x).square().mean() * OVERFLOW).backward()
-    optimizer.zero_grad()  # and on to the next batch
-    before = parameters(model)
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(before[0], model[0].weight)
-    assert loss_scale_of(model).skipped_steps == 0
 
 
 def hand_written(model: nn.Module, guarded: bool, factor: float) -> None:
@@ -192,19 +148,6 @@ def test_an_unguarded_loop_moves_the_scale() -> None:
     for _ in range(5):
         hand_written(model, False, 1.0)
     assert loss_scale_of(model).value == 16.0
-
-
-def test_gradients_assigned_by_hand() -> None:
-    """`torch.autograd.grad` raises no flag; the optimizer looks at what it is given."""
-    model = mpcompile(mlp(), **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = parameters(model)
-    loss = model(torch.randn(4, 8)).sum() * OVERFLOW
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    for p, g in zip(model.parameters(), gradients, strict=True):
-        p.grad = g
-    optimizer.step()
-    assert_unchanged(before, model)
 
 
 # -- sharded parameters ---------------------------------------------------------------------------

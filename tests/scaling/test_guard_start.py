@@ -118,19 +118,6 @@ def test_a_search_that_fails_again_and_again_ends() -> None:
     assert loss_scale_of(model).skipped_steps == 4
 
 
-def test_retain_graph_and_two_losses_in_the_first_step() -> None:
-    reference, model = mlp(), mlp()
-    model.load_state_dict(reference.state_dict())
-    compiled = mpcompile(model, **FP16)
-    x = torch.randn(4, 8)
-    for network in (reference, compiled):
-        out = network(x)
-        out.sum().backward(retain_graph=True)
-        (out.square().sum() * 100).backward()
-    for wanted, actual in zip(reference.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-2, atol=1e-1)
-
-
 def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:
     """Reentrant: the forward that counts is the one in the backward."""
     plain, model = nn.Linear(8, 8), mpcompile(mlp(), **FP16)

@@ -19,14 +19,6 @@ def after(scale: LossScale, overflows: list[bool]) -> ScaleState:
     return state
 
 
-def test_doubles_after_an_interval_of_good_steps_and_not_before() -> None:
-    scale = LossScale.dynamic(init_scale=8.0, growth_interval=3)
-    assert after(scale, [False] * 2).scale == 8
-    assert after(scale, [False] * 3).scale == 16
-    assert after(scale, [False] * 6).scale == 32
-    assert after(scale, [False, False, True, False, False]).scale == 4  # the count starts anew
-
-
 def test_halves_on_overflow_down_to_the_floor_and_never_passes_the_ceiling() -> None:
     scale = LossScale.dynamic(init_scale=8.0, min_scale=2.0, max_scale=16.0, growth_interval=1)
     assert after(scale, [True]).scale == 4

@@ -61,62 +61,6 @@ def test_an_overflow_step_changes_nothing_and_is_counted(
     assert scale.skipped_steps == 1
 
 
-def test_gradients_are_true_to_size_whatever_the_scale() -> None:
-    x = torch.randn(4, 8)
-    gradients = []
-    for scale in (1.0, 1024.0):
-        model = mpcompile(mlp(), emit="eager", loss_scale=scale, **FP16)
-        model(x).square().mean().backward()
-        gradients.append(model[0].weight.grad)
-    torch.testing.assert_close(*gradients, rtol=2e-3, atol=1e-6)
-
-
-def test_small_gradients_survive_only_with_scaling() -> None:
-    """A loss of 1e-7: its gradients are below 2**-24, FP16's smallest number."""
-    x = torch.randn(4, 8)
-
-    def gradient(loss_scale: LossScale | str) -> torch.Tensor:
-        model = mpcompile(mlp(), emit="eager", loss_scale=loss_scale, **FP16)
-        (model(x).sum() * 1e-9).backward()
-        assert model[0].weight.grad is not None
-        return model[0].weight.grad
-
-    reference = mlp()
-    (reference(x).sum() * 1e-9).backward()
-    assert reference[0].weight.grad is not None
-    assert gradient("none").count_nonzero() == 0
-    torch.testing.assert_close(gradient("dynamic"), reference[0].weight.grad, rtol=1e-2, atol=1e-11)
-
-
-def test_accumulation_and_clipping_need_no_scaler() -> None:
-    reference, model = mlp(), mpcompile(mlp(), emit="eager", **FP16)
-    batches = [torch.randn(4, 8) for _ in range(4)]
-    for network in (reference, model):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for x in batches:
-            (network(x).square().mean() / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-        optimizer.step()
-    torch.testing.assert_close(model[0].weight, reference[0].weight, rtol=1e-3, atol=1e-4)
-    assert loss_scale_of(model).skipped_steps == 0
-
-
-def test_clipping_by_value_cannot_hide_an_overflow() -> None:
-    """`clip_grad_value_` turns inf into a number: only the graph's own flag still knows."""
-    model = mpcompile(mlp(), emit="aot_eager", loss_scale="grad_scaler", **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
-    loss = (model(torch.ones(4, 8)) * 1e6).sum()  # a gradient of 1e6 * 2**16: overflows in FP16
-    loss.backward()
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad.nan_to_num_(0.0, 1.0, -1.0)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-    optimizer.step()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).skipped_steps == 1
-
-
 @pytest.mark.usefixtures("own_inductor_cache")
 def test_a_search_for_the_scale_repeats_the_call_with_a_slice() -> None:
     """Inductor's graph asserts the strides of its inputs: a copy without the gaps fails."""
@@ -157,25 +101,6 @@ def test_a_duplicate_has_the_strides_of_its_tensor(value: torch.Tensor) -> None:
     assert found.data_ptr() != value.data_ptr() or not value.numel()
 
 
-def test_a_closure_is_checked_after_it_ran() -> None:
-    model = mpcompile(mlp(), emit="eager", **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 8)
-
-    def closure(data: torch.Tensor = x) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        return loss
-
-    before = copy.deepcopy(model.state_dict())
-    optimizer.step(lambda: closure(x * 1e6))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).skipped_steps == 1
-    assert torch.isfinite(optimizer.step(closure))  # type: ignore[arg-type]
-    assert not torch.equal(model[0].weight, before["0.weight"])
-
-
 def test_two_optimizers_over_one_model_move_its_scale_once() -> None:
     model = mpcompile(mlp(), emit="eager", **FP16)
     optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
@@ -185,33 +110,6 @@ def test_two_optimizers_over_one_model_move_its_scale_once() -> None:
         optimizer.step()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert loss_scale_of(model).value == 2.0**15
-
-
-def test_a_gan_has_a_scale_for_each_network() -> None:
-    """Two losses, two optimizers, one loop of plain PyTorch; one network overflows, once."""
-    torch.manual_seed(0)
-    generator = mpcompile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)),
-                          emit="eager", **FP16)  # fmt: skip
-    critic = mpcompile(nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1)),
-                       emit="eager", **FP16)  # fmt: skip
-    opt_g = torch.optim.Adam(generator.parameters())
-    opt_c = torch.optim.Adam(critic.parameters())
-    real, ones, zeros = torch.randn(16, 8), torch.ones(16, 1), torch.zeros(16, 1)
-    bce = F.binary_cross_entropy_with_logits
-    for i in range(5):
-        fake = generator(torch.randn(16, 4))
-        opt_c.zero_grad()
-        data = real * (1e6 if i == 2 else 1)
-        (bce(critic(data), ones) + bce(critic(fake.detach()), zeros)).backward()
-        opt_c.step()
-        opt_g.zero_grad()
-        bce(critic(fake), ones).backward()
-        opt_g.step()
-    assert loss_scale_of(generator) is not loss_scale_of(critic)
-    assert loss_scale_of(critic).skipped_steps == 1
-    assert loss_scale_of(generator).skipped_steps == 0
-    assert loss_scale_of(generator).value == 2.0**16
-    assert all(torch.isfinite(p).all() for p in (*generator.parameters(), *critic.parameters()))
 
 
 def test_a_hopeless_overflow_warns_once_at_the_floor() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from overflowing import FP16, mlp
 from torch import nn
 
@@ -91,16 +93,10 @@ def test_a_few_bad_batches_cost_steps_and_no_scale(caplog: pytest.LogCaptureFixt
 
 
 def test_a_mask_of_minus_infinity_is_no_bad_data(caplog: pytest.LogCaptureFixture) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
+    def forward(m: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return (m.layer(x) + mask).softmax(-1)
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = (self.layer(x) + mask).softmax(-1)
-            return y
-
-    model = mpcompile(Masked(), **FP16)
+    model = mpcompile(module_of(forward, layer=nn.Linear(8, 4)), **FP16)
     mask = torch.zeros(4).index_fill(0, torch.tensor([1]), -torch.inf)
     (model(torch.randn(4, 8), mask).square().sum() * NAN).backward()
     (record,) = said_in(caplog)
@@ -108,18 +104,12 @@ def test_a_mask_of_minus_infinity_is_no_bad_data(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_graph_that_got_the_nan_first_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(m: Any, image: torch.Tensor) -> Any:
+        hidden = m.first(image)
+        torch._dynamo.graph_break()
+        return m.last(hidden)
 
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(image)
-            torch._dynamo.graph_break()
-            y: torch.Tensor = self.last(hidden)
-            return y
-
-    model = mpcompile(Two(), **FP16)
+    model = mpcompile(module_of(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 4)), **FP16)
     model(torch.full((4, 8), NAN)).sum().backward()
     (record,) = said_in(caplog)
     assert "hidden" not in record.getMessage()

@@ -24,6 +24,7 @@ from faulty_models import (
     net,
     sgd,
 )
+from module_of import module_of
 from ranks import on_each_rank
 from torch import nn
 
@@ -65,7 +66,7 @@ def test_it_is_named_however_the_graph_is_compiled(part: type[Activation], how: 
     assert f"part ({line_of(part)})" in warning
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("a matrix under Inductor")
 @pytest.mark.parametrize("part", [Activation, Steep])
 @pytest.mark.parametrize(("level", "generated"), [("O1", False), ("O2", True)])
 def test_it_is_named_and_repaired_under_inductor(
@@ -270,22 +271,15 @@ def test_a_model_beside_it_keeps_its_scale() -> None:
 def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repairs, "MOST", 1)
 
-    class Two(nn.Module):
+    def forward(m: Any, x: torch.Tensor) -> Any:
         """The second part is only reached once the first is repaired."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Activation(), Steep()
-            self.last = nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.last(self.b(self.a(x)))
-            return y
+        return m.last(m.b(m.a(x)))
 
     torch.manual_seed(0)
     model = mpcompile(
-        Two(), dtype=torch.float16, emit="eager", strict=True, loss_scale=128.0, repair=True
-    )
+        module_of(forward, a=Activation(), b=Steep(), last=nn.Linear(16, 4)),
+        dtype=torch.float16, emit="eager", strict=True, loss_scale=128.0, repair=True,
+    )  # fmt: skip
     (warning,) = Training(model).run(20).warnings
     assert f"b ({line_of(Steep)})" in warning
     assert "it has made 1 repairs" in warning

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import Tensor, nn
 
 from mpcompile import MPCompileError, MPOptimizer, loss_scale_of, mpcompile
@@ -18,31 +19,21 @@ Way = Callable[[Any, nn.Module, Tensor, int], Any]
 pytestmark = pytest.mark.filterwarnings("ignore:.*changes nothing")
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Its graph is compiled in two pieces, with the recurrent layer between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 4)
+    def forward(m: Any, x: Tensor) -> Any:
+        hidden, _ = m.rnn(m.first(x).tanh()[None])
+        return m.last(hidden[0].tanh())
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.rnn(self.first(x).tanh()[None])
-        result: Tensor = self.last(hidden[0].tanh())
-        return result
+    return module_of(forward, first=nn.Linear(8, 8), rnn=nn.LSTM(8, 8), last=nn.Linear(8, 4))
 
 
-class Sine(nn.Module):
+def sine() -> nn.Module:
     """Of the two that the backward of the sine reads, the gradient is the caller's, so its result
     takes the place of the other: of what the forward saved.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.first(x).sin()
-        return result
+    return module_of(lambda m, x: m.first(x).sin(), first=nn.Linear(8, 16))
 
 
 def net() -> nn.Module:
@@ -112,13 +103,13 @@ def test_as_in_fp64(way: Way, emit: str, level: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_in_pieces(way: Way) -> None:
-    check(Recurrent, way, emit="aot_eager", level="O1")
+    check(recurrent, way, emit="aot_eager", level="O1")
 
 
 def test_inductors_code_may_write_to_what_is_saved() -> None:
     """And does, if the first backward keeps no graph. A cache may know other code."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        check(Sine, now_and_then, emit="inductor", level="O1", steps=4)
+        check(sine, now_and_then, emit="inductor", level="O1", steps=4)
 
 
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])

@@ -16,11 +16,10 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(16)
-        self.fc2 = nn.Linear(16, 4)
+        self.fc1, self.norm = nn.Linear(8, width), nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))

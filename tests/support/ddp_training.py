@@ -37,7 +37,7 @@ class Around(nn.Module):
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 def held(optimizer: torch.optim.Optimizer, by_us: bool) -> torch.optim.Optimizer:

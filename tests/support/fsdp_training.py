@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ddp_training import everyones as everyones
+from ddp_training import sgd as sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -60,10 +62,6 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
 
 def shard_root(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 @dataclass
@@ -162,10 +160,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def shards(model: nn.Module) -> list[torch.Tensor]:
     """What this rank holds of each parameter."""
     return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[operator]
-
-
-def everyones(value: Any) -> list[Any]:
-    """This value on each rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -101,8 +101,7 @@ class Parts:
                 self.groups, self._live_optimizers(), wanted_optimizers, strict=True
             )
         ]
-        self.skips = self.steps = self.harmless = 0
-        self.zeroed: set[str] = set()  # in place, and nothing came since
+        self.skips = self.steps = 0
 
     # -- what there is ------------------------------------------------------------------------
 

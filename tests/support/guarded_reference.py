@@ -29,7 +29,7 @@ the two is what is harmless, each seen in practice:
 * A parameter that two models share answers for both: a gradient that is not finite counts for both
   scales, whichever overflowed.
 
-What is not harmless, and is known, has a name in `guarded_world.KNOWN`. Out of reach are:
+Out of reach are:
 
 * A step ends the life of the forwards before it, skipped or not: it writes O2's copies again, and a
   backward that needs them is refused by autograd, as it is after a step that was done.

@@ -15,18 +15,6 @@ from guarded_reference import WIDTH, emulated
 
 HALF_MAX = 65504.0
 
-# What is known to be wrong, and kept out of the machine's way. Without one of these it finds it.
-STEP_AFTER_ZEROING_IN_PLACE = "an MPOptimizer refuses gradients that O2 stores low, if zeroed"
-MOVES_TWICE_IF_MIXED = "a plain step after an MPOptimizer's lowers the scale for the same overflow"
-COPIES_RAISE_NO_FLAG = "where O2 reads copies, an overflow is only what stands in a gradient"
-MOVES_AGAIN_AFTER_EARLY = "an MPOptimizer's step lowers the scale for what a forward lowered it for"
-SAVED_BEFORE_ITS_MODEL_RAN = "an MPOptimizer saves its own static scale for that of its models"
-LEFT_INFINITE = (
-    "a plain optimizer in front of a model takes a second step with what the first refused"
-)
-LATE_SEARCH = "a backward of a forward before the scale was found finds it anew"
-KNOWN: set[str] = set()
-
 
 class World(Parts):
     """What a training loop may do."""
@@ -67,8 +55,6 @@ class World(Parts):
             # It did not see the pass, or saw no reason.
             scale.numbers, scale.early = before_numbers, early
             scale.numbers.good = mine.state.good_steps
-        if scale.fitting and not mine.fitting and LATE_SEARCH in KNOWN:
-            self.outputs = []
         scale.fitting = mine.search.searching
         assert mine.used is not None
 
@@ -102,7 +88,6 @@ class World(Parts):
                 if value != self.scales[s].numbers.value:
                     self.scales[s].numbers.value, self.scales[s].numbers.good = value, 0
             for name in {name for t, name, _ in self.tape if t == s and name is not None}:
-                self.zeroed.discard(name)
                 if bad:
                     self.tainted[name].add(s)
             if bad and self.scales[s].fitting:
@@ -144,9 +129,6 @@ class World(Parts):
         held.wanted.zero_grad(set_to_none=set_to_none)
         for name in held.names:
             self.tainted[name].clear()
-            grad = self.params[name].grad
-            if grad is not None and grad.dtype is torch.float16:
-                self.zeroed.add(name)
         self.check()
 
     def zero_model(self, k: int) -> None:
@@ -156,8 +138,6 @@ class World(Parts):
         for name in self._read_by(k):
             if not name.startswith("latent"):
                 self.tainted[name].clear()
-        if LEFT_INFINITE in KNOWN:
-            self._drop(n for n in self.params if not self.known[n])
         self.check()
 
     def clip(self, i: int) -> None:
@@ -175,10 +155,6 @@ class World(Parts):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.params[name].grad = self.wanted_params[name].grad = None
-
     def _is_bad(self, names: Iterable[str]) -> bool:
         grads = [self.wanted_params[n].grad for n in names]
         return not all(bool(g.isfinite().all()) for g in grads if g is not None)
@@ -186,8 +162,6 @@ class World(Parts):
     def step(self, i: int) -> None:
         held = self.held[i % len(self.held)]
         have = [n for n in held.names if self.wanted_params[n].grad is not None]
-        if STEP_AFTER_ZEROING_IN_PLACE in KNOWN and not self.zeroed.isdisjoint(have):
-            return
         asked = have if held.generated else held.names
         scales = {s for n in asked for s in self.known[n]} if have else set()
         must = {s: self._must_skip(s, have) for s in scales}
@@ -207,7 +181,6 @@ class World(Parts):
             # Plain SGD with gradients of zero changes nothing either way.
             skipped = bool(held.live.skipped) if held.generated else not changed  # type: ignore[attr-defined]
             assert not (skipped and changed)
-            self.harmless += skipped
         else:
             skipped = False
         if held.generated and have:
@@ -216,16 +189,7 @@ class World(Parts):
         for s in scales:
             scale = self.scales[s]
             grew = self.live_scale(s).skipped_steps > scale.numbers.skipped
-            bad = must[s] or (may[s] and (grew if scale.coarse else skipped))
-            early = scale.early
-            scale.step(held, bad)
-            lower = max(scale.numbers.value / 2, scale.min_scale)
-            mixed = len({h.generated for h in self.held}) == 2 or self.setup.by_hand
-            twice = (MOVES_TWICE_IF_MIXED in KNOWN and mixed) or (
-                MOVES_AGAIN_AFTER_EARLY in KNOWN and early and held.generated
-            )
-            if twice and bad and self.live_scale(s).value == lower:
-                scale.numbers.value = lower
+            scale.step(held, must[s] or (may[s] and (grew if scale.coarse else skipped)))
         if upstream:
             self._adopt_skips(but=scales)
         for name in have:  # it has looked: what it keeps of these gradients is its own doing
@@ -233,15 +197,11 @@ class World(Parts):
         if not skipped:
             held.wanted.step()
             self._compare_step(held)
-        elif LEFT_INFINITE in KNOWN and not held.generated:
-            self._drop(n for n in have if not self.known[n])
         self._forget(held.names)
         self.check()
 
     def _must_skip(self, s: int, have: Iterable[str]) -> bool:
         own = [n for n in have if s in self.known[n]]
-        if COPIES_RAISE_NO_FLAG in KNOWN and self.scales[s].coarse:
-            return self._is_bad(own)
         return self._is_bad(own) or any(s in self.tainted[n] for n in own)
 
     def _adopt_skips(self, but: set[int]) -> None:
@@ -299,8 +259,6 @@ class World(Parts):
 
     def reload(self) -> None:
         """Save everything and go on with fresh objects."""
-        if SAVED_BEFORE_ITS_MODEL_RAN in KNOWN and not all(self.known.values()):
-            return
         saved = io.BytesIO()
         scales = {s: self.live_scale(s).state_dict() for s in self.scales}
         state = self.live.state_dict(), [h.live.state_dict() for h in self.held], scales

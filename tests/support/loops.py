@@ -127,6 +127,25 @@ class Way:
                 assert same(before, after), f"changed by the overflow in step {step}"
         self.planting = False
 
+    def updates(
+        self, count: int, *watched: Any, planted: int | None = None
+    ) -> Iterator[tuple[int, Callable[[torch.Tensor], None]]]:
+        """Numbers of steps, each with what does the rest of it to a loss: the backward, and a step
+        of each optimizer that is watched.
+        """
+        optimizers = [thing for thing in watched if isinstance(thing, Optimizer)]
+        for step, factor in self.steps(count, *watched, planted=planted):
+
+            def update(loss: torch.Tensor, factor: float = factor) -> None:
+                (loss * factor).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                self.log(loss)
+
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            yield step, update
+
 
 O1 = Way("O1")
 O2 = Way("O2", generated=True, emit="aot_eager")
@@ -142,7 +161,7 @@ def ways(*, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})) -> A
 
 
 def _param(way: Way, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})) -> Any:
-    marks = [pytest.mark.slow] if way.dtype is torch.bfloat16 else []
+    marks = [pytest.mark.sweep("the rest of a matrix")] if way.dtype is torch.bfloat16 else []
     return pytest.param(
         way, id=str(way), marks=[*marks, *(m for n, m in but.items() if n == str(way))]
     )
@@ -150,7 +169,7 @@ def _param(way: Way, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType(
 
 WAYS = ways()
 # For loops whose O2 says little that another's does not.
-MOSTLY_O1 = ways(but={"O2-float16-mp": pytest.mark.slow})
+MOSTLY_O1 = ways(but={"O2-float16-mp": pytest.mark.sweep("the rest of a matrix")})
 # For optimizers and loops that no MPOptimizer takes.
 PLAIN = pytest.mark.parametrize("way", [_param(w) for w in ALL if not w.generated])
 

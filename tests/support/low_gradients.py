@@ -7,22 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from copied_models import Net
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
 from mpcompile.scaling.copies import copies_of
 
-
-class Net(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.fc1, self.norm = nn.Linear(8, width), nn.LayerNorm(width)
-        self.fc2 = nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(F.gelu(self.norm(self.fc1(x))))
-        return y
+__all__ = ["MATRICES", "Net", "check", "inputs", "loss", "trained", "true"]
 
 
 def trained(model: nn.Module, scale: LossScale | None = None, **options: Any) -> MPOptimizer:

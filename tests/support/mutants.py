@@ -1,6 +1,6 @@
 """Defects of the worst kind: each makes a training wrong, and no error says so.
 
-`tests/support/plant.py` puts each into a copy of the tree, and runs the tests that must fail then.
+`tests/support/plant.py` plants each, and runs the tests that must fail then.
 """
 
 from __future__ import annotations

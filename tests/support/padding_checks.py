@@ -2,7 +2,7 @@
 
 By default a few sizes of each program are drawn. Many of them, at O1 and O2:
 
-    pytest -m whole tests/padding/test_padding_products.py tests/padding/test_padding_chains.py -n 2
+    pytest -m sweep tests/padding/test_padding_products.py tests/padding/test_padding_chains.py -n 2
 
 takes about 20 minutes on 2 cores.
 """
@@ -45,7 +45,7 @@ def drawn(few: int, many: int = 100, **strategies: Any) -> Callable[[Any], Any]:
         test.__signature__ = inspect.Signature([examples, *rest])  # type: ignore[attr-defined]
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         test.__dict__.update(check.__dict__)
-        marks = [pytest.mark.whole, pytest.mark.timeout(1800)]
+        marks = [pytest.mark.sweep("many random sizes")]
         return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=marks)])(test)
 
     return decorate

@@ -1,97 +1,202 @@
-"""Plants each defect of `mutants.py` in a copy of the tree, and says whether the tests see it.
+"""Plants faults, one at a time, and says which test sees each.
 
-    python tests/support/plant.py              all, one process for each core
-    python tests/support/plant.py lr-ignored   these alone
+    python tests/support/plant.py watch build/faults      which tests reach the place of each fault
+    python tests/support/plant.py run build/faults        plants each, and runs these tests
 
-It ends with status 1 if a defect is not caught. Tests of other groups than the default don't count.
+The faults are those of `mutants.py` and, of each room, five that a seed draws (`faults.py`).
+`watch` runs `make test-all` once, and notes which tests come to the place of a fault. `run` runs
+these tests with the fault, first those of `make test`, the cheapest first, until one fails; where
+none does, all tests of its room; then those of the slow lane in the same way. It leaves a table of
+what caught what.
+
+Of these tests it runs as many as take `--seconds` together: what is caught is a lower bound.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
-from mutants import MUTANTS, Mutant
+from durations import ran
+from faults import drawn
+from mutants import MUTANTS
 from repository import ROOT
 
-TREE = ("benchmarks", "examples", "mpcompile", "passes", "tests", "pyproject.toml")
-FAILED_TESTS = 1  # pytest's status; anything else but 0 says that no test could run
+PLANTING = ROOT / "tests" / "support" / "planting"
+NO_TESTS = 5  # pytest's status
+TEST_ALL = "not sweep and not gpu"
+LANES = ("make test", "make test-all")
 
 
-def copied(to: Path) -> Path:
-    """A copy of what the tests need."""
-    junk = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
-    for name in TREE:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=junk)
-        else:
-            shutil.copy(ROOT / name, to / name)
-    return to
+def environment(given: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(PLANTING), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "MPCOMPILE_FAULTS": str(given), "PYTHONPATH": path.strip(os.pathsep),
+            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **more}  # fmt: skip
 
 
-def planted(mutant: Mutant, tree: Path) -> str:
-    """Run its tests on a tree that has the defect, and take the defect out again.
+def watch(folder: Path, seed: int, each: int, rest: Sequence[str]) -> int:
+    """Run the tests, and note what they reach."""
+    (folder / "reached").mkdir(parents=True, exist_ok=True)
+    faults = [dataclasses.asdict(fault) for fault in (*drawn(seed, each), *MUTANTS)]
+    given = folder / "watched.json"
+    given.write_text(json.dumps({"faults": faults, "reached": str(folder / "reached")}))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", TEST_ALL,
+         "--numprocesses", "auto", "--dist", "worksteal", f"--junitxml={folder / 'tests.xml'}",
+         *rest],
+        cwd=ROOT, env=environment(given), check=False,
+    ).returncode  # fmt: skip
 
-    Returns:
-        The test that failed, or "" where none did.
 
-    Raises:
-        RuntimeError: the tests could not be run.
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a fault: the test that failed and its lane, or "" where none did."""
+
+    number: int
+    fault: dict[str, Any]
+    test: str = ""
+    lane: str = ""
+    run: int = 0
+    left_out: int = 0
+
+
+class Runs:
+    """Runs tests with one fault.
+
+    Args:
+        folder: of `watch`.
+        seconds: how long the tests of one lane may take together, as they took without a fault.
     """
-    file = tree / mutant.file
-    text = file.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.name}: its text is not once in {mutant.file}"
-    file.write_text(text.replace(mutant.old, mutant.new))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-             "--tb=no", *mutant.caught_by],
-            cwd=tree, env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    finally:
-        file.write_text(text)
-    if done.returncode not in (0, FAILED_TESTS):
-        raise RuntimeError(f"{mutant.name}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-    return failed[0].split()[1].split("/")[-1] if done.returncode else ""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self.faults = json.loads((folder / "watched.json").read_text())["faults"]
+        tests = [test for test in ran(folder / "tests.xml") if test.ended == "passed"]
+        self.cost = {f"{test.file}::{test.name}": test.seconds for test in tests}
+        self.lane_of = {f"{test.file}::{test.name}": LANES[test.lane == "slow"] for test in tests}
+
+    def reach(self, number: int) -> list[str]:
+        if by := self.faults[number].get("caught_by"):
+            tests = {test for test in self.cost if test.startswith(tuple(by))}
+        else:
+            file = self.folder / "reached" / str(number)
+            lines = file.read_text().splitlines() if file.exists() else []
+            tests = {line.rpartition(" (")[0] for line in lines}
+        return sorted(tests & self.cost.keys(), key=self.cost.__getitem__)
+
+    def of_room(self, number: int) -> list[str]:
+        room = self.faults[number].get("room", "").partition("/")[0]
+        tests = [test for test in self.cost if room and test.startswith(f"tests/{room}/")]
+        return sorted(tests, key=self.cost.__getitem__)
+
+    def judge(self, number: int) -> Verdict:
+        fault, ran, left = self.faults[number], 0, 0
+        reached = self.reach(number)
+        others = [test for test in self.of_room(number) if test not in reached]
+        for lane in LANES:
+            for tests in (reached, others):
+                mine, out = self.within([test for test in tests if self.lane_of[test] == lane])
+                ran, left = ran + len(mine), left + out
+                if mine and (failed := self.failing(number, mine)):
+                    return Verdict(number, fault, failed, lane, ran, left)
+        return Verdict(number, fault, run=ran, left_out=left)
+
+    def within(self, tests: Sequence[str]) -> tuple[list[str], int]:
+        """As many of the cheapest as there is time for, and how many others there are."""
+        total, taken = 0.0, []
+        for test in tests:
+            total += self.cost[test]
+            if total > self.seconds and taken:
+                break
+            taken.append(test)
+        return taken, len(tests) - len(taken)
+
+    def failing(self, number: int, tests: Iterable[str]) -> str:
+        """The first of them that fails with the fault."""
+        with tempfile.TemporaryDirectory() as scratch:
+            given, listed = Path(scratch) / "plant.json", Path(scratch) / "tests.txt"
+            given.write_text(json.dumps({"faults": self.faults, "plant": number}))
+            listed.write_text("\n".join(tests) + "\n")
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+                     "--tb=no", "-m", TEST_ALL, f"@{listed}"],
+                    cwd=ROOT, env=environment(given, TORCHINDUCTOR_CACHE_DIR=f"{scratch}/inductor"),
+                    capture_output=True, text=True, check=False, timeout=3 * self.seconds + 300,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return "none ended"
+        if done.returncode in (0, NO_TESTS):
+            return ""
+        for line in done.stdout.splitlines():
+            if line.startswith(("FAILED ", "ERROR ")):
+                return line.split(" ", 1)[1].partition(" - ")[0].removeprefix("tests/")
+        return f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-200:]}"
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts as a page."""
+    lines = ["| fault | done to | caught by | lane |", "|---|---|---|---|"]
+    for v in verdicts:
+        what = v.fault.get("text") or v.fault.get("breaks", "")
+        cells = (v.fault["name"], f"`{what}`", v.test or "**nothing**", v.lane)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def run(folder: Path, seconds: float, jobs: int, only: Sequence[str]) -> int:
+    """Plant each fault, and say what caught it; 1 if `make test` catches fewer than 80%."""
+    runs = Runs(folder, seconds)
+    numbers = [n for n, f in enumerate(runs.faults) if not only or f["name"] in only]
+    verdicts, start = [], time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        for verdict in pool.map(runs.judge, numbers):
+            verdicts.append(verdict)
+            said = f"caught by {verdict.test}" if verdict.test else "NOT CAUGHT"
+            at = f"{time.monotonic() - start:5.0f} s"
+            print(
+                at, verdict.fault["name"], said, f"({verdict.lane}; {verdict.run} run)", flush=True
+            )
+            with (folder / "verdicts.jsonl").open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
+    caught = [sum(v.lane in LANES[: n + 1] for v in verdicts) for n in range(2)]
+    of = len(verdicts)
+    said = f"`make test` catches {caught[0]} of {of} faults, `make test-all` {caught[1]} of them."
+    page = f"# What the tests catch\n\n{said}\n\n{table(verdicts)}"
+    (folder / "table.md").write_text(page)
+    print(said)
+    return int(caught[0] < 0.8 * len(verdicts))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", choices=[[], *(m.name for m in MUTANTS)])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    given = parser.parse_args()
-    chosen = [m for m in MUTANTS if not given.names or m.name in given.names]
-    missed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        trees: SimpleQueue[Path] = SimpleQueue()
-        for number in range(given.jobs):
-            (Path(folder) / str(number)).mkdir()
-            trees.put(copied(Path(folder) / str(number)))
-
-        def judged(mutant: Mutant) -> tuple[str, float]:
-            tree, start = trees.get(), time.monotonic()
-            try:
-                return planted(mutant, tree), time.monotonic() - start
-            finally:
-                trees.put(tree)
-
-        with ThreadPoolExecutor(given.jobs) as pool:
-            for mutant, (by, seconds) in zip(chosen, pool.map(judged, chosen), strict=True):
-                missed += not by
-                verdict = f"caught by {by}" if by else "NOT CAUGHT"
-                print(f"{mutant.name:30} {seconds:4.0f} s  {verdict}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} are caught")
-    return 1 if missed else 0
+    commands = parser.add_subparsers(required=True)
+    watching = commands.add_parser("watch")
+    watching.add_argument("folder", type=Path)
+    watching.add_argument("--seed", type=int, default=46)
+    watching.add_argument("--each", type=int, default=5)
+    watching.add_argument("rest", nargs="*", help="arguments of pytest")
+    watching.set_defaults(do=watch)
+    running = commands.add_parser("run")
+    running.add_argument("folder", type=Path)
+    running.add_argument("--seconds", type=float, default=240.0)
+    running.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    running.add_argument("--only", nargs="*", default=[], help="names of faults")
+    running.set_defaults(do=run)
+    given = vars(parser.parse_args())
+    given["folder"] = given["folder"].resolve()
+    return partial(given.pop("do"), **given)()
 
 
 if __name__ == "__main__":

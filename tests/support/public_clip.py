@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from public_loops import optimizer, usual
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 VOCAB, LENGTH, WIDTH, SPACE, PATCH = 40, 8, 32, 16, 4
-Models = Sequence[nn.Module]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -127,22 +124,11 @@ def batch() -> tuple[Tensor, ...]:
     return image, text
 
 
-def adamw(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.AdamW(models[0].parameters(), lr=1e-3 * rate, betas=(0.9, 0.98), eps=1e-6)]
+adamw = optimizer(torch.optim.AdamW, 1e-3, betas=(0.9, 0.98), eps=1e-6)
 
 
-def step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-
-    def step(image: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        per_image, per_text = model(image, text)
-        wanted = torch.arange(len(image), device=image.device)
-        loss = (F.cross_entropy(per_image, wanted) + F.cross_entropy(per_text, wanted)) / 2
-        loss.backward()
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def step(model: nn.Module, image: Tensor, text: Tensor) -> Tensor:
+    per_image, per_text = model(image, text)
+    wanted = torch.arange(len(image), device=image.device)
+    return (F.cross_entropy(per_image, wanted) + F.cross_entropy(per_text, wanted)) / 2

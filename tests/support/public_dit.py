@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from public_loops import Clip, Models, Optimizers, Step, optimizer
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 SIZE, PATCH, CHANNELS, WIDTH, HEADS, CLASSES, TIMES = 8, 2, 4, 32, 2, 10, 100
-Models = Sequence[nn.Module]
 
 BETAS = torch.linspace(1e-3, 0.2, TIMES, dtype=torch.float64)
 LEFT = torch.cumprod(1 - BETAS, 0)
@@ -181,8 +178,7 @@ def batch() -> tuple[Tensor, ...]:
     return x, torch.randint(TIMES, (8,)), y, torch.randn_like(x)
 
 
-def adamw(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.AdamW(models[0].parameters(), lr=1e-3 * rate, weight_decay=0)]
+adamw = optimizer(torch.optim.AdamW, 1e-3, weight_decay=0)
 
 
 @torch.no_grad()
@@ -192,9 +188,7 @@ def update_ema(ema: nn.Module, model: nn.Module, decay: float = 0.99) -> None:
         averaged[name].mul_(decay).add_(param.data, alpha=1 - decay)
 
 
-def step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
+def step(models: Models, optimizers: Optimizers, clip: Clip) -> Step:
     (model,), (optimizer,) = models, optimizers
     ema = copy.deepcopy(model)
     for p in ema.parameters():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from public_loops import Clip, Models, Optimizers, Step, optimizer, usual
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Models = Sequence[nn.Module]
 NOISE, FILTERS, PIXELS, LATENT = 16, 8, 144, 8
 
 # -- MNIST -----------------------------------------------------------------------------------------
@@ -44,23 +41,12 @@ def mnist_batch() -> tuple[Tensor, ...]:
     return x, y
 
 
-def adadelta(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.Adadelta(models[0].parameters(), lr=1.0 * rate)]
+adadelta = optimizer(torch.optim.Adadelta, 1.0)
 
 
-def mnist_step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-
-    def step(data: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(data), target)
-        loss.backward()
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def mnist_step(model: nn.Module, data: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(model(data), target)
 
 
 # -- DCGAN -----------------------------------------------------------------------------------------
@@ -129,9 +115,7 @@ def adams(models: Models, rate: float) -> list[Optimizer]:
     ]
 
 
-def dcgan_step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
+def dcgan_step(models: Models, optimizers: Optimizers, clip: Clip) -> Step:
     (net_g, net_d), (optimizer_g, optimizer_d) = models, optimizers
     criterion = nn.BCELoss()
 
@@ -194,8 +178,7 @@ def vae_batch() -> tuple[Tensor, ...]:
     return x.clamp(0, 1), torch.randn(16, LATENT)
 
 
-def adam(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.Adam(models[0].parameters(), lr=1e-3 * rate)]
+adam = optimizer(torch.optim.Adam, 1e-3)
 
 
 def vae_loss(made: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
@@ -204,17 +187,7 @@ def vae_loss(made: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
     return bce + kld
 
 
-def vae_step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-
-    def step(data: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        made, mu, logvar = model(data, noise)
-        loss = vae_loss(made, data, mu, logvar)
-        loss.backward()
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def vae_step(model: nn.Module, data: Tensor, noise: Tensor) -> Tensor:
+    made, mu, logvar = model(data, noise)
+    return vae_loss(made, data, mu, logvar)

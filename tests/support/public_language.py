@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from public_loops import Clip, Models, Optimizers, Step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -137,7 +136,7 @@ def min_gpt() -> list[nn.Module]:
     return [GPT(nano=False, dropout=0.1)]
 
 
-def adamw_groups(models: Sequence[nn.Module], rate: float) -> list[Optimizer]:
+def adamw_groups(models: Models, rate: float) -> list[Optimizer]:
     """Weight decay for matrices alone."""
     parameters = [p for p in models[0].parameters() if p.requires_grad]
     groups = [
@@ -164,9 +163,7 @@ def min_batch() -> tuple[Tensor, ...]:
     return _tokens(8)
 
 
-def nano_step(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
+def nano_step(models: Models, optimizers: Optimizers, clip: Clip) -> Step:
     (model,), (optimizer,) = models, optimizers
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -184,9 +181,7 @@ def nano_step(
     return step
 
 
-def min_step(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
+def min_step(models: Models, optimizers: Optimizers, clip: Clip) -> Step:
     (model,), (optimizer,) = models, optimizers
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from public_loops import optimizer, usual
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 VOCAB, LENGTH, WIDTH, INNER, STATES, KERNEL = 40, 10, 24, 48, 8, 4
 RANK = math.ceil(WIDTH / 16)
-Models = Sequence[nn.Module]
 
 
 class RMSNorm(nn.Module):
@@ -97,22 +94,10 @@ def batch() -> tuple[Tensor, ...]:
     return ((first + stride * torch.arange(LENGTH + 1)) % VOCAB,)
 
 
-def adamw(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.AdamW(models[0].parameters(), lr=2e-3 * rate)]
+adamw = optimizer(torch.optim.AdamW, 2e-3)
 
 
-def step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-
-    def step(tokens: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        clip(model.parameters())
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def step(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -6,7 +6,7 @@ The step is plain PyTorch: whoever runs it hands it models that are compiled or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,8 @@ import public_language
 import public_mamba
 import public_quantize
 import public_words
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-Models = Sequence[nn.Module]
-Step = Callable[..., tuple[Tensor, ...]]
+from public_loops import Clip, Models, Optimizers, Step
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class Script:
 
     models: Callable[[], Models]
     batch: Callable[[], tuple[Tensor, ...]]
-    step: Callable[[Models, Sequence[Optimizer], Callable[..., Any]], Step]
-    optimizers: Callable[[Models, float], Sequence[Optimizer]]
+    step: Callable[[Models, Optimizers, Clip], Step]
+    optimizers: Callable[[Models, float], Optimizers]
     clip: float | None = None
     state: Callable[[Models], tuple[Any, ...]] = lambda models: ()
     draws: int = 7

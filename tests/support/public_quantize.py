@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from public_loops import optimizer, usual
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 CODES, WIDTH = 16, 16
-Models = Sequence[nn.Module]
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
@@ -151,22 +147,12 @@ def batch() -> tuple[Tensor, ...]:
     return (torch.sin(torch.arange(12.0) / width).expand(8, 1, 12, 12).contiguous(),)
 
 
-def adamw(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.AdamW(models[0].parameters(), lr=3e-3 * rate)]
+adamw = optimizer(torch.optim.AdamW, 3e-3)
 
 
-def step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-
-    def step(x: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        out, _, commitment = model(x)
-        out = out.clamp(-1.0, 1.0)
-        loss = (out - x).abs().mean() + 10 * commitment
-        loss.backward()
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def step(model: nn.Module, x: Tensor) -> Tensor:
+    out, _, commitment = model(x)
+    out = out.clamp(-1.0, 1.0)
+    loss: Tensor = (out - x).abs().mean() + 10 * commitment
+    return loss

@@ -5,16 +5,15 @@ and a Transformer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from public_loops import Clip, Models, Optimizers, Step, optimizer, usual
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 WORDS, WIDTH, LENGTH, ROWS, LAYERS = 50, 32, 10, 8, 2
-Models = Sequence[nn.Module]
 Hidden = tuple[Tensor, Tensor]
 
 
@@ -108,8 +107,7 @@ def by_hand(models: Models, rate: float) -> list[Optimizer]:
     return []
 
 
-def adamw(models: Models, rate: float) -> list[Optimizer]:
-    return [torch.optim.AdamW(models[0].parameters(), lr=2e-3 * rate)]
+adamw = optimizer(torch.optim.AdamW, 2e-3)
 
 
 def repackaged(hidden: Any) -> Any:
@@ -118,9 +116,7 @@ def repackaged(hidden: Any) -> Any:
     return tuple(repackaged(each) for each in hidden)
 
 
-def lstm_step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Any, ...]]:
+def lstm_step(models: Models, optimizers: Optimizers, clip: Clip) -> Step:
     (model,) = models
     rate, criterion = model.rate, nn.NLLLoss()
 
@@ -138,18 +134,6 @@ def lstm_step(
     return step
 
 
-def transformer_step(
-    models: Models, optimizers: Sequence[Optimizer], clip: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    (model,), (optimizer,) = models, optimizers
-    criterion = nn.NLLLoss()
-
-    def step(data: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        optimizer.zero_grad()
-        loss = criterion(model(data).view(-1, WORDS), targets)
-        loss.backward()
-        clip(model.parameters())
-        optimizer.step()
-        return (loss.detach(),)
-
-    return step
+@usual
+def transformer_step(model: nn.Module, data: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(model(data).view(-1, WORDS), targets)

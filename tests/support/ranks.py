@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lanes import limit
 from torch import multiprocessing
 
 # A server imports these once, and runs nothing itself. Each rank is a fork of it, to save time.
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "mpcompile"])
 
 _groups: list[Any] = []
-SECONDS = 240  # within the time of a test (pyproject.toml)
+SECONDS = 0.8 * limit()  # of the time of a test
 
 
 def join(rank: int, ranks: int, folder: str) -> None:

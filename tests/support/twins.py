@@ -47,6 +47,19 @@ class Twins:
         for optimizer in self.both:
             optimizer.step()
 
+    def step_clipped(
+        self,
+        to: float,
+        gradients: Sequence[torch.Tensor | None] | None = None,
+        **tolerance: float,
+    ) -> None:
+        """A step that clips the gradients; `optimizer` does so by itself, and tells their norm."""
+        self.give(gradients)
+        norm = nn.utils.clip_grad_norm_(self.theirs, to)
+        for optimizer in self.both:
+            optimizer.step()
+        torch.testing.assert_close(self.optimizer.grad_norm, norm.float(), **tolerance)
+
     def agree(self, **tolerance: float) -> None:
         """Assert that parameters and states are equal; by default within FP32 rounding."""
         tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}

@@ -53,7 +53,9 @@ O1 = Setting("O1", torch.float16, False)
 O1_MP = Setting("O1", torch.float16, True)
 O2_BF16 = Setting("O2", torch.bfloat16, True)
 SETTINGS = pytest.mark.parametrize(
-    "setting", [O2, O1, pytest.param(O2_BF16, marks=pytest.mark.slow)], ids=str
+    "setting",
+    [O2, O1, pytest.param(O2_BF16, marks=pytest.mark.sweep("the rest of a matrix"))],
+    ids=str,
 )
 BOTH = pytest.mark.parametrize("setting", [O2, O1], ids=str)
 
@@ -88,11 +90,34 @@ class Run:
         """What computes a loss from models."""
         return function if self.whole else mpcompile(function, **self.options())
 
+    def loss_of(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+        """The forward of a classifier: its loss, times a factor."""
+        return self.forward(lambda x, y, f: nn.functional.cross_entropy(model(x), y) * f)
+
     def optimizer(self, optimizer: Optimizer, **settings: Any) -> Any:
         if self.setting.generated:
             optimizer = MPOptimizer(optimizer, emit="eager", **settings)
         self.optimizers.append(optimizer)
         return optimizer
+
+    def sgd(self, parameters: Any, lr: float = 0.1, **settings: Any) -> Any:
+        return self.optimizer(torch.optim.SGD(parameters, lr=lr, momentum=0.9), **settings)
+
+    def adamw(self, parameters: Any, **settings: Any) -> Any:
+        return self.optimizer(torch.optim.AdamW(parameters, lr=1e-2), **settings)
+
+    @staticmethod
+    def usual(loss_of: Callable[..., Any], optimizer: Optimizer) -> Callable[..., torch.Tensor]:
+        """The step of most loops."""
+
+        def step(*args: Any) -> torch.Tensor:
+            loss: torch.Tensor = loss_of(*args)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
 
     def step(self, function: F) -> F:
         return mpcompile(function, **self.options()) if self.whole else function

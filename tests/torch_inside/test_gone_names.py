@@ -15,6 +15,8 @@ from repository import ROOT, SUPPORT
 
 from mpcompile.torch_inside.private_names import NAMES, take_all
 
+pytestmark = pytest.mark.inside
+
 take_all()
 REFUSED = ("MPCompileError: ", "MissingInTorch: ", "BackendCompilerFailed: MissingInTorch")
 Ask = Callable[[str], Seen]
@@ -26,8 +28,6 @@ def ask() -> Iterator[Ask]:
         [sys.executable, str(SUPPORT / "gone_names.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
     ) as server:  # fmt: skip
-        assert server.stdin is not None
-        assert server.stdout is not None
         given, answers = server.stdin, server.stdout
 
         def asked(path: str) -> Seen:

@@ -164,8 +164,7 @@ def test_recurrent_layers_stay_in_fp32(layer: type[nn.RNNBase], emit: str) -> No
             self.rnn, self.last = layer(6, 8), nn.Linear(8, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.last(self.rnn(x)[0])
-            return y
+            return self.last(self.rnn(x)[0])
 
     plain = Net()
     model = mpcompile(copy.deepcopy(plain), dtype=torch.float16, emit=emit)

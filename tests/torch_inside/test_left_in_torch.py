@@ -65,8 +65,7 @@ def whole(model: nn.Module) -> Step:
         opt.zero_grad()
         return loss
 
-    compiled: Step = mpcompile(step, level="O2", **HALF)
-    return compiled
+    return mpcompile(step, level="O2", **HALF)
 
 
 def sgd(parameters: Any) -> Any:

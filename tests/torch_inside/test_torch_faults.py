@@ -27,6 +27,8 @@ from mpcompile.lower.write_order import KeepOrder, inductor_for
 from mpcompile.passes.graph.guard_kernels import guard_kernels
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
+pytestmark = pytest.mark.inside
+
 VERSION = torch.__version__
 
 
@@ -82,7 +84,6 @@ def gradients(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> lis
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.timeout(300)
 def test_gradients_behind_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a graph in FP32, as one that was left; without the way round they are zero."""
     model, x = pooled(), torch.randn(4, 1, 12, 12)

@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from mpcompile.torch_inside.private_names import NAMES, MissingInTorch, Part, private
 from mpcompile.torch_inside.replace import Replacement, calls_of, method, reads_of
 
+pytestmark = pytest.mark.inside
+
 GONE = "torch.utils._pytree:tree_that_never_was"
 SAYS = "has no torch.utils._pytree.tree_that_never_was, which counts leaves"
 
@@ -47,17 +49,10 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
             return 1
 
     for use in (
-        absent,
-        Below,
-        lambda: absent.field,
-        lambda: isinstance(1, absent),
-        lambda: issubclass(int, absent),
-        lambda: len(absent),
-        lambda: [*absent],
-        lambda: 1 in absent,
-        lambda: setattr(absent, "field", 1),
-        NAMES[path].probe,
-    ):
+        absent, Below, lambda: absent.field, lambda: isinstance(1, absent),
+        lambda: issubclass(int, absent), lambda: len(absent), lambda: [*absent],
+        lambda: 1 in absent, lambda: setattr(absent, "field", 1), NAMES[path].probe,
+    ):  # fmt: skip
         with pytest.raises(MissingInTorch, match=path.replace(":", ".") + ", which counts leaves"):
             use()
 

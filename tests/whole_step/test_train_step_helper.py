@@ -57,25 +57,6 @@ def test_it_is_the_loop_that_one_would_write(accumulate: int) -> None:
     assert step.left is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": F.relu}, "give an nn.Module and an optimizer"),
-        ({"optimizer": 0.1}, "give an nn.Module and an optimizer"),
-        ({"loss_fn": "mse"}, "loss_fn='mse' is not callable"),
-        ({"accumulate": 0}, "accumulate=0; give 1 or more"),
-        ({"accumulate": True}, "accumulate=True; give 1 or more"),
-        ({"levle": "O2"}, "levle"),
-    ],
-)
-def test_a_mistake_in_the_arguments(change: dict[str, Any], message: str) -> None:
-    model = nn.Linear(4, 4)
-    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()),
-                             "loss_fn": F.mse_loss}  # fmt: skip
-    with pytest.raises(MPCompileError, match=message):
-        train_step(**{**given, **change})(torch.zeros(4, 4), torch.zeros(4, 4))
-
-
 def test_a_batch_that_cannot_be_split() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,18 +21,18 @@ BF16 = torch.bfloat16
 FIRST_FP32 = Policy(modules={"0": "fp32"})
 
 
-def _autocast(enabled: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", BF16, enabled=enabled)
-
-
 class Loop:
     """Two layers, SGD, and a training step with a region somewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         torch.manual_seed(0)
+        self.enabled = enabled
         self.model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
         plain = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.optimizer = MPOptimizer(plain, emit="eager")
+
+    def region(self) -> torch.autocast:
+        return torch.autocast("cpu", BF16, enabled=self.enabled)
 
     def update(self, loss: torch.Tensor) -> torch.Tensor:
         self.optimizer.step()
@@ -45,47 +45,35 @@ class Loop:
         return self.update(loss)
 
     def around_the_forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast():
+        with self.region():
             loss = F.cross_entropy(self.model(x), y)
         loss.backward()
         return self.update(loss)
 
     def around_the_model(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast():
+        with self.region():
             scores = self.model(x)
         loss = F.cross_entropy(scores.float(), y)
         loss.backward()
         return self.update(loss)
 
     def around_all(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast():
+        with self.region():
             loss = F.cross_entropy(self.model(x), y)
             loss.backward()
             return self.update(loss)
 
     def two_regions(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast():
+        with self.region():
             scores = self.model(x)
-        with _autocast():
+        with self.region():
             loss = F.cross_entropy(scores, y)
         loss.backward()
         return self.update(loss)
 
-    def disabled_around_the_forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast(False):
-            loss = F.cross_entropy(self.model(x), y)
-        loss.backward()
-        return self.update(loss)
-
-    def disabled_around_all(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with _autocast(False):
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            return self.update(loss)
-
-    def disabled_around_the_head(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def around_the_head(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.model[1](self.model[0](x))
-        with _autocast(False):
+        with self.region():
             loss = F.cross_entropy(self.model[2](hidden), y)
         loss.backward()
         return self.update(loss)
@@ -100,8 +88,10 @@ def _run(loop: Loop, step: Step) -> list[torch.Tensor]:
     return [*losses, *(p.detach() for p in loop.model.parameters())]
 
 
-def _compiled(name: str, policy: Policy, level: str = "O1") -> list[torch.Tensor]:
-    loop = Loop()
+def _compiled(
+    name: str, policy: Policy, level: str = "O1", *, enabled: bool = True
+) -> list[torch.Tensor]:
+    loop = Loop(enabled)
     step = mpcompile(getattr(loop, name), dtype=BF16, level=level, emit="eager", policy=policy)
     with traces() as found:
         results = _run(loop, step)
@@ -126,15 +116,16 @@ def test_a_region_changes_no_dtype_that_was_planned(
     assert not caplog.records  # nobody is told that the region has no effect
 
 
-@pytest.mark.parametrize("name", ["disabled_around_the_forward", "disabled_around_all"])
+@pytest.mark.parametrize("name", ["around_the_forward", "around_all"])
 def test_a_disabled_region_is_fp32(name: str) -> None:
     loop = Loop()
-    torch.testing.assert_close(_compiled(name, Policy()), _run(loop, loop.without))
+    found = _compiled(name, Policy(), enabled=False)
+    torch.testing.assert_close(found, _run(loop, loop.without))
 
 
 def test_a_region_that_begins_amid_the_forward() -> None:
     head_fp32 = _compiled("without", Policy(modules={"2": "fp32"}))
-    found = _compiled("disabled_around_the_head", Policy())
+    found = _compiled("around_the_head", Policy(), enabled=False)
     torch.testing.assert_close(found, head_fp32, rtol=0, atol=0)
 
 

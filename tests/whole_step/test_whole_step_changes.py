@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, agree_left, batches, net
 
@@ -19,18 +18,9 @@ Change = Callable[[Run, nn.Sequential, torch.optim.Optimizer], Any]
 def program(change: Change) -> Callable[[Run], Step]:
     def build(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        optimizer = run.sgd(model.parameters())
         change(run, model, optimizer)
-        return step
+        return run.usual(run.loss_of(model), optimizer)
 
     return build
 

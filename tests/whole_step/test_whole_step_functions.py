@@ -22,9 +22,9 @@ class Trainer:
     """A training step as a method."""
 
     def __init__(self, run: Run) -> None:
-        model = self.model = run.model(net())
-        self.optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        self.loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        self.model = run.model(net())
+        self.optimizer = run.sgd(self.model.parameters())
+        self.loss_of = run.loss_of(self.model)
 
     def step(
         self, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor, *, weight: float = 1.0
@@ -95,16 +95,8 @@ def test_the_batch_size_changes(setting: Setting, dynamic: bool | None) -> None:
 def test_a_bad_index_is_the_users_error(setting: Setting) -> None:
     run = Run(True, setting)
     model = run.model(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)))
-    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-    @run.step
-    def step(tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(tokens), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    optimizer = run.sgd(model.parameters())
+    step = run.step(run.usual(lambda x, y: F.cross_entropy(model(x), y), optimizer))
     good, y = torch.tensor([1, 2, 3]), torch.tensor([3, 2, 1])
     for _ in range(2):
         step(good, y)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from as_written import AsWritten
 from torch import nn
 from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
 
@@ -47,9 +48,9 @@ def behind(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.T
 
     def program(run: Run) -> Callable[..., torch.Tensor]:
         model = run.model(net())
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        optimizer = run.sgd(model.parameters())
         before(model, optimizer)
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()  # first: what Dynamo sees of parameters first is the optimizer
@@ -231,21 +232,14 @@ def test_a_learning_rate_is_read_inside() -> None:
 # -- steps that run in pieces once -----------------------------------------------------------------
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(AsWritten):
     """An optimizer of a user's own; its first step makes its state, so it runs in pieces."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "mean" not in state:
-                    state["mean"] = torch.zeros_like(p)
-                p.add_(state["mean"].lerp(p.grad, 0.1).sign(), alpha=-group["lr"])
-                state["mean"].lerp_(p.grad, 0.1)
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(p)
+        p.add_(state["mean"].lerp(p.grad, 0.1).sign(), alpha=-group["lr"])
+        state["mean"].lerp_(p.grad, 0.1)
 
 
 @pytest.mark.parametrize("prints", [False, True])
@@ -272,8 +266,8 @@ def test_gradients_are_true_in_a_step_that_runs_in_pieces(clips: bool, prints: b
 
         return step
 
-    plain = training(other, Lion(other.parameters()))
-    optimizer = MPOptimizer(Lion(model.parameters()), emit="eager")
+    plain = training(other, Lion(other.parameters(), lr=1e-3))
+    optimizer = MPOptimizer(Lion(model.parameters(), lr=1e-3), emit="eager")
     ours = mpcompile(training(model, optimizer), level="O2", dtype=torch.float16, emit="eager")
     for x, y, _ in batches(3):
         torch.testing.assert_close(ours(x, y), plain(x, y), rtol=1e-2, atol=1e-3)

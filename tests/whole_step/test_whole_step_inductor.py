@@ -24,10 +24,6 @@ O1 = Setting("O1", torch.float16, False, "inductor")
 O2_BF16 = Setting("O2", torch.bfloat16, True, "inductor")
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many inputs each graph has that Inductor gets."""
@@ -42,13 +38,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep("two networks under Inductor")
 def test_each_network_of_a_gan_is_a_graph(graphs: list[int]) -> None:
     def program(run: Run) -> Step:
         g = run.model(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)))
         d = run.model(net())
-        opt_g, opt_d = run.optimizer(sgd(g.parameters())), run.optimizer(sgd(d.parameters()))
-        of_g = run.forward(lambda x, y, f: F.cross_entropy(d(g(x)), y) * f)
+        opt_g, opt_d = run.sgd(g.parameters()), run.sgd(d.parameters())
+        of_g = run.loss_of(nn.Sequential(g, d))
         of_d = run.forward(
             lambda x, y, f: (F.cross_entropy(d(x), y) + d(g(x).detach()).square().mean()) * f
         )
@@ -79,7 +75,7 @@ def test_results_and_inputs_share_memory(setting: Setting, written: bool) -> Non
 
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.optimizer(sgd(model.parameters()))
+        optimizer = run.sgd(model.parameters())
         forward = run.forward(lambda x: model(x))
         mine = stats.setdefault(run.whole, torch.zeros(2, 16))
         first, flat = mine[0], mine.view(-1)
@@ -111,17 +107,8 @@ def test_an_lstm() -> None:
 
     def program(run: Run) -> Step:
         model = run.model(Tagger(vocab=16, width=16))
-        optimizer = run.optimizer(sgd(model.parameters()))
-        loss_of = run.forward(lambda x, y: model(x, y))
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = loss_of(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
+        optimizer = run.sgd(model.parameters())
+        return run.usual(run.forward(lambda x, y: model(x, y)), optimizer)
 
     calls, tolerance = [(x, y) for x, y in tokens], {"rtol": 2e-2, "atol": 2e-3}
     # Torch asks the same before it calls oneDNN's kernel: a CPU without AVX512 has none in BF16.
@@ -135,7 +122,7 @@ def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
     def peak(accumulate: int) -> int:
         torch.manual_seed(0)
         model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.GELU())))
-        optimizer = MPOptimizer(sgd(model.parameters()))
+        optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         step = train_step(model, optimizer, F.mse_loss, accumulate=accumulate, dtype=torch.bfloat16)
         x, y = torch.randn(4096, 16), torch.randn(4096, 16)
         for _ in range(3):

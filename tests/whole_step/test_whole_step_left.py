@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from whole_steps import BOTH, Run, Setting, agree, agree_left, batches, net
+from whole_steps import BOTH, O1, Run, Setting, agree, agree_left, batches, net
 
 from mpcompile import MPCompileWarning, mpcompile
 
@@ -37,7 +37,7 @@ def stepping(
 
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        optimizer = run.sgd(model.parameters())
         of_model = run.forward(lambda *args: loss_of(model, *args))
 
         def step(*args: Any) -> Any:
@@ -174,7 +174,7 @@ def test_a_gradient_of_its_input_is_read(setting: Setting) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
             x = x.detach().requires_grad_()
@@ -196,7 +196,7 @@ def test_a_result_with_a_graph(retain: bool) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             loss = loss_of(x, y, f)
@@ -207,30 +207,20 @@ def test_a_result_with_a_graph(retain: bool) -> None:
 
         return step
 
-    setting = Setting("O1", torch.float16, False)
     if retain:
-        agree_left(program, batches(3), setting, "returns a value that still needs a gradient")
+        agree_left(program, batches(3), O1, "returns a value that still needs a gradient")
     else:
-        agree(program, batches(3), setting)
+        agree(program, batches(3), O1)
 
 
 def test_sparse_gradients() -> None:
     def program(run: Run) -> Step:
         model = run.model(nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 8)))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss_of = run.forward(lambda x, y: F.cross_entropy(model(x), y))
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
+        return run.usual(run.forward(lambda x, y: F.cross_entropy(model(x), y)), optimizer)
 
     calls = [(torch.randint(0, 8, (5,)), torch.randint(0, 8, (5,))) for _ in range(3)]
-    agree_left(program, calls, Setting("O1", torch.float16, False), "sparse")
+    agree_left(program, calls, O1, "sparse")
 
 
 def test_lbfgs_and_its_closure() -> None:
@@ -238,7 +228,7 @@ def test_lbfgs_and_its_closure() -> None:
     ends = []
     for whole in (True, False):
         torch.manual_seed(0)
-        run = Run(whole, Setting("O1", torch.float16, False))
+        run = Run(whole, O1)
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 

@@ -6,15 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from optimizer_cases import RICHEST, Case, cases
 from torch import nn
-from whole_steps import O1, O1_MP, O2, Run, Setting, agree, batches
+from whole_steps import O1, O1_MP, O2, O2_BF16, Run, Setting, agree, batches
 
-BF16_MP = Setting("O2", torch.bfloat16, True)
+REST = pytest.mark.sweep("all of torch's optimizer table")
+
+pytestmark = pytest.mark.inside
+
 BF16 = Setting("O1", torch.bfloat16, False)
 SAMPLED = [
-    pytest.param(case, id=name, marks=() if name in RICHEST.values() else pytest.mark.whole)
+    pytest.param(
+        case,
+        id=name,
+        marks=() if name in RICHEST.values() else REST,
+    )
     for name, case in cases()
 ]
 
@@ -29,16 +35,7 @@ def program(case: Case) -> Callable[[Run], Callable[..., torch.Tensor]]:
     def build(run: Run) -> Callable[..., torch.Tensor]:
         model = run.model(classifier(case))
         optimizer = run.optimizer(case.optimizer(list(model.parameters())))
-        loss_of = run.forward(lambda x, y, factor: F.cross_entropy(model(x), y) * factor)
-
-        def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, factor)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
+        return run.usual(run.loss_of(model), optimizer)
 
     return build
 
@@ -52,7 +49,7 @@ def is_rounded_apart(case: Case) -> bool:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", SAMPLED)
-@pytest.mark.parametrize("setting", [O1, O1_MP, O2, BF16, BF16_MP], ids=str)
+@pytest.mark.parametrize("setting", [O1, O1_MP, O2, BF16, O2_BF16], ids=str)
 def test_as_in_pieces(case: Case, setting: Setting) -> None:
     scaled = setting.dtype is torch.float16
     near = {} if scaled or not is_rounded_apart(case) else {"rtol": 1e-2, "atol": 1e-3}

@@ -20,43 +20,32 @@ from mpcompile.torch_inside import replace
 from mpcompile.torch_inside.private_names import MissingInTorch
 from mpcompile.whole_step import tracing
 
+pytestmark = pytest.mark.inside
+
 Step = Callable[[torch.Tensor], torch.Tensor]
 Make = Callable[[nn.Module, torch.optim.Optimizer], Step]
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+def making(*, reads: bool = False, sets: bool = False) -> Make:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            if reads:
+                loss = loss * (2 * optimizer.param_groups[0]["lr"])
+            loss.backward()
+            if sets:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
 
-    return step
+        return step
 
-
-def reads_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean() * (2 * optimizer.param_groups[0]["lr"])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return make
 
 
-def sets_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.5
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+plain, reads_settings, sets_rate = making(), making(reads=True), making(sets=True)
 
 
 def agree(make: Make) -> str | None:

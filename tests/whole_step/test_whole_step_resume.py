@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from whole_steps import BOTH, Run, Setting, batches, net
 
 Step = Callable[..., Any]
@@ -19,17 +18,8 @@ def started(setting: Setting, *, whole: bool, seed: int) -> tuple[Run, Step]:
     torch.manual_seed(seed)
     run = Run(whole, setting)
     model = run.model(net())
-    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), 1e-2))
-    loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
-
-    def step(*batch: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return run, run.step(step)
+    optimizer = run.adamw(model.parameters())
+    return run, run.step(run.usual(run.loss_of(model), optimizer))
 
 
 def saved(run: Run) -> io.BytesIO:

@@ -17,19 +17,11 @@ from mpcompile import LossScale
 Step = Callable[..., Any]
 
 
-def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def gan(zero_first: bool) -> Callable[[Run], Step]:
     def program(run: Run) -> Step:
         g, d = run.model(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))), net()
         run.model(d)
-        opt_g, opt_d = run.optimizer(sgd(g.parameters())), run.optimizer(sgd(d.parameters()))
+        opt_g, opt_d = run.sgd(g.parameters()), run.sgd(d.parameters())
 
         def of_d(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             return (F.cross_entropy(d(x), y) + d(g(x).detach()).square().mean()) * f
@@ -107,8 +99,8 @@ def test_two_optimizers_after_one_backward(setting: Setting) -> None:
         model = run.model(net())
         matrices = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
-        optimizers = run.optimizer(sgd(matrices)), run.optimizer(adamw(others))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        optimizers = run.sgd(matrices), run.adamw(others)
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             loss = loss_of(x, y, f)
@@ -129,8 +121,8 @@ def test_two_optimizers_after_one_backward(setting: Setting) -> None:
 def test_two_optimizers_of_the_same_parameters(setting: Setting) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizers = [run.optimizer(sgd(model.parameters(), lr)) for lr in (0.1, 0.01)]
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        optimizers = [run.sgd(model.parameters(), lr) for lr in (0.1, 0.01)]
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             loss = loss_of(x, y, f)
@@ -152,17 +144,8 @@ def test_param_groups_with_settings_of_their_own(setting: Setting) -> None:
         groups = [{"params": model[0].parameters(), "lr": 0.1},
                   {"params": model[2].parameters(), "weight_decay": 0.1}]  # fmt: skip
         optimizer = run.optimizer(torch.optim.AdamW(groups, lr=1e-2))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
         run.before[2] = lambda: optimizer.param_groups[1].update(lr=1e-3)
-        return step
+        return run.usual(run.loss_of(model), optimizer)
 
     agree(program, batches(4), setting)
 
@@ -185,26 +168,17 @@ class Tied(nn.Module):
 
 
 @SETTINGS
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("make", [Run.sgd, Run.adamw])
 def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: Any) -> None:
     def program(run: Run) -> Step:
         model = run.model(Tied())
-        optimizer = run.optimizer(make(model.parameters()))
+        optimizer = make(run, model.parameters())
 
         def loss_of(tokens: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             logits = model(tokens[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) * f
 
-        loss_of = run.forward(loss_of)
-
-        def step(tokens: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(tokens, f)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
+        return run.usual(run.forward(loss_of), optimizer)
 
     generator = torch.Generator().manual_seed(1)
     scaled = setting.dtype is torch.float16
@@ -220,7 +194,7 @@ def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: 
 def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     def program(run: Run) -> Step:
         trunk, heads = run.model(net()), run.model(nn.ModuleList([nn.Linear(8, 8)] * 2))
-        optimizer = run.optimizer(sgd([*trunk.parameters(), *heads.parameters()]))
+        optimizer = run.sgd([*trunk.parameters(), *heads.parameters()])
 
         def losses_of(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
             shared = trunk(x)
@@ -251,9 +225,9 @@ def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> 
     def program(run: Run) -> Step:
         run.scale = LossScale.dynamic(init_scale=1024.0, growth_interval=1)
         models = [run.model(net()) for _ in range(3)]
-        other = run.optimizer(sgd(models[1].parameters()))
-        two = run.optimizer(sgd([*models[0].parameters(), *models[2].parameters()]))
-        losses = [run.forward(loss_of(model)) for model in models]
+        other = run.sgd(models[1].parameters())
+        two = run.sgd([*models[0].parameters(), *models[2].parameters()])
+        losses = [run.loss_of(model) for model in models]
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             losses[0](x, y, f).backward()
@@ -267,9 +241,6 @@ def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> 
             return loss.detach()
 
         return step
-
-    def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
-        return lambda x, y, f: F.cross_entropy(model(x), y) * f
 
     run = agree(program, batches(3), setting)
     assert run.scale.value > 1024.0

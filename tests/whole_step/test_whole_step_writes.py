@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from whole_steps import BOTH, SETTINGS, Run, Setting, agree, agree_left, batches, net
 
 Step = Callable[..., Any]
 Write = Callable[[nn.Module], Any]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def clamp(model: nn.Module) -> None:
@@ -45,8 +40,8 @@ def decay(model: nn.Module) -> None:
 def writing(write: Write, when: str) -> Callable[[Run], Step]:
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.optimizer(sgd(model))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        optimizer = run.sgd(model.parameters())
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             for _ in range(2 if when == "between" else 1):
@@ -92,8 +87,8 @@ def test_parameters_are_written_before_a_forward(setting: Setting, write: Write,
 def test_two_steps_in_one_function(setting: Setting) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.optimizer(sgd(model))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        optimizer = run.sgd(model.parameters())
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
             losses = []
@@ -117,8 +112,8 @@ def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         average = run.model(copy.deepcopy(model).requires_grad_(False))
-        optimizer = run.optimizer(sgd(model))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
+        optimizer = run.sgd(model.parameters())
+        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             loss = loss_of(x, y, f)
@@ -162,19 +157,10 @@ class Normed(nn.Module):
 def of_normed(p: float) -> Callable[[Run], Step]:
     def program(run: Run) -> Step:
         model = run.model(Normed(p))
-        optimizer = run.optimizer(sgd(model))
-        loss_of = run.forward(lambda x, y, f: F.cross_entropy(model(x), y) * f)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        optimizer = run.sgd(model.parameters())
         run.before[3] = model.eval
         run.before[4] = model.train
-        return step
+        return run.usual(run.loss_of(model), optimizer)
 
     return program
 
@@ -198,15 +184,8 @@ def test_dropout_differs_from_step_to_step(setting: Setting) -> None:
     model = run.model(Normed(0.5))
     still = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    @run.step
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        still.step()
-        still.zero_grad()
-        return loss.detach()
-
-    x, y, _ = batches(1)[0]
-    losses = torch.stack([step(x, y) for _ in range(4)])
+    step = run.step(run.usual(run.loss_of(model), still))
+    (batch,) = batches(1)
+    losses = torch.stack([step(*batch) for _ in range(4)])
     assert step.left is None
     assert len(losses.unique()) == 4
