@@ -59,7 +59,7 @@ sweep: $(VENV)/.stamp-test
 # Of the slow lane what a change touches and a share of the rest, for so many minutes (tests/support/share.py).
 test-share: $(VENV)/.stamp-test
 	files=$$($(BIN)/python tests/support/share.py --minutes $(MINUTES)) && \
-		{ [ -z "$$files" ] || $(PYTEST) -m slow $$files $(PYTEST_ARGS); }
+		{ [ -z "$$files" ] || $(PYTEST) -m 'slow and not sweep and not gpu' $$files $(PYTEST_ARGS); }
 
 # The suite against another torch of the supported range, in an environment of its own:
 # `make test-torch TORCH=2.12.0`. The registry's Linux builds are CUDA builds, some gigabytes each.

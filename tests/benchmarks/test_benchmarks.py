@@ -190,6 +190,7 @@ def test_a_fresh_process_that_fails_is_quoted() -> None:
         )
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt_starts, "work_for", lambda device: gpt_arms.TINY)
     found = gpt_starts.first_step(gpt_arms.O1, CPU)
@@ -267,6 +268,7 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_gpt_in_fp16_tiny() -> None:
     """The arms that only a GPU runs at full size."""
     work = dataclasses.replace(gpt_arms.TINY, half=True)
@@ -278,6 +280,7 @@ def test_gpt_in_fp16_tiny() -> None:
     assert all(pair in group for group in report.data["ratios"].values())
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
     report = parity.run(Settings(device=CPU, quick=True))
@@ -290,6 +293,7 @@ def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(full - mixed) < 0.01
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
@@ -316,6 +320,7 @@ def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "padding", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "padding_cpu.json").read_text())
@@ -362,6 +367,7 @@ def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
     assert found == [("1 mul", 1, 32), ("2 sub", -2, -8)]
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("benchmark", [conv, small])
 def test_step_times_tiny(benchmark: ModuleType) -> None:
     report = benchmark.run(Settings(device=CPU, quick=True))

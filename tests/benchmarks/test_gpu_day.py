@@ -86,6 +86,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_piece_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     limit = 3.0  # by then it must have started both, on a busy machine too
     start = time.monotonic()
@@ -97,6 +98,7 @@ def test_a_piece_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
     assert rest[-1] == "KeyboardInterrupt", "it says where it was"
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_piece_is_interrupted_from_a_job_in_the_background(tmp_path: Path) -> None:
     """A shell starts such a job with interrupts ignored, and what it starts inherits that."""
     naps = "import time; time.sleep(60)"
@@ -281,6 +283,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", *arguments]
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @needs_a_cpu_build
 def test_the_whole_on_a_gpu_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -295,6 +298,7 @@ def test_the_whole_on_a_gpu_by_name(tmp_path: Path) -> None:
     assert "| smoke | passed |" in done.stdout
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would pass")
 def test_a_piece_that_fails_makes_the_whole_fail(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -327,12 +331,14 @@ runner.run([piece], Path({str(tmp_path)!r}))
     assert wait_for(lambda: gone(sleeper))
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_the_smoke_test_compares(capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU, as it does on a GPU; and it notices what is wrong."""
     assert smoke.run("cpu", emit="aot_eager") == 0
     assert capsys.readouterr().out.count("update by") == 4
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_the_smoke_test_can_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

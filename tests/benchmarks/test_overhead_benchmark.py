@@ -11,6 +11,7 @@ from benchmarks import overhead, serving, watching
 from benchmarks.harness.report import Settings
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_overhead_tiny() -> None:
     threads = torch.get_num_threads()
     report = overhead.run(Settings(torch.device("cpu"), quick=True))
@@ -52,6 +53,7 @@ def test_the_clock_counts_no_time_twice(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.spent == {"inner": 10.0, "outer": 5.0}
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_serving_tiny() -> None:
     pytest.importorskip("transformers")
     report = serving.run(Settings(torch.device("cpu"), quick=True))
@@ -62,6 +64,7 @@ def test_serving_tiny() -> None:
     assert len(report.verdicts) == 1
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_watching_tiny() -> None:
     report = watching.run(Settings(torch.device("cpu"), quick=True))
     arms = report.data["seconds_per_step"]

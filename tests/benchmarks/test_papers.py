@@ -208,6 +208,7 @@ def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
 # -- tasks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")  # eager, on a CPU
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", ROWS, ids=lambda task: task.name)
@@ -221,6 +222,7 @@ def test_every_task_trains_and_is_judged_in_fp16(task: Task) -> None:
     assert outcome.metrics.keys() >= task.grains.keys()
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("averaged", AS_AVERAGED, ids=lambda task: task.name)
 def test_smaller_gradients_are_the_same_training(averaged: Task) -> None:
@@ -248,6 +250,7 @@ def test_the_whole_step_of_every_task_is_asked_for(task: Task) -> None:
     assert all(map(goes_backward, updates))
 
 
+@pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -336,6 +339,7 @@ def test_only_what_is_off_is_trained_from_all_seeds(trained: list[tuple[str, ...
     assert trained == [(task.name, "cpu", "10", "BF16 O1")]
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_shift_of_all_seeds_is_no_chance_and_a_single_seed_may_be() -> None:
     """Of 10 and 10 runs there are 184,756 ways to draw ten. If all of one way lie above all of the
     other, 2 of these are as far apart (two-sided).
@@ -363,6 +367,7 @@ def test_holms_correction() -> None:
     assert corrected({("a",): 0.9, ("b",): 0.8}) == {("a",): 1.0, ("b",): 1.0}
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_the_report_tells_chance_from_a_shift() -> None:
     base = row_of(1.0) | {FP32.name: outcomes(*(float(i) for i in range(10)))}
     shifted = outcomes(*(float(i + 20) for i in range(10)))

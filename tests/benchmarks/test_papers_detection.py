@@ -234,6 +234,7 @@ def test_precision_is_in_percent() -> None:
     assert precision(found[1:] + found[:1], data) < 50  # each one's in the scene before it
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_batches_are_of_one_seed_and_mirrored_with_their_boxes() -> None:
     first, again, other = ([*itertools.islice(batches(seed, 8, CPU), 3)] for seed in (0, 0, 1))
     assert all(torch.equal(a.images, b.images) for a, b in zip(first, again, strict=True))

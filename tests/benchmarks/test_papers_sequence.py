@@ -173,6 +173,7 @@ def translators(data: Corpus) -> list[LSTMTranslator | Transformer]:
     return [LSTMTranslator(*sizes).eval(), Transformer(*sizes).eval()]
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @torch.no_grad()
 def test_no_word_sees_those_behind_it() -> None:
     sources, targets = corpus()[:3]

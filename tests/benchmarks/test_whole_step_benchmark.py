@@ -47,6 +47,7 @@ def test_whole_step_tiny() -> None:
     assert report.data["ratios"]["MLP 8, FP16"].keys() == set(ARMS) - {PEER}
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_both_models_of_a_gan_learn_alike_in_pieces_and_under_the_peer() -> None:
     task = dcgan("DCGAN", 2, 2, 1, "BF16")
     losses, moved = {}, {}
@@ -86,6 +87,7 @@ def test_the_peak_is_what_is_there_at_once() -> None:
     assert peak_bytes(step, CPU) == 4 * 1500 - 400
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_whole_step_whose_graph_does_nothing() -> None:
     trainee = Trainee(MLP, WHOLE[1], "FP16", "eager", CPU)
     trainee.warm_up()

@@ -34,6 +34,7 @@ SAMPLE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @third_party
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SAMPLE)
@@ -241,6 +242,7 @@ def test_bytes_are_judged_with_and_without_casts() -> None:
     assert report.tables[-1].rows == [("timm/made_up", "O1: 1.25x", "+0.0 KB float32: 1 mm")]
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @third_party
 def test_bytes_of_a_model() -> None:
     """Its own loss: the low logits and no casts of weights."""

@@ -165,6 +165,7 @@ class Net(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.slow_rows("compiles many graphs")
 @SETTINGS
 def test_one_compilation_for_all_sizes(level: str, emit: str) -> None:
     tokens = torch.randint(50, (3, 7))

@@ -97,6 +97,7 @@ def test_an_object_is_not_kept_alive() -> None:
     assert [reference() for reference in known] == [None, None]
 
 
+@pytest.mark.slow("compiles many graphs")
 def test_methods_of_a_class() -> None:
     class Static(Parts):
         @mpcompile(**OPTIONS)

@@ -38,6 +38,7 @@ class Mixture(nn.Module):
         return out.view(x.shape)
 
 
+@pytest.mark.slow_rows("compiles many graphs")
 @SETTINGS
 @pytest.mark.parametrize("empty", [False, True])
 def test_experts_in_a_loop(level: str, emit: str, empty: bool) -> None:

@@ -37,6 +37,7 @@ def test_the_plan(factory: str, capsys: Captured) -> None:
     assert captured.err == ""
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("nets")
 def test_json_why_and_diff(tmp_path: Path, capsys: Captured) -> None:
     explain = ["explain", "some_nets:good", "--device", "t4"]

@@ -127,6 +127,7 @@ def test_heads_must_divide_the_width() -> None:
         GPTConfig(width=32, heads=3)
 
 
+@pytest.mark.slow("whole commands")
 def test_generated_text_continues_the_prompt_and_follows_the_seed() -> None:
     model = GPT(TINY)
     prompt = tokens(5)
@@ -259,6 +260,7 @@ def test_products_of_several_graphs_are_counted_apart(monkeypatch: pytest.Monkey
     assert demo_run.runs_low(plans) == "1 of 2 low"
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("short")
 def test_the_same_seed_gives_the_same_fp32_run(tmp_path: Path) -> None:
     def loss(seed: int) -> float:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from emulated import needs_a_compiler, told_by
 
-pytestmark = needs_a_compiler("2.13")
+pytestmark = [
+    pytest.mark.slow("GPUs that are emulated, each in a process of its own"),
+    needs_a_compiler("2.13"),
+]
 
 FP16, FP32 = 2.0**-11, 2.0**-24
 """The largest relative error of one rounding."""

@@ -18,7 +18,11 @@ from mpcompile import plan_for
 
 GPUS = ["h100", "t4", "v100"]
 
-pytestmark = [pytest.mark.inside, needs_a_cpu_build]
+pytestmark = [
+    pytest.mark.slow("trains each model on a GPU by name, in a process of its own"),
+    pytest.mark.inside,
+    needs_a_cpu_build,
+]
 
 
 def trained(gpu: str) -> list[dict[str, Any]]:

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from gpus_by_name import needs_a_cpu_build, told
 
-pytestmark = needs_a_cpu_build
+pytestmark = [
+    pytest.mark.slow("counts kernels of a GPU by name, in a process of its own"),
+    needs_a_cpu_build,
+]
 
 
 def counted(gpu: str) -> dict[str, Any]:

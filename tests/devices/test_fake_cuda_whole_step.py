@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from gpus_by_name import needs_a_cpu_build, told
 
-pytestmark = [needs_a_cpu_build, pytest.mark.parametrize("level", ["O1", "O2"])]
+pytestmark = [
+    pytest.mark.slow("counts kernels of a GPU by name, in a process of its own"),
+    needs_a_cpu_build,
+    pytest.mark.parametrize("level", ["O1", "O2"]),
+]
 
 
 def both(level: str) -> tuple[dict[str, Any], dict[str, Any]]:

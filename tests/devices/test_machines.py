@@ -281,6 +281,7 @@ for model, *inputs in cases:
 """
 
 
+@pytest.mark.slow("processes that are told to be other machines")
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2"), reason="told so, x86 is AVX2")
 @pytest.mark.parametrize("profile", ["none", ""])
@@ -317,6 +318,7 @@ assert read() == (False, False), read()
 """
 
 
+@pytest.mark.slow("processes that are told to be other machines")
 @pytest.mark.parametrize(
     "ask",
     [

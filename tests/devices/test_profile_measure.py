@@ -115,6 +115,7 @@ def test_a_dtype_without_a_kernel_is_left_out() -> None:
     assert {dtype for _, dtype in machine.measure(100.0, 64)} == {FP32, FP16}
 
 
+@pytest.mark.slow("measures, or starts processes")
 def test_progress_names_every_size() -> None:
     machine, seen = Machine(by_work), []
     measure(

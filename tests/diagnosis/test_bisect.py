@@ -41,6 +41,7 @@ def test_nothing_is_wrong() -> None:
     assert bisect(Net(), (X,), options=OPTIONS) is None
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize("big", [0, 3, 5])
 def test_the_operator_that_overflows(big: int) -> None:
     model = Net(big)
@@ -59,6 +60,7 @@ def test_the_operator_that_overflows(big: int) -> None:
     assert cured(X).isfinite()
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_it_takes_few_trials() -> None:
     """All passes, and then the logarithm of the number of operators, two for each halving."""
     said: list[str] = []

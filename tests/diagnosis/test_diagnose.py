@@ -80,6 +80,7 @@ def test_a_call_that_counts_is_the_same_on_all_sides() -> None:
     assert all(node.error is not None for node in report.nodes if not node.node.is_added)
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_it_may_be_done_any_number_of_times() -> None:
     """Dynamo's limit of compiles for one function is not used up, neither for us nor the user."""
@@ -175,6 +176,7 @@ def test_several_steps() -> None:
     assert diagnose(model, x, **FP16).losses["fp32"] != pytest.approx(loss.item(), rel=0.01)
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_each_step_goes_on_from_what_the_last_one_left() -> None:
     """The second call counts 2, by which the result is multiplied; the weights stay."""
     model = Counting()
@@ -206,6 +208,7 @@ def test_a_result_that_cancels_is_no_fault_where_gradients_are_right() -> None:
     assert report.faults == ()
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_an_mp_optimizer_takes_the_steps() -> None:
     model = mpcompile(Ones(), level="O2", emit="eager", **FP16)
     optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))

@@ -66,6 +66,7 @@ def rows() -> Iterator[Any]:
                 yield pytest.param(name, situation, level, marks=marks)
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize(("name", "situation", "level"), list(rows()))
 def test_it_is_named(name: str, situation: str, level: str) -> None:
     planted = PLANTED[name]
@@ -81,6 +82,7 @@ INDUCTOR = [
 ]
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize(("name", "level"), INDUCTOR)
 @pytest.mark.usefixtures("own_inductor_cache")
 def test_it_is_named_in_a_model_that_inductor_compiled(name: str, level: str) -> None:
@@ -95,6 +97,7 @@ def trained(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name, planted in PLANTED.items() if planted.cured])
 def test_the_pins_cure_it(name: str, level: str) -> None:

@@ -183,6 +183,7 @@ def examined(name: str, **options: Any) -> Report:
     return diagnose(make(), *inputs(), loss_fn=loss, **options)
 
 
+@pytest.mark.slow_rows("runs a model step by step, many times")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)

@@ -105,6 +105,7 @@ def pixels(path: Path) -> dict[tuple[int, ...], int]:
     return dict(zip(map(tuple, found.tolist()), counts.tolist(), strict=True))
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_png(tmp_path: Path) -> None:
     path = tmp_path / "gradients.png"
     made = report(histogram=histogram({-5: 10, 15: 10}), zeros=1, scale=None)

@@ -25,6 +25,8 @@ from fuzz_runs import Discarded
 from mpcompile.ir import units
 from mpcompile.passes.graph import scale_gradients
 
+pytestmark = pytest.mark.slow("random programs")
+
 LEVELS, EMITS = ("O1", "O2"), ("eager", "aot_eager")
 SCALES: tuple[float | str, ...] = (1024.0, 1024.0, 1024.0, "dynamic")
 SECONDS = (None, None, None, None, None, 6)  # the batch of a second call

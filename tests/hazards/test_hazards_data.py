@@ -53,6 +53,7 @@ WRITES: dict[str, Callable[[Averaged, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @SETTINGS
 @pytest.mark.parametrize("scale", [1024.0, "dynamic"])  # dynamic: the first backward searches
 @pytest.mark.parametrize("name", WRITES)

@@ -109,6 +109,7 @@ def test_an_input_that_is_returned_is_itself(level: str, emit: str) -> None:
     assert compared.model(x, w)[1] is w
 
 
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_compiled_blocks_inside_checkpoints(emit: str) -> None:
     """Compiled at their first call, which the checkpoint watches; the scale found, too."""

@@ -152,6 +152,7 @@ def compare_gradients(model: nn.Module, level: str, emit: str) -> None:
             assert off < 5e-3, f"{off:.2g}"
 
 
+@pytest.mark.slow_rows("derivatives inside of graphs, in each place")
 @pytest.mark.sampled(3)
 @LEVELS
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -165,12 +166,14 @@ def test_alone(transform: Transformed) -> None:
     compare_gradients(Alone(transform), "O2", "aot_eager")
 
 
+@pytest.mark.slow("derivatives inside of graphs, in each place")
 @pytest.mark.parametrize("name", ["vmap", "jvp"])
 def test_under_inductor(name: str) -> None:
     """Forward mode, too, whose zeros Inductor doesn't take (`passes/joint/fill_zeros.py`)."""
     compare_gradients(Alone(TRANSFORMS[name]), "O2", "inductor")
 
 
+@pytest.mark.slow("derivatives inside of graphs, in each place")
 @pytest.mark.parametrize("name", ["vmap", "jvp", "hessian", "vmap of grad"])
 @LEVELS
 def test_in_a_whole_step(name: str, level: str) -> None:
@@ -211,12 +214,14 @@ def with_a_fault(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return mpcompile(Places(_branches), dtype=torch.float16, emit="aot_eager")
 
 
+@pytest.mark.slow("derivatives inside of graphs, in each place")
 def test_autograd_is_asked_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_a_fault(monkeypatch)
     with pytest.raises(MPCompileError, match=r"autograd tracks result 2, 3 of a compiled graph"):
         model(torch.randn(WIDTH, WIDTH))
 
 
+@pytest.mark.slow("derivatives inside of graphs, in each place")
 def test_a_gradient_that_follows_the_scale_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first backward asks numbers, even where nothing else does."""
     model = with_a_fault(monkeypatch)

@@ -163,6 +163,7 @@ def test_second_differentiation_is_refused() -> None:
     assert unscaled.up.weight.grad.norm() > 0
 
 
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 @torch._functorch.config.patch(donated_buffer=False)  # torch refuses by itself if it is on
 def test_second_differentiation_is_refused_in_any_call(emit: str) -> None:

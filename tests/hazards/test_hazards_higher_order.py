@@ -17,6 +17,7 @@ from versions import since
 from mpcompile import compiled_plans, mpcompile
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @SETTINGS
 def test_cond(level: str, emit: str) -> None:
     """Its branches are captured in FP32; what stands around it is low."""
@@ -53,6 +54,7 @@ def causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return q >= k
 
 
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @LEVELS
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -288,6 +288,7 @@ def errors(
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @pytest.mark.sampled(3)
 @DTYPES
 @pytest.mark.parametrize("program", PLACES, ids=lambda program: program.__name__)

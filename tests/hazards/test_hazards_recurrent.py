@@ -83,6 +83,7 @@ def traced(model: nn.Module) -> list[bool]:
     return found
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 def test_only_our_models_have_their_recurrent_layers_traced() -> None:
     """torch.compile breaks the graph at one; its users rely on that, for it would unroll them."""
     ours, theirs = Recurrent(nn.LSTM(16, 16)), Recurrent(nn.LSTM(16, 16))
@@ -124,6 +125,7 @@ def test_a_compilation_that_fails_leaves_the_setting_as_it_was() -> None:
     assert not torch._dynamo.config.allow_rnn
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 def test_the_plan_of_an_lstm_does_not_grow_with_its_steps() -> None:
     """Unrolled by torch.compile, 200 steps of two layers would be some thousands of nodes."""
     model = Recurrent(nn.LSTM(16, 16, num_layers=2))

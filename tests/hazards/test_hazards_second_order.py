@@ -48,6 +48,7 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
     assert found.off < TOLERANCE[BF16]
 
 
+@pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
@@ -59,6 +60,7 @@ def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
     assert found.low > 0.1
 
 
+@pytest.mark.slow_rows("derivatives of derivatives")
 @pytest.mark.parametrize("name", OTHERS)
 def test_control_flow_is_right_and_says_what_stays(name: str) -> None:
     torch._dynamo.reset()
@@ -84,6 +86,7 @@ def gradients(
     return found[0], found[1], model
 
 
+@pytest.mark.slow_rows("derivatives of derivatives")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", ["R1", "Burgers' equation", "MAML", "per-sample gradients"])
 def test_o2(name: str, dtype: torch.dtype) -> None:
@@ -94,6 +97,7 @@ def test_o2(name: str, dtype: torch.dtype) -> None:
         assert (got - want).norm() < 2 * TOLERANCE[dtype] * want.norm()
 
 
+@pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["energy and forces", "per-sample gradients"])
 def test_under_inductor(name: str) -> None:
@@ -103,6 +107,7 @@ def test_under_inductor(name: str) -> None:
         assert (got - want).norm() < TOLERANCE[BF16] * want.norm()
 
 
+@pytest.mark.slow("derivatives of derivatives")
 def test_the_plan_says_why_an_inner_gradient_is_fp32() -> None:
     *_, model = gradients(DERIVATIVES["energy and forces"], FP16, "O1", "eager")
     nodes = compiled_plans(model)[-1].nodes
@@ -143,6 +148,7 @@ def test_a_function_inside_of_a_derivative_is_refused() -> None:
         model(torch.randn(8, 16))
 
 
+@pytest.mark.slow("derivatives of derivatives")
 def test_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were autograd's own detaches left in, a part of the second derivative would be lost."""
     monkeypatch.setattr(derivatives, "_drop_detaches", lambda graph: None)
@@ -191,6 +197,7 @@ def losses(name: str, seed: int, level: str | None, steps: int = 30) -> float:
     return statistics.mean(found[-10:])
 
 
+@pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from repository import PACKAGE, PASSES, ROOT
 
 import mpcompile
 
+pytestmark = pytest.mark.slow("builds and installs a wheel")
+
 PAGES = ("plans/page",)
 # What is in a checkout, but is no file of the repository.
 LEFT_BEHIND = (".*", "__pycache__", "*.egg-info", "build", "dist", "mpcompile-dump")

@@ -14,6 +14,8 @@ from repository import ROOT
 
 from mpcompile import cli
 
+pytestmark = pytest.mark.slow("runs what the documents show")
+
 PAGE = ROOT / "docs" / "ci.md"
 
 

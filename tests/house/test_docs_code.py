@@ -42,6 +42,7 @@ def runnable(document: Path) -> list[str]:
 PAGES = sorted(page for page in DOCUMENTS if blocks(page) and page not in ELSEWHERE)
 
 
+@pytest.mark.slow("runs what the documents show")
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Its blocks as they stand, in their order, from an empty namespace, through Inductor."""
     quick_start = README.read_text().partition("## Quick start")[2].partition("\n## ")[0]
@@ -142,6 +143,7 @@ def own_handlers() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.mark.slow_rows("runs what the documents show")
 @pytest.mark.filterwarnings("ignore:.* was compiled but never called")  # blocks leave that out
 @pytest.mark.filterwarnings("ignore:::lightning")
 @pytest.mark.usefixtures("eager", "own_handlers")

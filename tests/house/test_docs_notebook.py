@@ -44,7 +44,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     book: Any = nbformat.read(NOTEBOOK, as_version=4)
     try:
         nbclient.NotebookClient(
-            book, timeout=limit(), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+            book,
+            timeout=limit(),
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder)}},
         ).execute()
     finally:
         patch.undo()
@@ -63,6 +66,7 @@ def numbers(text: str) -> list[float]:
     return [float(n) for n in re.findall(r"'(\d+\.\d+)'", text)]
 
 
+@pytest.mark.slow("runs the notebook in a kernel")
 def test_it_trains_as_in_fp32(printed: dict[str, str]) -> None:
     """Within 2**-11, FP16's rounding, for each of its 32 steps, of the fall of the loss; the texts
     are rounded to three digits.

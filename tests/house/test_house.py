@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
 from repository import ROOT
 
 from mpcompile.rules.docs_page import page
@@ -28,6 +29,7 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
+@pytest.mark.slow("reads the whole tree")
 def test_functions_are_short() -> None:
     long = {}
     for path in sources(*PACKAGES, "tests"):

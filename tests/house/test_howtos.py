@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from repository import PACKAGE, PASSES, ROOT
 
+pytestmark = pytest.mark.slow("works in a copy of the tree")
+
 
 class Copy:
     """A copy of the sources, to be edited."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow("trains both sides of each script")
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "migrating"
 STEPS = 20

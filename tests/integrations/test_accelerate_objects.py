@@ -134,6 +134,7 @@ def test_each_scale_is_saved_whoever_steps_it(tmp_path: Path) -> None:
     assert resumed.scales() == model.scales() == [32.0, 64.0]
 
 
+@pytest.mark.slow("trains by a trainer of others")
 def test_the_next_model_after_free_memory(tmp_path: Path) -> None:
     accelerator = ours({"loss_scale": 8.0})
     accelerator.prepare(model := nn.Linear(4, 4), sgd(model))

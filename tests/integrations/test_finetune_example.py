@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 
 from examples import finetune_bf16
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow("trains an example"), pytest.mark.filterwarnings("ignore")]
 
 
 def test_masters_keep_what_bf16_weights_lose() -> None:

@@ -14,7 +14,10 @@ from mpcompile import MPOptimizer, mpcompile
 from mpcompile.scaling import kept_copies
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow("generates text by transformers"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -29,7 +29,10 @@ from mpcompile.integrations.huggingface import MPCompileMixin, MPCompileTrainer
 REST = pytest.mark.sweep("the rest of a matrix of trainings")
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow("trains by the Trainer of transformers"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 STEPS = 6
 

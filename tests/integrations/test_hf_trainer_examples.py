@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 from examples import accelerate_loop, hf_trainer
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow("trains an example"), pytest.mark.filterwarnings("ignore")]
 
 EXAMPLES = [pytest.param(hf_trainer, marks=pytest.mark.sweep("a whole training")), accelerate_loop]
 

@@ -38,6 +38,7 @@ class Nested(Net):
         return loss
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.filterwarnings("ignore:mpcompile. 50% of the product FLOPs of Nested ran in compiled")
 def test_a_step_that_calls_another_logs_all() -> None:
     """The step is not to be compiled, so its products run outside of the graphs."""

@@ -75,6 +75,7 @@ class ClipsAtTimes(Scheduled):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
 def test_a_hook_that_clips_at_times_is_obeyed(way: str) -> None:
     plain = fitted(made(ClipsAtTimes), **CLIPPED["norm"])
@@ -91,6 +92,7 @@ class ClipsAtFirst(Callback):
         trainer.gradient_clip_val = None
 
 
+@pytest.mark.slow_rows("trains by a trainer of others")
 @pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
 def test_a_norm_that_changes_while_training_is_heeded(way: str) -> None:
     options: dict[str, Any] = {**CLIPPED["norm"], "callbacks": [ClipsAtFirst()]}
@@ -165,6 +167,7 @@ class Adversaries(Net):
         ]
 
 
+@pytest.mark.slow_rows("trains by a trainer of others")
 @every_way
 def test_manual_optimization_follows_fp32(way: str) -> None:
     plain = fitted(made(Adversaries))
@@ -184,6 +187,7 @@ def moving(way: str) -> dict[str, Any]:
     return plugin(way, loss_scale=scale)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.sampled(2)
 @every_way
 def test_a_resumed_training_is_bit_equal(way: str, tmp_path: Path) -> None:
@@ -215,6 +219,7 @@ def test_the_gradscaler_of_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
     assert (state.scale, state.good_steps) == (2.0**7, 18)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 def test_a_checkpoint_goes_back_to_plain_lightning(tmp_path: Path) -> None:
     ours = trainer(**plugin("O2, compiled optimizers"))
     ours.fit(made(), batches())

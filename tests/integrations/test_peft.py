@@ -29,6 +29,7 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.parametrize("wide", [True, False], ids=["adapters in FP32", "adapters in BF16"])
 def test_lora(wide: bool) -> None:
     config = peft.LoraConfig(

@@ -110,6 +110,7 @@ BROKEN: dict[tuple[str, str, Callable[[Stage], None]], str] = {
 }
 
 
+@pytest.mark.slow_rows("breaks each promise of a large graph")
 @pytest.mark.parametrize(
     ("stage", "breakage", "message"),
     [

@@ -72,6 +72,7 @@ def train(seed: int, steps: int, prepare: Compile) -> tuple[torch.Tensor, list[A
     return torch.stack(losses), [netG, netD, optimizerG, optimizerD]
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_the_first_steps_of_a_dcgan_follow_fp32() -> None:
     losses, (netG, netD, *optimizers) = train(0, 4, o2)
     wanted, (g, d, *_) = train(0, 4, fp32)

@@ -53,6 +53,7 @@ def train(way: Way, model: nn.Module, optimizer: Any, steps: int, planted: int |
         update(F.cross_entropy(logits.flatten(0, 1), tokens[step, :, 1:].flatten()))
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 @pytest.mark.parametrize("when", ["before", "after", "after a run"])
 def test_adapters_added(when: str, way: Way) -> None:
@@ -104,6 +105,7 @@ def test_adapters_merged_into_the_base(way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     def loop(way: Way) -> None:
@@ -126,6 +128,7 @@ def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @MOSTLY_O1
 def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     """All parameters are in the optimizer from the start; which have gradients changes."""
@@ -146,6 +149,7 @@ def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_weights_assigned_after_compiling(way: Way) -> None:
     """`load_state_dict(assign=True)` puts new Parameters in place of those that were compiled."""

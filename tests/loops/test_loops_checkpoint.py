@@ -61,6 +61,7 @@ def test_reentrant_checkpoints_inside_the_compiled_model(way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 @KINDS
 def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
@@ -80,6 +81,7 @@ def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @MOSTLY_O1
 @KINDS
 def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:

@@ -36,6 +36,7 @@ def data(size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, (x @ torch.randn(16, 4)).argmax(1)), batch_size=8)
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
     """20 samples to train on in batches of 8, 8 and 4; 27 to evaluate on, the last batch of 3."""
@@ -122,6 +123,7 @@ def test_compiled_twice() -> None:
     assert (scale.skipped_steps, first.skipped_steps) == (1, 0)
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_a_grad_scaler_left_in() -> None:
     """Its steps are skipped until its own scale has backed off (README); nothing breaks."""
     model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)

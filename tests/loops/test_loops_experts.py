@@ -40,6 +40,7 @@ class Experts(nn.Module):
 FILLS = ["index_add_", "index_copy_", "index_put_", "scatter_add_", "slices"]
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @pytest.mark.parametrize("way", [O1, O2], ids=str)
 @pytest.mark.parametrize("fill", [*FILLS[:-1], "slices"])
 def test_a_filled_buffer_is_returned(fill: str, way: Way) -> None:

@@ -32,6 +32,7 @@ def discriminator(norm: Callable[..., Any]) -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*is deprecated:FutureWarning")
 @WAYS
 @pytest.mark.parametrize("norm", [old_spectral_norm, parametrizations.spectral_norm],
@@ -131,6 +132,7 @@ def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) 
     return ((gradients.norm(2, dim=1) - 1) ** 2).mean()
 
 
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     ("generated", "emit"), [(False, "eager"), (True, "aot_eager"), (False, "inductor")]
@@ -159,6 +161,7 @@ def test_a_gradient_penalty_is_refused_before_anything_changes(
     assert same(before, snapshot([critic, optimizer]))
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_a_gradient_penalty_through_a_plain_critic() -> None:
     """The way that works: the critic stays plain, the generator is compiled."""
 

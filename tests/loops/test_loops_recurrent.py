@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from versions import since
 
+pytestmark = pytest.mark.slow("a loop in each way of training, against FP64")
+
 
 class Speech(nn.Module):
     """Convolutions over the spectrogram, a packed bidirectional GRU, log-probabilities."""

@@ -92,6 +92,7 @@ def resume_elsewhere(folder: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @pytest.mark.parametrize("resumed_by", [resume_here, pytest.param(resume_elsewhere, marks=APART)])
 def test_resumed(resumed_by: Callable[[str], None], tmp_path: Path) -> None:
     for name, way in WAYS.items():

@@ -34,6 +34,8 @@ from torch import Tensor
 
 from mpcompile import MPCompileWarning
 
+pytestmark = pytest.mark.slow("scripts of others, trained several ways")
+
 BEFORE, STEPS, MOST = 4, 6, 1.5
 
 DTYPES = (torch.float16, torch.bfloat16)

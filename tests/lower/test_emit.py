@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.inside, pytest.mark.usefixtures("own_inductor_cache", 
 # -- forward and backward --------------------------------------------------------------------------
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("how", HOWS)
 def test_forward_and_gradients(how: str, dynamic: bool) -> None:
@@ -56,6 +57,7 @@ def test_inference(how: str) -> None:
         torch.testing.assert_close(compiled(net, how)(x), net(x))
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_options_reach_inductor_and_go_over_the_mode() -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -107,6 +109,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_caches_hit_in_a_second_process() -> None:
     def child() -> dict[str, Any]:
         command = [sys.executable, "-c", CHILD, str(SUPPORT)]

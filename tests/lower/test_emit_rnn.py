@@ -40,6 +40,7 @@ KINDS_BY_HOW = [("aot_eager", kind) for kind in KINDS]
 KINDS_BY_HOW += [("inductor", "gru 2 both ways")]  # an LSTM is among the low dtypes, below
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize(("how", "kind"), KINDS_BY_HOW)
 def test_rnn(how: str, kind: str) -> None:
     net = Recurrent(*KINDS[kind])
@@ -48,6 +49,7 @@ def test_rnn(how: str, kind: str) -> None:
     assert pieces_compiled() == 2
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize(
     ("how", "kind", "dtype"),
     [
@@ -68,6 +70,7 @@ def test_rnn_in_a_low_dtype(how: str, kind: type[nn.RNNBase], dtype: torch.dtype
 
 
 # torch 2.11 and 2.12, on a profiler that has no schedule
+@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle")
 def test_rnn_runs_on_the_fused_kernel() -> None:
     """On the one that torch itself uses for a BF16 layer: oneDNN's, where the CPU lets it."""
@@ -133,6 +136,7 @@ class Stack(nn.Module):
         return d * skip
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.skipif(
     torch.__version__ < "2.13",
     reason="Dynamo before 2.13 gives the state of an RNN in a graph a dimension too many",
@@ -148,6 +152,7 @@ def test_stacked_rnns(how: str, dtype: torch.dtype) -> None:
     assert_same(reference, fast, leaf(6, 2, 4), parameters=parameters_of(net), tolerance=tolerance)
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_dynamic_sizes() -> None:
     """One compilation serves several batch sizes (Dynamo itself makes the time static)."""
     net = Recurrent(nn.LSTM, {"batch_first": True})
@@ -178,6 +183,7 @@ def test_rnn_first_and_last() -> None:
     assert pieces_compiled() == 0
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_dropout_inside_an_rnn_is_the_kernel_s() -> None:
     rnn = nn.LSTM(4, 4, 2, dropout=0.5)
     fast = compiled(lambda x: rnn(x)[0] * 1, "inductor")
@@ -188,6 +194,7 @@ def test_dropout_inside_an_rnn_is_the_kernel_s() -> None:
     torch.testing.assert_close(fast(x), expected)
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_a_long_lstm_is_not_unrolled() -> None:
     """It stays one call, between two pieces: unrolled, it would be part of one of them."""
     net = Recurrent(nn.LSTM, {"num_layers": 2})

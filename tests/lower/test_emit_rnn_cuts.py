@@ -23,6 +23,7 @@ from mpcompile.lower.emitter import emit
 pytestmark = pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize(
     ("how", "frozen"),
     [("aot_eager", f) for f in ("before", "rnn", "after", "all", "across")]
@@ -54,6 +55,7 @@ def test_grad_mode_keeps_its_meaning_across_cuts(how: str, frozen: str) -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize("how", COMPILED)
 def test_rnn_without_gradients(how: str) -> None:
     net = Recurrent(nn.LSTM, {})
@@ -73,6 +75,7 @@ def test_frozen_parameters_and_inputs() -> None:
     assert_same(net, fast, torch.randn(7, 3, 4), parameters=parameters_of(net))
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize("how", COMPILED)
 def test_writes_on_both_sides_of_an_rnn(how: str) -> None:
     class Writes(Recurrent):
@@ -103,6 +106,7 @@ def test_writes_on_both_sides_of_an_rnn(how: str) -> None:
     assert same.count == 6
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_views_and_constants_around_an_rnn() -> None:
     net = Recurrent(nn.LSTM, {"batch_first": True})
 
@@ -157,6 +161,7 @@ def test_rnn_under_ambient_autocast() -> None:
         torch.testing.assert_close(compiled(function, "aot_eager")(*inputs), expected[0])
 
 
+@pytest.mark.slow_rows("compiles by Inductor")
 @pytest.mark.parametrize("how", COMPILED)
 def test_rnn_in_a_graph_that_was_not_captured(how: str) -> None:
     """What the backend falls back to: Dynamo's graph, of torch functions and methods."""

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from mpcompile import Policy, compiled_plans, mpcompile
 
-pytestmark = pytest.mark.usefixtures("own_inductor_cache")
+pytestmark = [
+    pytest.mark.slow("compiles by Inductor"),
+    pytest.mark.usefixtures("own_inductor_cache"),
+]
 
 IN_FP32 = Policy(modules={".*": "fp32"})
 TIME, BATCH, WIDTH = 4, 8, 8

@@ -46,6 +46,7 @@ def test_attention_of_nanogpt(level: str, emit: str, dtype: torch.dtype) -> None
     assert seen.ops("LOW").count("linear") == 2
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_attention_of_symbolic_sizes_and_in_evaluation() -> None:
     seen = check(
         CausalSelfAttention(0.1).eval(), torch.randn(2, 8, 32), dtype=torch.bfloat16, dynamic=True

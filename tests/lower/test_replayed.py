@@ -119,6 +119,7 @@ def compiled() -> Any:
     )
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_what_inductor_compiled_lives_as_long_as_its_function() -> None:
     """A `CompiledFxGraph` that is collected deletes the partitions that a function with CUDA graphs
     calls: `'Runner' object has no attribute 'partitions'`, in the first step.

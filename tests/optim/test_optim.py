@@ -126,6 +126,7 @@ def test_the_step_is_the_same_in_any_context(cls: type[Optimizer]) -> None:
         twins.agree()
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_graph_of_the_gradients_themselves() -> None:
     """`create_graph=True` leaves gradients that autograd tracks; the update is no part of it."""
     parameter = nn.Parameter(torch.ones(3))
@@ -146,6 +147,7 @@ def test_autograd_knows_that_the_parameters_changed() -> None:
         loss.backward()
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_the_default_dtype_does_not_matter() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -329,6 +331,7 @@ def test_nobody_computes_a_norm_that_was_not_asked_for() -> None:
 # -- symbolic sizes --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trains with several optimizers")
 @pytest.mark.parametrize("make", [momentum, decayed])
 def test_what_is_compiled_for_one_size_serves_all(make: Callable[..., Optimizer]) -> None:
     """Inductor compiles an update for vectors of any size; other sizes compile nothing more."""

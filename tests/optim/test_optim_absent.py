@@ -86,6 +86,7 @@ def check(twins: Twins) -> None:
         torch.testing.assert_close(mine["state"][index], entry, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 @pytest.mark.parametrize("name", MAKERS)
 def test_dropped_layers(name: str) -> None:
     twins = Twins(MAKERS[name], tensors())
@@ -94,6 +95,7 @@ def test_dropped_layers(name: str) -> None:
     assert twins.optimizer.compilations <= 3
 
 
+@pytest.mark.slow_rows("steps of many patterns of absent gradients")
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_multi_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs that a GPU gets, run here."""
@@ -106,6 +108,7 @@ def test_multi_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert twins.optimizer.compilations <= 3
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_compiled() -> None:
     """Pieces of which all parameters lack a gradient aren't called; in others they stay."""
     sizes = ((3, 4), (), (1 << 7, 1 << 8))
@@ -118,6 +121,7 @@ def test_compiled() -> None:
     assert twins.optimizer.compilations == 3
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_clipping_ignores_what_is_absent() -> None:
     twins = Twins(MAKERS["AdamW"], tensors(), max_grad_norm=0.5)
     for kept in dropped(10):
@@ -126,6 +130,7 @@ def test_clipping_ignores_what_is_absent() -> None:
     assert twins.optimizer.compilations <= 3
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_two_groups_of_which_one_is_all_absent() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         first, second = params[:6], params[6:]
@@ -143,6 +148,7 @@ def test_two_groups_of_which_one_is_all_absent() -> None:
     assert twins.optimizer.compilations <= 6
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_a_state_that_is_loaded_between_such_steps() -> None:
     twins = Twins(MAKERS["AdamW"], tensors())
     train(twins, 8)
@@ -153,6 +159,7 @@ def test_a_state_that_is_loaded_between_such_steps() -> None:
     check(twins)
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_a_state_that_is_set_by_hand_for_a_parameter_without_one() -> None:
     twins = Twins(MAKERS["SGD"], tensors())
     for kept in dropped(8):
@@ -178,6 +185,7 @@ def test_gradients_that_lie_otherwise_from_step_to_step() -> None:
     assert twins.optimizer.compilations <= 3
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_layers_that_are_frozen_and_thawed() -> None:
     twins = Twins(MAKERS["AdamW"], tensors())
     for thawed in range(1, LAYERS + 1):
@@ -232,6 +240,7 @@ def _shards(rank: int) -> None:
     assert optimizer.compilations == 3
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_shards() -> None:
     on_each_rank(_shards)
@@ -317,6 +326,7 @@ class Partly(AdamW):
                     state["mean"].lerp_(p.grad, 0.5)
 
 
+@pytest.mark.slow_rows("steps of many patterns of absent gradients")
 @pytest.mark.parametrize(
     "make",
     [

@@ -26,6 +26,7 @@ class Layers(nn.Module):
         return out
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 @pytest.mark.parametrize(("dtype", "level"), [(torch.float16, "O2"), (torch.bfloat16, "O1")])
 def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
     """What each step does not reach stays as it was, and so does its working copy at O2."""
@@ -52,6 +53,7 @@ def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
     assert loss_scale_of(compiled).skipped_steps == 0
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_experts_that_have_another_loss_scale_than_the_rest() -> None:
     """Those that have not run yet are taken to be like the others."""
     torch.manual_seed(0)

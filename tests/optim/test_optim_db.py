@@ -91,6 +91,7 @@ def check(case: Case, emit: str) -> None:
                                **tolerance)  # fmt: skip
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ALL)
 def test_operator_by_operator(case: Case) -> None:
@@ -108,6 +109,7 @@ def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, "eager")
 
 
+@pytest.mark.slow("trains with several optimizers")
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", SAMPLED)
 def test_compiled(case: Case) -> None:

@@ -63,6 +63,7 @@ def test_the_gradients_are_left_as_they_were() -> None:
         assert torch.equal(p.grad, grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_double_parameters(emit: str) -> None:
     """What the class computes in FP64, it computes in FP64."""
@@ -122,6 +123,7 @@ def test_layouts_of_weight_and_gradient(
     twins.agree()
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_gradient_that_changes_its_layout() -> None:
     twins = Twins(momentum, [last(4, 3, 2, 2)], emit="inductor")
     for make in (dense, last, dense):
@@ -130,6 +132,7 @@ def test_a_gradient_that_changes_its_layout() -> None:
     assert twins.optimizer.compilations == 2
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_parameters_in_one_buffer(emit: str) -> None:
     """As flattened parameters are: each writes its own part and no other."""

@@ -81,6 +81,7 @@ def test_a_step_is_that_of_fp32_masters(name: str, dtype: torch.dtype) -> None:
     assert both.optimizer.compilations == 1
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_as_inductor_compiles_it() -> None:
     both = ByHand(MAKE["adamw"], emit="inductor", max_grad_norm=0.5)
     for _ in range(3):
@@ -109,6 +110,7 @@ def test_a_hundred_small_steps_move_the_weights() -> None:
     assert moved(both.params[0]) == exact > 4 * moved(alone[0])
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_gradients_that_are_absent_in_turn() -> None:
     both = ByHand(MAKE["adamw"])
     for absent in [(0,), (1,), (2,), (), (0, 2), (1,), ()]:

@@ -105,6 +105,7 @@ def test_the_gradient_of_a_parameter_without_elements_does_not_count() -> None:
     assert pattern.holds(own)
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_parameter_that_has_become_smaller_is_no_longer_taken_for_the_larger_one() -> None:
     """It lies at the same address, with the same strides. Its moments are too large for it now, so
     that torch's own step is an error as well.

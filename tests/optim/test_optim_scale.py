@@ -55,6 +55,7 @@ SCALES = st.builds(
 )
 
 
+@pytest.mark.slow("trains with several optimizers")
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(SCALES, st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), max_size=30))
 def test_the_device_moves_the_scale_as_the_model_does(
@@ -76,6 +77,7 @@ def test_the_device_moves_the_scale_as_the_model_does(
         assert live.skipped_steps == model.skipped == optimizer.skipped_steps
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_a_long_run_of_powers_of_two_is_exact(emit: str) -> None:
     """The largest steps of the default scale: up to its ceiling, and down to its floor."""
@@ -205,6 +207,7 @@ MAKES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @MAKES
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_a_hundred_steps_read_nothing_back(make: Any, emit: str, tmp_path: Path) -> None:

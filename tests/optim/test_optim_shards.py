@@ -118,6 +118,7 @@ def _two(rank: int) -> None:
     checkpoint(rank)
 
 
+@pytest.mark.slow("ranks under Inductor")
 def test_two_ranks_follow_one_process() -> None:
     on_each_rank(_two)
 
@@ -129,6 +130,7 @@ def _four(rank: int) -> None:
     on_parts_of_a_mesh(rank)
 
 
+@pytest.mark.slow("ranks under Inductor")
 def test_four_ranks() -> None:
     on_each_rank(_four, ranks=4)
 
@@ -137,6 +139,7 @@ def _inductor(rank: int) -> None:
     train(rank, 2, adamw, 0.05, emit="inductor")
 
 
+@pytest.mark.slow("ranks under Inductor")
 def test_inductor() -> None:
     on_each_rank(_inductor)
 

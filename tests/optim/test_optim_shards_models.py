@@ -96,5 +96,6 @@ def _two(rank: int) -> None:
     start_in_a_closure(rank)
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_two_ranks_follow_one_process() -> None:
     on_each_rank(_two)

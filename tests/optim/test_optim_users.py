@@ -34,6 +34,7 @@ class Mine(AsWritten):
 # -- what works -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_state_made_inside_the_step(emit: str) -> None:
     """The first step runs op by op and makes it; the second is compiled."""
@@ -97,6 +98,7 @@ class OldStyle(Mine):
                 p.data.add_(state["m"], alpha=-group["lr"])
 
 
+@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 def test_a_step_that_works_on_data_and_in_the_gradient(

@@ -55,6 +55,7 @@ SYMBOLIC: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[
 }
 
 
+@pytest.mark.slow_rows("compiles padded models, of many sizes")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("case", SYMBOLIC)
 def test_symbolic_sizes_compile_once(case: str, level: str) -> None:
@@ -109,6 +110,7 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+@pytest.mark.slow("compiles padded models, of many sizes")
 def test_symbolic_sizes_compile_once_and_no_dim_is_left_unaligned() -> None:
     """Once more where no lane is needed: a slice is contiguous then, on which torch guards."""
     seen: dict[str, bool] = {}

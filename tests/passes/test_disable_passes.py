@@ -96,6 +96,7 @@ def test_a_model_trains_without_all_of_them(level: str, model: str) -> None:
     check(kind(), leaf(*size), level=level, **options)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_the_models_give_the_passes_something_to_do() -> None:
     """But for one that only decides, and reports no change."""
     changed: set[str] = set()
@@ -124,6 +125,7 @@ def test_a_disabled_pass_does_not_run() -> None:
     assert "scaled_dot_product_attention" in {n.name for n in disabled.nodes}
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_an_o2_model_trains_without_reading_copies() -> None:
     torch.manual_seed(0)
     model, x = MLP(), torch.randn(3, 16)

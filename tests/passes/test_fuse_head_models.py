@@ -177,6 +177,7 @@ def test_under_an_mpoptimizer(dtype: torch.dtype, tied: bool) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=3e-2, atol=0)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_compiled_by_inductor() -> None:
     seen = check(LM(), *batch(), fuse_head=True, dtype=torch.bfloat16, emit="inductor")
     assert is_fused(seen.model)

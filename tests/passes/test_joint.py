@@ -222,6 +222,7 @@ class Partitioner(CustomPartitionerFn):
         return self.name
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_users_partitioner_is_called(everywhere: bool) -> None:
     torch._dynamo.reset()
@@ -271,6 +272,7 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
     assert first == same != changed
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_caches_know_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 

@@ -97,11 +97,13 @@ class Bent(Head):
         return F.cross_entropy(logits, y), logits
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_results_are_made_again_of_what_is_kept(compared: Callable[..., tuple[int, int]]) -> None:
     saved, _ = compared(Bent, rtol=1e-2, atol=1e-6, emit="inductor")
     assert saved == 4 * LOGITS + 2 * WIDTH * WORDS  # the low logits are kept anyway
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_logits_are_kept_low_and_weights_not_twice(
     level: str, compared: Callable[..., tuple[int, int]]
@@ -132,6 +134,7 @@ class Checkpointed(nn.Module):
         return (x.square().mean(),)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_checkpoint_keeps_no_casts_of_weights(
     selective: bool, compared: Callable[..., tuple[int, int]]
@@ -143,6 +146,7 @@ def test_a_checkpoint_keeps_no_casts_of_weights(
         assert kept <= 4 * (4 * ROWS * WIDTH)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_a_device_that_keeps_casts(
     monkeypatch: pytest.MonkeyPatch, compared: Callable[..., tuple[int, int]]
 ) -> None:
@@ -194,6 +198,7 @@ class Codebook(nn.Module):
         return (F.cross_entropy(scores.float(), y),)
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_a_weight_that_the_forward_writes_is_kept_as_it_was(emit: str) -> None:
     model = made(Codebook)
@@ -207,6 +212,7 @@ def test_a_weight_that_the_forward_writes_is_kept_as_it_was(emit: str) -> None:
     assert float((ours - wanted).norm()) < 2e-2 * float(wanted.norm())
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_symbolic_sizes(emit: str) -> None:
     torch._dynamo.reset()
@@ -333,6 +339,7 @@ class Stashes(torch.autograd.Function):
         return gradient @ ctx.low.float().t(), ctx.wide.t() @ gradient
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_a_function_that_keeps_tensors_by_itself(emit: str) -> None:
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ def gradient(run: Any) -> torch.Tensor:
     return weight.grad
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager", "inductor"])
 def test_gradients(emit: str) -> None:
     run = mpcompile.mpcompile(program, dtype=torch.float16, emit=emit, loss_scale=1024.0)

@@ -151,6 +151,7 @@ def test_images_that_are_left(
     assert shapes(laid_in(model, torch.randn(2, channels, pixels, pixels))) == laid
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_symbolic_sizes() -> None:
     assert not laid_in(Branches(), torch.randn(4, 3, 16, 16), mode="symbolic")
 
@@ -178,6 +179,7 @@ def no_cache(own_inductor_cache: None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.usefixtures("no_cache")
 def test_results_and_gradients_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their values and their strides; images are among the results."""

@@ -160,6 +160,7 @@ cross_entropy_loss: FULL [table]
     )
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @LEVELS
 def test_little_of_a_deep_model_enters_the_flow_network(
     level: str, monkeypatch: pytest.MonkeyPatch

@@ -240,6 +240,7 @@ def widened_in(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[bool,
     return only
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_every_parameter_of_a_compiled_model() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
     changed, graph = widened_in(net, torch.randn(5, 8))
@@ -249,6 +250,7 @@ def test_every_parameter_of_a_compiled_model() -> None:
     assert sum("dtype" in n.kwargs for n in sums) == 2
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_every_padded_parameter_of_a_compiled_model() -> None:
     net = nn.Sequential(nn.Linear(13, 21), nn.GELU(), nn.Linear(21, 3))
     _, graph = widened_in(net, torch.randn(8, 13), pad="always")

@@ -44,6 +44,7 @@ def train_once(net: nn.Module, x: torch.Tensor, **options: Any) -> int:
     return sum(held.values())
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_activations_and_norms_are_computed_again() -> None:
     stores, recomputes = model(), model()
     x = torch.randn(BATCH, WIDTH)

@@ -63,6 +63,7 @@ def known() -> list[Any]:
     return [*guard._live, *uncalled._waiting]
 
 
+@pytest.mark.slow("plans of several models")
 @pytest.mark.parametrize("device", [None, "t4"])
 def test_nothing_happens_in_the_middle_of_a_training(trained: Model, device: str | None) -> None:
     model, x, optimizer = trained
@@ -75,6 +76,7 @@ def test_nothing_happens_in_the_middle_of_a_training(trained: Model, device: str
     assert state(model)["tensors"] != before["tensors"]
 
 
+@pytest.mark.slow("plans of several models")
 def test_the_training_ends_in_the_same_numbers() -> None:
     """Steps with an `explain` before each are the steps without, to the bit."""
 
@@ -121,6 +123,7 @@ def test_the_hint_about_a_slow_device_stays_for_the_compile(
     advice.say_nothing_runs_low.cache_clear()
 
 
+@pytest.mark.slow("plans of several models")
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what planned, nor the graphs that it planned."""
     kept: list[weakref.ref[Any]] = []

@@ -45,6 +45,7 @@ def check(model: nn.Module, x: torch.Tensor, optimizer: Any, **options: Any) -> 
     assert any(plan.nodes and plan.before and plan.after for plan in real)
 
 
+@pytest.mark.slow_rows("plans of several models")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("level", "dtype"), ALL)
 @pytest.mark.parametrize("kind", MODELS)
@@ -53,6 +54,7 @@ def test_any_optimizer(kind: type[nn.Module], level: str, dtype: torch.dtype) ->
     check(model, MODELS[kind](), torch.optim.SGD(model.parameters(), 0.1), level=level, dtype=dtype)
 
 
+@pytest.mark.slow("plans of several models")
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", MODELS)
@@ -65,6 +67,7 @@ def test_an_mp_optimizer_at_o2(kind: type[nn.Module], dtype: torch.dtype) -> Non
     assert decided(plans) != decided(compiled_plans(model))
 
 
+@pytest.mark.slow("plans of several models")
 def test_an_mp_optimizer_of_some_parameters() -> None:
     model, x = Squared(), MODELS[Squared]()
     optimizer = MPOptimizer(torch.optim.SGD(model.second.parameters(), 0.1))

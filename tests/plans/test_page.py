@@ -124,6 +124,7 @@ def test_counters_are_no_operators_by_precision() -> None:
     assert next(charts_of(computed)).total == "1"
 
 
+@pytest.mark.slow("plans of several models")
 def test_the_verdict_stands_on_top() -> None:
     """That of `print(plan)`, sentence by sentence."""
     plan = page_plans.resnet_plan()

@@ -68,6 +68,7 @@ def test_this_cpu_is_asked_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not plan_for(net(), X).left
 
 
+@pytest.mark.slow("plans of several models")
 def test_attention_stays_one_kernel() -> None:
     """On a CPU it would be written out, in BF16."""
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
@@ -212,6 +213,7 @@ def test_nothing_happens_to_the_model_or_the_process() -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow("plans of several models")
 @since("2.13", "what is traced can't be kept apart: each plan counts as a recompile")
 def test_what_the_user_compiled_stays_compiled() -> None:
     """And sizes that were planned for don't make his dynamic."""
@@ -233,6 +235,7 @@ def test_what_the_user_compiled_stays_compiled() -> None:
     assert len(graphs) == compiled
 
 
+@pytest.mark.slow("plans of several models")
 def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[nn.Module]] = []
     run = explaining._run

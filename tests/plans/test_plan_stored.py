@@ -47,6 +47,7 @@ def plans() -> st.SearchStrategy[Plan]:
     return st.builds(Plan, graphs=graphs, gpu=st.none() | gpu)
 
 
+@pytest.mark.slow("plans of several models")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_any_plan_comes_back(made: Plan) -> None:

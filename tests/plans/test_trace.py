@@ -40,6 +40,7 @@ def artifacts(trace: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow("plans of several models")
 def test_the_trace_has_graphs_plans_and_steps(trace: Path) -> None:
     found = artifacts(trace)
     assert list(found) == [f"mpcompile_{n}" for n in ("captured", "rewritten", "plan", "step")]
@@ -68,6 +69,7 @@ def test_tlparse_shows_them(trace: Path, tmp_path: Path) -> None:
     assert all(name.removesuffix(".txt").removesuffix(".json") in index for name in shown)
 
 
+@pytest.mark.slow("plans of several models")
 def test_a_graph_left_in_fp32_has_its_reason_in_the_trace(tmp_path: Path) -> None:
     refusing = """
 from mpcompile import plan_graph

@@ -247,6 +247,7 @@ def _two(rank: int) -> None:
     not_distributed(rank)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_two_processes_decide_alike() -> None:
     on_each_rank(_two)
 
@@ -256,6 +257,7 @@ def _four(rank: int) -> None:
     plant(rank, "accumulated", "O1", False)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_four_processes_decide_alike() -> None:
     on_each_rank(_four, ranks=4)
 
@@ -324,5 +326,6 @@ def _starts(rank: int) -> None:
     loaded(rank, False)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_ranks_start_alike() -> None:
     on_each_rank(_starts)

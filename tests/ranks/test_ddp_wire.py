@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = [
+    pytest.mark.slow("trains on ranks"),
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 RANKS = 2

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from repository import ROOT, SUPPORT
 from trained_on_ranks import OVERFLOWS, WAYS, Way, leaves
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = [
+    pytest.mark.slow("trains on ranks"),
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
 
 
 def torchrun(*arguments: str, restarts: int) -> None:

@@ -66,6 +66,7 @@ def _trains_and_skips(rank: int, rows: list[Any]) -> None:
         run.check(2e-3 if dtype is torch.bfloat16 else 3e-4)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_both_orders_any_root_and_whichever_rank_overflows() -> None:
     on_each_rank(_trains_and_skips, SOME)
 
@@ -90,6 +91,7 @@ def _keeps_no_casts(rank: int) -> None:
     assert all(asked)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_casts_of_shards_are_not_kept() -> None:
     on_each_rank(_keeps_no_casts)
 
@@ -190,6 +192,7 @@ def _in_turn(rank: int) -> None:
         check(rank)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_loops_in_which_a_rank_overflows() -> None:
     on_each_rank(_in_turn)
 
@@ -203,5 +206,6 @@ def _on_four(rank: int) -> None:
     run.check(3e-4)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_four_ranks_some_of_whose_shards_are_padded() -> None:
     on_each_rank(_on_four, ranks=4)

@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
+pytestmark = pytest.mark.slow("trains on ranks")
+
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:

@@ -13,7 +13,10 @@ from examples import torchrun_ddp, torchrun_fsdp
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = [
+    pytest.mark.slow("trains on ranks"),
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
 
 
 def _ddp(rank: int) -> None:

@@ -137,6 +137,7 @@ def _compiled_steps(rank: int) -> None:
     checkpoint(rank)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_two_ranks_follow_one_process() -> None:
     on_each_rank(_compiled_steps)
 
@@ -149,6 +150,7 @@ def _plain_steps(rank: int) -> None:
                      parameters_as_bucket_view=views).run(rank)  # fmt: skip
 
 
+@pytest.mark.slow("trains on ranks")
 def test_plain_zero_skips_once() -> None:
     on_each_rank(_plain_steps)
 

@@ -15,6 +15,8 @@ from op_db_judge import Status
 from op_db_support import OPS, Case, check
 from versions import before
 
+pytestmark = pytest.mark.slow("torch's operator table")
+
 # Operators of which Dynamo by itself can't make one graph (torch 2.13). The user then gets FP32
 # eager for the operator, or graphs around a break; that this is right is tested all the same.
 BREAKS = {

@@ -26,6 +26,8 @@ from torch.utils import _pytree as pytree
 
 from mpcompile import mpcompile
 
+pytestmark = pytest.mark.slow("torch's operator table")
+
 SAMPLES = 3  # of each call
 FORMS = {"": "op", "operator": "operator_variant", "in place": "inplace_variant"}
 

@@ -294,6 +294,7 @@ def test_what_is_neither(policy: Any) -> None:
         mpcompile(Net(), policy=policy)
 
 
+@pytest.mark.slow("torch's operator table")
 def test_commands_take_a_file(
     pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +321,7 @@ def test_commands_take_a_file(
     assert "can't read the policy file gone.toml" in capsys.readouterr().err
 
 
+@pytest.mark.slow("torch's operator table")
 def test_bisect_keeps_the_pins_of_a_file(pins: Path) -> None:
     """Dropped in a trial, they would let `a` overflow, and `b` would be blamed for it."""
     options = {"dtype": torch.float16, "policy": pins}

@@ -125,6 +125,7 @@ def test_torchs_own_modules_are_compiled_too() -> None:
     assert [p.counts()["LOW"] for p in plans] == [3]
 
 
+@pytest.mark.slow("compiles several models")
 def test_many_models_of_one_class_do_not_exhaust_the_recompile_limit() -> None:
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         _, plans = run(Net())

@@ -103,6 +103,7 @@ def test_a_plan_does_not_change_after_it_was_made(monkeypatch: pytest.MonkeyPatc
 # -- as a torch.compile backend -------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles several models")
 def test_torch_compile_finds_the_backend_without_an_import() -> None:
     code = """
 import sys, torch

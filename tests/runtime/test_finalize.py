@@ -174,6 +174,7 @@ torch.testing.assert_close(found, expected, rtol=0, atol=0)
 """
 
 
+@pytest.mark.slow("compiles several models")
 def test_a_saved_program_loads_without_mpcompile(tmp_path: Path) -> None:
     x = torch.randn(4, 16)
     program = finalize(perceptron(), x, dtype="bf16")

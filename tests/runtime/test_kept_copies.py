@@ -144,6 +144,7 @@ WRITES: dict[str, Write] = {
 }
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_noticed(write: str) -> None:
     model = compiled()
@@ -251,6 +252,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("wraps", [lambda o: o, lambda o: MPOptimizer(o, emit="eager")])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_training_has_no_copies_and_compiles_nothing_anew(level: str, wraps: Any) -> None:
@@ -308,6 +310,7 @@ def test_copies_and_pickles_of_a_module_that_evaluates_are_plain() -> None:
         torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow("compiles several models")
 def test_threads_that_serve_read_the_weights_as_they_are() -> None:
     model = compiled()
     inputs = [torch.randn(4, 16) for _ in range(32)]

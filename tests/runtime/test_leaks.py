@@ -19,7 +19,7 @@ from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.runtime.own_code import drop_unused, with_own_code
 from mpcompile.scaling.loss_scale import LossScale
 
-pytestmark = pytest.mark.inside
+pytestmark = [pytest.mark.slow("trains, drops it, and looks at what is left"), pytest.mark.inside]
 
 # What each model has of its own, and what would hold it: graphs with their fakes, plans, steps.
 KINDS = (CompiledStep, GraphPlan, LossScale, fx.GraphModule, fx.Node, nn.Module)

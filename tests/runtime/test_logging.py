@@ -146,6 +146,7 @@ def test_the_scale_that_the_first_backward_finds(facts: Facts) -> None:
     assert facts("scale") == [{"event": "found", "scale": found}]
 
 
+@pytest.mark.slow("trainings in processes of their own")
 def test_a_start_that_no_search_finds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpcompile.graph_function.replays", lambda *how: how[0] is not None)
     model = mpcompile(net(), dtype=FP16, mode="reduce-overhead")
@@ -277,6 +278,7 @@ def test_a_profile_that_was_measured(facts: Facts) -> None:
 # -- what users see --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trainings in processes of their own")
 def test_nothing_is_printed_and_no_text_made_unasked() -> None:
     """In a process of its own: pytest listens to torch's trace, too."""
     failing = """
@@ -289,6 +291,7 @@ trace.GraphPlan.to_dict = trace._with_reasons = trace.ir.render = fail
     assert [logging.getLogger(f"mpcompile.{t}").handlers for t in logs.TOPICS] == [[]] * 7
 
 
+@pytest.mark.slow("trainings in processes of their own")
 def test_torch_logs_takes_our_name() -> None:
     printed = ran(TORCH_LOGS="mpcompile")
     assert "a graph at O2 in float16 on cpu" in printed
@@ -296,6 +299,7 @@ def test_torch_logs_takes_our_name() -> None:
     assert "place_casts changed the graph" in ran(TORCH_LOGS="+mpcompile")
 
 
+@pytest.mark.slow("trainings in processes of their own")
 def test_the_documented_json() -> None:
     section = DOCUMENT.read_text().partition("## Logs and traces")[2]
     (formatter,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)

@@ -173,6 +173,7 @@ def test_other_options(more: dict[str, Any]) -> None:
         assert any("linear_cross_entropy" in node.op for node in plan.nodes)
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
@@ -194,6 +195,7 @@ def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
     assert not [t for t in seen if t.dtype is torch.float32 and tuple(t.shape) in shapes]
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lora_on_an_fp16_base(level: str) -> None:
     """Results that need a gradient are FP32: in FP16 it would enter without the loss scale."""
@@ -206,6 +208,7 @@ def test_lora_on_an_fp16_base(level: str) -> None:
         assert model(batch()[0]).dtype is torch.float16
 
 
+@pytest.mark.slow("compiles several models")
 def test_the_optimizer_holds_nothing_of_frozen_weights() -> None:
     model = adapted(GPT().to(BF16), BF16)
     start = copy.deepcopy(model.state_dict())
@@ -224,6 +227,7 @@ def test_the_optimizer_holds_nothing_of_frozen_weights() -> None:
 # -- masters -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles several models")
 def test_training_is_that_of_fp32_masters() -> None:
     model = GPT().to(BF16)
     hand = copy.deepcopy(model)
@@ -270,6 +274,7 @@ def test_gradients_that_are_added_up_in_fp32() -> None:
     torch.testing.assert_close(master, before - 1e-6 * wide.weight.grad, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_whole_step_is_that_of_its_pieces(level: str) -> None:
@@ -338,6 +343,7 @@ def test_without_masters_one_warning_says_what_is_lost() -> None:
 # -- plans ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles several models")
 def test_plans() -> None:
     model = adapted(GPT().to(BF16), torch.float32)
     x, _ = batch()

@@ -121,6 +121,7 @@ class Deep(nn.Module):
         return out
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [Loop, Deep, lambda: nn.Sequential(Loop(), Loop())])
 def test_layers_of_a_loop_are_compiled_each_by_itself(
@@ -145,6 +146,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     assert float((got - wanted).norm()) < 4e-3 * float(wanted.norm())
 
 
+@pytest.mark.slow("compiles several models")
 def test_an_optimizer_that_takes_over_parameters_compiles_them_anew() -> None:
     net = Loop()
     assert said(net, level="O2") == []
@@ -177,6 +179,7 @@ def test_a_function_that_calls_modules_in_a_loop() -> None:
     assert products(lambda: compiled(X)) == ["addmm low"] * 2
 
 
+@pytest.mark.slow("compiles several models")
 def test_a_step_in_pieces_that_calls_modules_in_a_loop() -> None:
     net, plain = Loop(), Loop()
     plain.load_state_dict(net.state_dict())
@@ -199,6 +202,7 @@ def test_a_step_in_pieces_that_calls_modules_in_a_loop() -> None:
         assert_near(got.detach(), wanted.detach().double())
 
 
+@pytest.mark.slow("compiles several models")
 def test_the_products_of_an_optimizer_do_not_count() -> None:
     """They make an update, which is not rounded."""
     net = nn.Linear(16, 16, bias=False)
@@ -225,6 +229,7 @@ def test_the_products_of_an_optimizer_do_not_count() -> None:
     assert not any("FLOPs" in str(w.message) for w in caught)
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_a_break_in_a_loop_is_said_once(emit: str) -> None:
     (message,) = said(ByHand(), emit=emit)
@@ -235,6 +240,7 @@ def test_a_break_in_a_loop_is_said_once(emit: str) -> None:
     assert ", in a loop" in message
 
 
+@pytest.mark.slow("compiles several models")
 def test_the_share_counts_each_run_of_a_graph() -> None:
     """A head has as many FLOPs as the two layers of a loop; the loop over the parts breaks, too."""
 
@@ -251,6 +257,7 @@ def test_the_share_counts_each_run_of_a_graph() -> None:
     assert all(f"parts.{i}.loop" in message for i in (0, 1))
 
 
+@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 @pytest.mark.parametrize("net", [Straight(), nn.Sequential(nn.Linear(16, 16), nn.ReLU())], ids=type)
 def test_nothing_is_said_where_all_is_compiled(net: nn.Module, emit: str) -> None:
@@ -258,10 +265,12 @@ def test_nothing_is_said_where_all_is_compiled(net: nn.Module, emit: str) -> Non
     assert compiled_plans(net)
 
 
+@pytest.mark.slow("compiles several models")
 def test_nothing_is_said_of_a_hundredth() -> None:
     assert said(Behind(32 * 128)) == []
 
 
+@pytest.mark.slow("compiles several models")
 def test_nothing_is_said_of_products_that_run_low() -> None:
     class Autocast(Straight):
         @torch.compiler.disable
@@ -276,6 +285,7 @@ def test_nothing_is_said_of_products_that_run_low() -> None:
     assert said(Autocast()) == []
 
 
+@pytest.mark.slow("compiles several models")
 def test_nothing_is_said_where_nothing_was_to_run_low() -> None:
     assert said(Loop(), level="O0") == []
 
@@ -285,6 +295,7 @@ def test_strict_raises() -> None:
         said(ByHand(), strict=True)
 
 
+@pytest.mark.slow("compiles several models")
 def test_later_calls_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Loop()
     said(net, calls=4)
@@ -355,6 +366,7 @@ def test_explain_counts_it() -> None:
     assert (again.outside, again.share_in_graphs) == (plan.outside, plan.share_in_graphs)
 
 
+@pytest.mark.slow("compiles several models")
 def test_explain_compiles_the_layers_of_a_loop_as_training_does() -> None:
     net = mpcompile(Printing(), dtype=torch.float16, emit="eager")
     plan = explain(net, X)

@@ -86,6 +86,7 @@ def assert_near(model: nn.Module, gradients: dict[str, Tensor], times: float = 1
 # -- what is compiled ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_equal_blocks_are_one_graph() -> None:
     model = compiled(Net())
     model(WORDS).backward()
@@ -94,6 +95,7 @@ def test_equal_blocks_are_one_graph() -> None:
     assert {"up", "down", "head"} <= {n.module.rpartition(".")[2] for n in low}
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_blocks_of_other_sizes_are_fixed_in_size_and_apart() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         for stage in m.stages:
@@ -111,6 +113,7 @@ def test_blocks_of_other_sizes_are_fixed_in_size_and_apart() -> None:
     assert [n.op for p in of_blocks(model) for n in p.nodes if n.op.startswith("aten::sym")] == []
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_more_kinds_of_blocks_than_dynamo_compiles_of_a_function() -> None:
     model = Net(12)
     for number, block in enumerate(model.blocks):
@@ -122,6 +125,7 @@ def test_more_kinds_of_blocks_than_dynamo_compiles_of_a_function() -> None:
     assert_near(model, gradients)
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_a_policy_of_one_block_holds_for_that_one() -> None:
     model = compiled(Net(), policy=Policy(modules={r"blocks\.2\.up": "fp32"}))
     model(WORDS).backward()
@@ -134,6 +138,7 @@ def test_a_policy_of_one_block_holds_for_that_one() -> None:
     assert pinned == {"blocks.0.up": "LOW", "blocks.2.up": "FULL"}
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_hooks_of_one_block_are_its_own() -> None:
     model = compiled(Net())
     seen: list[int] = []
@@ -143,6 +148,7 @@ def test_hooks_of_one_block_are_its_own() -> None:
     assert seen == [1, 1]
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_a_hook_that_comes_later_and_goes_again() -> None:
     model = compiled(Net())
     plain = model(WORDS).item()
@@ -167,6 +173,7 @@ def test_gradients_are_those_of_fp64(level: str, emit: str) -> None:
         assert_near(model, gradients, times)
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_a_frozen_block_and_frozen_words() -> None:
     model = Net()
     model.words.requires_grad_(False)
@@ -182,6 +189,7 @@ def test_a_frozen_block_and_frozen_words() -> None:
     assert_near(model, gradients)
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_blocks_that_share_a_parameter() -> None:
     model = Net()
     model.blocks[3].up.weight = model.blocks[1].up.weight  # type: ignore[union-attr]
@@ -198,6 +206,7 @@ def test_blocks_that_share_a_parameter() -> None:
         assert off < 0.02 * torch.linalg.vector_norm(gradients[name]), name
 
 
+@pytest.mark.slow("compiles blocks one by one")
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("pad", ["never", "always"])
 def test_steps_of_an_mp_optimizer_are_those_of_fp64(made: str, pad: str) -> None:
@@ -226,6 +235,7 @@ def test_steps_of_an_mp_optimizer_are_those_of_fp64(made: str, pad: str) -> None
 # -- the loss scale --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles blocks one by one")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_one_scale_for_all_and_an_overflow_in_one_block_skips_the_step(level: str) -> None:
     model = compiled(Net(), level=level, loss_scale=LossScale.dynamic(1024.0))
@@ -247,6 +257,7 @@ def test_one_scale_for_all_and_an_overflow_in_one_block_skips_the_step(level: st
     assert (scale.skipped_steps, scale.value) == (1, 512.0)
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_the_first_backward_finds_the_scale() -> None:
     model = Net()
     gradients = exact(model)
@@ -267,6 +278,7 @@ class Tied(Net):
         return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_a_product_beside_the_loop_is_said() -> None:
     model = Tied()
     del model.head
@@ -282,6 +294,7 @@ def test_a_product_beside_the_loop_is_said() -> None:
 # -- what is refused, and what stays ---------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_a_whole_step_holds_the_blocks_as_a_part_of_it() -> None:
     model = compiled(Net(), dtype=torch.bfloat16)
     optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -300,6 +313,7 @@ def test_a_whole_step_holds_the_blocks_as_a_part_of_it() -> None:
     assert step.left is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow("compiles blocks one by one")
 def test_evaluation_and_direct_calls() -> None:
     model = compiled(Net())
     twin = copy.deepcopy(model).double()

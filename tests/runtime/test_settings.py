@@ -145,6 +145,7 @@ cli.main(["plan", "--help"])
 """
 
 
+@pytest.mark.slow("compiles several models")
 def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
     """In a copy of the sources: a field, its type, and a keyword in two signatures."""
     root = Path(mpcompile.__code__.co_filename).parent.parent

@@ -72,6 +72,7 @@ def nobody_waits() -> None:
         uncalled.called(module)
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("generated", [False, True])
 def test_one_warning_says_what_to_do(generated: bool) -> None:
     module = mpcompile(Lightning(), **OPTIONS)
@@ -83,6 +84,7 @@ def test_one_warning_says_what_to_do(generated: bool) -> None:
     assert not uncalled._waiting
 
 
+@pytest.mark.slow("compiles several models")
 def test_it_is_said_among_hooks_of_the_users() -> None:
     """Torch goes through all hooks as we say it, and in other threads at any time: none is removed
     or added once a module was compiled.
@@ -111,6 +113,7 @@ def compiled_method() -> Any:
     return module
 
 
+@pytest.mark.slow("compiles several models")
 def test_what_it_says_to_do_works() -> None:
     for module in (compiled_submodule(), compiled_method()):
         assert warned(module, optimizer_of(module)) == []
@@ -125,6 +128,7 @@ def _compiled() -> Any:
     return records
 
 
+@pytest.mark.slow("compiles several models")
 def test_a_module_that_is_called_hears_nothing() -> None:
     module = mpcompile(Calling(), **OPTIONS)
     assert warned(module, optimizer_of(module)) == []
@@ -140,6 +144,7 @@ def test_a_validation_does_not_hide_that_training_is_not_compiled() -> None:
     assert not looks()
 
 
+@pytest.mark.slow("compiles several models")
 def test_nor_does_one_inside_a_function_that_is_compiled() -> None:
     module = mpcompile(Lightning(), **OPTIONS)
     module.training_step = mpcompile(module.training_step, **OPTIONS)  # type: ignore[method-assign]
@@ -147,6 +152,7 @@ def test_nor_does_one_inside_a_function_that_is_compiled() -> None:
     assert not looks()
 
 
+@pytest.mark.slow("compiles several models")
 def test_nor_one_whose_parameters_are_not_trained_yet() -> None:
     """An optimizer over two networks, of which one waits for its turn."""
     first, second = Lightning(), mpcompile(Lightning(), **OPTIONS)
@@ -157,6 +163,7 @@ def test_nor_one_whose_parameters_are_not_trained_yet() -> None:
     assert not looks()
 
 
+@pytest.mark.slow("compiles several models")
 def test_other_optimizers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, other = mpcompile(Lightning(), **OPTIONS), Lightning()
     optimizer = optimizer_of(other)
@@ -165,12 +172,14 @@ def test_other_optimizers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
     fit(other, optimizer, steps=2)
 
 
+@pytest.mark.slow("compiles several models")
 def test_a_module_that_is_gone_is_forgotten() -> None:
     mpcompile(Lightning(), **OPTIONS)
     gc.collect()
     assert len(uncalled._waiting) == 0
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("generated", [False, True], ids=["plain", "MPOptimizer"])
 def test_a_checkpoint_that_is_loaded_before_the_first_call(generated: bool) -> None:
     """torch.distributed.checkpoint takes a step with a learning rate of 0, to make the state."""

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import plans
+import pytest
 from repository import ROOT, sources
 
 from mpcompile import Policy
+
+pytestmark = pytest.mark.slow("opens files in processes of their own")
 
 EVIL = "__import__('pathlib').Path('ran').touch()"
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "yaml"}

@@ -66,6 +66,7 @@ def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
 # -- master weights -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_master_weights_training_stalls(seed: int) -> None:
@@ -89,6 +90,7 @@ def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.M
 # -- loss scaling ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_loss_scaling_training_stalls(seed: int) -> None:
@@ -137,6 +139,7 @@ def test_verdicts_tell_a_stall_from_none() -> None:
     assert list(scaled_verdicts(stalled).values()) == [False] * 4, "one seed of two"
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_the_figure_is_a_function_of_the_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = ablations.run(Settings(device=torch.device("cpu"), quick=True))

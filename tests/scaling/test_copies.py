@@ -113,6 +113,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_rows("trainings that overflow, against FP64")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
 def test_a_change_from_outside_is_read_by_the_next_forward(

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 
+import pytest
 import torch
 from copied_models import Net, Tied, check_against_fp64, dtype_of, one_step, trained
 from torch import nn
@@ -14,6 +15,7 @@ from mpcompile import MPOptimizer, mpcompile
 from mpcompile.scaling.copies import MasterWeight
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
     model = mpcompile(Net(), level="O2", dtype=torch.float16, emit="eager")
     model(torch.randn(4, 8)).mean().backward()
@@ -24,6 +26,7 @@ def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
     optimizer.step()
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_without_its_optimizer_a_model_gives_true_gradients_again() -> None:
     model, optimizer = trained(Net())
     one_step(model, optimizer)

@@ -123,6 +123,7 @@ def hand_written(model: nn.Module, guarded: bool, factor: float) -> None:
             p -= 0.1 * p.grad
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_update_written_by_hand() -> None:
     model = mpcompile(mlp(), **FP16)
     hand_written(model, True, 1.0)
@@ -184,6 +185,7 @@ def _train_sharded(rank: int, folder: str) -> None:
     torch.save((record, loss_scale_of(model).skipped_steps), Path(folder) / f"{rank}.pt")
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_overflow_on_one_rank_is_skipped_by_fsdp_on_all(tmp_path: Path) -> None:
     on_each_rank(_train_sharded, str(tmp_path))
     (one, skipped), (two, theirs) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))

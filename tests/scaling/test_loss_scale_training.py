@@ -61,6 +61,7 @@ def test_an_overflow_step_changes_nothing_and_is_counted(
     assert scale.skipped_steps == 1
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.usefixtures("own_inductor_cache")
 def test_a_search_for_the_scale_repeats_the_call_with_a_slice() -> None:
     """Inductor's graph asserts the strides of its inputs: a copy without the gaps fails."""

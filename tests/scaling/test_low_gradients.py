@@ -115,6 +115,7 @@ LOOPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_rows("trainings that overflow, against FP64")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
 def test_gradients_are_right_and_stored_low(loop: Callable[[nn.Module], None]) -> None:
     model = Net()
@@ -153,6 +154,7 @@ def test_what_is_compiled_while_gradients_are_there_is_one_graph() -> None:
     assert len(compiled_plans(model)) == 2
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_two_models_that_share_a_parameter_and_a_scale() -> None:
     def pair() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
@@ -213,6 +215,7 @@ def test_frozen_and_thawed_through_the_backend() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_a_trained_model_is_freed() -> None:
     model = Net()
     optimizer = trained(model)

@@ -72,6 +72,7 @@ def test_one_count_grows_with_each_fact_and_only_then() -> None:
     )
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_what_is_known_goes_with_the_parameter_and_its_optimizer() -> None:
     p, scale = weight(), LossScale.static(2.0)
     optimizer = owner(p)
@@ -118,6 +119,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize(
     "compile_",
     [
@@ -183,6 +185,7 @@ del owner
 """
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_nothing_is_printed_where_an_optimizer_outlives_the_globals() -> None:
     """When Python ends, it sets the globals of modules to None before the last objects go."""
     done = subprocess.run(

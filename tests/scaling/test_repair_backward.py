@@ -62,6 +62,7 @@ def mixed(model: nn.Module, **options: Any) -> nn.Module:
     return mpcompile(model, dtype=torch.float16, emit="eager", strict=True, **options)
 
 
+@pytest.mark.slow_rows("trainings that overflow, against FP64")
 @pytest.mark.parametrize("generated", [False, True])
 def test_all_layers_with_steep_gradients_are_pinned_at_once(generated: bool) -> None:
     x, y = data()

@@ -101,11 +101,13 @@ def test_as_in_fp64(way: Way, emit: str, level: str) -> None:
     check(net, way, emit=emit, level=level)
 
 
+@pytest.mark.slow_rows("trainings that overflow, against FP64")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_in_pieces(way: Way) -> None:
     check(recurrent, way, emit="aot_eager", level="O1")
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_inductors_code_may_write_to_what_is_saved() -> None:
     """And does, if the first backward keeps no graph. A cache may know other code."""
     with torch._functorch.config.patch(enable_autograd_cache=False):

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from scale_model import RULES, STARTS, STEPS, Model
@@ -47,6 +48,7 @@ def moving(rule: ScaleRule) -> fx.GraphModule:
     return gm
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(RULES, STARTS, STEPS)
 def test_the_traced_rule_moves_tensors_as_the_model_does(

@@ -155,6 +155,7 @@ def run(examples: int, *, seeded: bool = True) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow("random loops")
 def test_any_loop() -> None:
     run(12)
 

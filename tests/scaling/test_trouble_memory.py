@@ -90,6 +90,7 @@ def _model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, call
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_after_a_backward_nothing_is_alive(alive: Alive) -> None:
     model, call = _model()
     call().square().mean().backward()
@@ -99,6 +100,7 @@ def test_after_a_backward_nothing_is_alive(alive: Alive) -> None:
     assert alive.now() == (0, 0)
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_nor_without_a_backward(alive: Alive) -> None:
     model, call = _model()
     result = call()
@@ -108,6 +110,7 @@ def test_nor_without_a_backward(alive: Alive) -> None:
     assert alive.now() == (0, 0)
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_a_call_that_fails_is_over_before_the_compiled_one_runs(
     alive: Alive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ class Fault:
     """A change of one place.
 
     Attributes:
+        name: what it is called, as `file:line:column:kind`.
         room: the folder, as `optim` or `passes/joint`; flat modules are in `mpcompile`.
         file: by its path from the root.
         line, column: where it stands.
@@ -41,16 +42,13 @@ class Fault:
         text: the source that it is done to.
     """
 
+    name: str
     room: str
     file: str
     line: int
     column: int
     kind: str
     text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}:{self.kind}"
 
 
 def rooms() -> dict[str, list[Path]]:
@@ -77,7 +75,9 @@ def drawn(seed: int, each: int) -> list[Fault]:
             text = file.read_text()
             for function, node, kind in _places(ast.parse(text)):
                 source = " ".join((ast.get_source_segment(text, node) or "").split())
-                fault = Fault(room, path, node.lineno, node.col_offset, kind, source[:80])
+                place = node.lineno, node.col_offset
+                name = f"{path}:{place[0]}:{place[1]}:{kind}"
+                fault = Fault(name, room, path, *place, kind, source[:80])
                 of_function.setdefault((path, function), []).append(fault)
         draw = random.Random(f"{seed} {room}")  # one room's files change no other room's faults
         functions = sorted(of_function)

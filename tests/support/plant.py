@@ -142,7 +142,9 @@ class Runs:
         for line in done.stdout.splitlines():
             if line.startswith(("FAILED ", "ERROR ")):
                 return line.split(" ", 1)[1].partition(" - ")[0].removeprefix("tests/")
-        return f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-200:]}"
+        if "ImportError" in done.stderr:
+            return "the import"
+        raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

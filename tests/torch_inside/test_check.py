@@ -23,6 +23,7 @@ from mpcompile.torch_inside.private_names import NAMES, Name, Part
 BY_NAME = {program.about: program for program in PROGRAMS}
 
 
+@pytest.mark.slow_rows("compiles by Inductor, or in processes of their own")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("about", BY_NAME)
 def test_a_program_is_right(about: str) -> None:
@@ -112,6 +113,7 @@ def test_a_repair_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert failure == Failure("repair=True", Part.WATCH, "AssertionError: nothing was repaired")
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 def test_a_warning_alone_switches_nothing_off() -> None:
     program = BY_NAME["a whole step that sets its lr"]
     loud = Program(program.about, program.part, program.run)

@@ -39,6 +39,7 @@ def ask() -> Iterator[Ask]:
         given.close()
 
 
+@pytest.mark.slow("processes that lack names of torch")
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("path", NAMES)
 def test_a_name_that_is_gone_is_named_and_nothing_is_silently_wrong(path: str, ask: Ask) -> None:

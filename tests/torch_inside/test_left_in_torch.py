@@ -15,6 +15,8 @@ from torch import nn
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.torch_inside.replace import Spot
 
+pytestmark = pytest.mark.slow("each part of the package, in a process of its own")
+
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 HALF: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.inside
 VERSION = torch.__version__
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_release_needs_the_rows_that_name_it(fault: TorchFault) -> None:
     if not fault.where():
@@ -84,6 +85,7 @@ def gradients(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> lis
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 def test_gradients_behind_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a graph in FP32, as one that was left; without the way round they are zero."""
     model, x = pooled(), torch.randn(4, 1, 12, 12)

@@ -50,12 +50,14 @@ KINDS: dict[str, Callable[[Run], Step]] = {
 }
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_functions(setting: Setting, kind: str) -> None:
     agree(KINDS[kind], batches(4, factors={2: 1e30}), setting)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_keyword_arguments(setting: Setting) -> None:
     run = Run(True, setting)
@@ -69,6 +71,7 @@ def test_keyword_arguments(setting: Setting) -> None:
     assert len(found) == 2  # a float is a constant
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("dynamic", [None, True, False])

@@ -64,12 +64,14 @@ def behind(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.T
     return program
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("before", [reads_settings, ran_in_pieces, one_is_marked])
 def test_an_optimizer_that_dynamo_has_seen(setting: Setting, before: Callable[..., None]) -> None:
     agree(behind(before), batches(4, factors={2: 1e30}), setting)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_graph_that_lost_its_gradients_is_refused(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +169,7 @@ def test_updates_by_hand(update: Callable[..., Any], whole: bool) -> None:
 # -- settings that the step changes itself ---------------------------------------------------------
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("where", ["before the backward", "behind it", "behind the step"])
 def test_a_learning_rate_is_set_inside(setting: Setting, where: str) -> None:
@@ -242,6 +245,7 @@ class Lion(AsWritten):
         state["mean"].lerp_(p.grad, 0.1)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("prints", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.filterwarnings("ignore:.*runs in pieces")

@@ -68,6 +68,7 @@ def test_each_network_of_a_gan_is_a_graph(graphs: list[int]) -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.parametrize("setting", [O2, O1], ids=str)
 @pytest.mark.parametrize("written", [False, True])
 def test_results_and_inputs_share_memory(setting: Setting, written: bool) -> None:
@@ -101,6 +102,7 @@ def test_results_and_inputs_share_memory(setting: Setting, written: bool) -> Non
     assert bool(stats[True][0].any()) == written
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_an_lstm() -> None:
     torch.manual_seed(0)
     tokens = [torch.randint(0, 16, (2, 4, 8)) for _ in range(3)]
@@ -118,6 +120,7 @@ def test_an_lstm() -> None:
         agree_left(program, calls, O2_BF16, "would be unrolled over time", **tolerance)
 
 
+@pytest.mark.slow("compiles by Inductor")
 def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
     def peak(accumulate: int) -> int:
         torch.manual_seed(0)

@@ -81,6 +81,7 @@ ENDS = {
 """What is done with the loss, and what the reason says."""
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("name", ENDS)
 def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
@@ -89,6 +90,7 @@ def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 def test_parameters_that_have_a_gradient_in_some_calls() -> None:
     """Each set of them is compiled as a whole, up to torch's limit."""
     torch.manual_seed(0)
@@ -122,6 +124,7 @@ def test_parameters_that_have_a_gradient_in_some_calls() -> None:
     torch.testing.assert_close([*layers.parameters()], trained, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_checkpoint(setting: Setting) -> None:
     def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
@@ -131,6 +134,7 @@ def test_a_checkpoint(setting: Setting) -> None:
     agree_left(stepping(loss_of), batches(4, factors={2: 1e30}), setting, "checkpoint")
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_an_autograd_function_is_traced(setting: Setting) -> None:
     def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
@@ -139,6 +143,7 @@ def test_an_autograd_function_is_traced(setting: Setting) -> None:
     agree(stepping(loss_of), batches(4, factors={2: 1e30}), setting)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_parameter_written_from_gradients(setting: Setting) -> None:
     """A loss behind that depends on the written one: whose scale would its gradient have?"""
@@ -169,6 +174,7 @@ def test_a_parameter_written_from_gradients(setting: Setting) -> None:
     assert step.left == "a loss is computed from gradients"
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_gradient_of_its_input_is_read(setting: Setting) -> None:
     def program(run: Run) -> Step:

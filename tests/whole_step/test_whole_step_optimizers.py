@@ -47,6 +47,7 @@ def is_rounded_apart(case: Case) -> bool:
     return case.name == "RMSprop" and bool(case.settings.get("maximize"))
 
 
+@pytest.mark.slow_rows("torch's optimizer table")
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", SAMPLED)
 @pytest.mark.parametrize("setting", [O1, O1_MP, O2, BF16, O2_BF16], ids=str)

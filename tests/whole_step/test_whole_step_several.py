@@ -57,6 +57,7 @@ def gan_calls(count: int, bad: str | None = None) -> list[tuple[torch.Tensor, ..
     ]
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("zero_first", [True, False])
@@ -68,6 +69,7 @@ def test_a_gan(setting: Setting, zero_first: bool) -> None:
     agree(gan(zero_first), gan_calls(4), setting, compiled=compiled, **loose)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
@@ -76,6 +78,7 @@ def test_a_gans_overflow_as_in_pieces(setting: Setting, bad: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
@@ -93,6 +96,7 @@ def test_a_gans_overflow_skips_the_step_of_one_network(setting: Setting, bad: st
     assert (run.scale.skipped_steps, run.scale.value) == (1, 512.0)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_optimizers_after_one_backward(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -137,6 +141,7 @@ def test_two_optimizers_of_the_same_parameters(setting: Setting) -> None:
     agree(program, batches(4, factors={2: 1e30}), setting)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_param_groups_with_settings_of_their_own(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -167,6 +172,7 @@ class Tied(nn.Module):
         return self.head(x + self.block(x).relu())
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("make", [Run.sgd, Run.adamw])
 def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: Any) -> None:
@@ -190,6 +196,7 @@ def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: 
     agree(program, calls, setting, atol=1e-5)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -216,6 +223,7 @@ def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     agree(program, batches(4, factors=bad), setting)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> None:
     """The second optimizer's gradients come from forwards before and behind the first one's step,

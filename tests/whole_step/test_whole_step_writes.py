@@ -71,6 +71,7 @@ def test_parameters_are_written_behind_the_update(setting: Setting, write: Write
     agree(writing(write, "after"), batches(4), setting)
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
@@ -83,6 +84,7 @@ def test_parameters_are_written_before_a_forward(setting: Setting, write: Write,
         agree_left(writing(write, when), batches(3), setting, "")
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_two_steps_in_one_function(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -106,6 +108,7 @@ def test_two_steps_in_one_function(setting: Setting) -> None:
     assert run.scale.skipped_steps == 2
 
 
+@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("how", ["lerp", "foreach", "swa"])
 def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
@@ -165,6 +168,7 @@ def of_normed(p: float) -> Callable[[Run], Step]:
     return program
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_buffers_and_the_mode(setting: Setting) -> None:
     run = agree(of_normed(0.0), batches(6), setting, compiled=2)
@@ -173,6 +177,7 @@ def test_buffers_and_the_mode(setting: Setting) -> None:
     assert model.norm.num_batches_tracked == 5
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_dropout_as_in_pieces(setting: Setting) -> None:
     agree(of_normed(0.5), batches(5), setting, compiled=2)

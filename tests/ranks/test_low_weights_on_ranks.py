@@ -119,5 +119,6 @@ def _each(rank: int, rows: list[tuple[str, bool]]) -> None:
         _fsdp_trains(rank, level, first)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_masters_are_sharded() -> None:
     on_each_rank(_each, list(itertools.product(("O1", "O2"), (False, True))))
