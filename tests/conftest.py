@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Before torch is imported: each worker, and what it starts, has its share of the cores.
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
 import pytest
 import torch
 from emulated import EMULATED

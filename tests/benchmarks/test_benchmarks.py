@@ -258,6 +258,7 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no benchmark 'gtp'; known: ablations, conv," in capsys.readouterr().err
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpt_cpu.json").read_text())

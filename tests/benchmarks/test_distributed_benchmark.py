@@ -70,6 +70,7 @@ def _send_what_is_not_known(ranks: int) -> None:
         dist.reduce(torch.ones(2), dst=0)
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep("four ranks"))])
 def test_what_is_sent_has_the_known_size(ranks: int) -> None:
     on_each_rank(_known_sizes, ranks=ranks)

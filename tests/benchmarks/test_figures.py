@@ -76,6 +76,7 @@ def words(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Bb
     return found
 
 
+@pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = DRAWN[name](tmp_path / f"{name}.svg")
@@ -89,6 +90,7 @@ def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert not one.overlaps(other), (word, another)
 
 
+@pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
     """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.papers.figure` or

@@ -250,7 +250,7 @@ def test_the_whole_step_of_every_task_is_asked_for(task: Task) -> None:
     assert all(map(goes_backward, updates))
 
 
-@pytest.mark.slow_rows("a benchmark's own test, which runs it small")
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

@@ -180,6 +180,7 @@ def test_multibox_loss_of_nothing_matched_is_0() -> None:
     assert multibox_loss(answers, logits, torch.zeros(2, 6, 4), nothing) == 0
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_scenes() -> None:
     data = scenes(60, seed=3)
     present = data.labels >= 0

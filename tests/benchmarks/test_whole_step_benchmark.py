@@ -63,6 +63,7 @@ def test_both_models_of_a_gan_learn_alike_in_pieces_and_under_the_peer() -> None
             assert 0 < ours.norm() == pytest.approx(float(full.norm()), rel=0.3)
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_held_is_masters_two_moments_a_counter_and_copies() -> None:
     held = {}
     for arm in (EAGER, PIECES[0], PIECES[1]):

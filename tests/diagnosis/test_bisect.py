@@ -71,6 +71,7 @@ def test_it_takes_few_trials() -> None:
     assert len(said) == 1 + found.trials
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_a_pass_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def narrow_softmax(gm: fx.GraphModule, config: Any) -> bool:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
@@ -129,6 +130,7 @@ def test_a_model_without_gradients() -> None:
         bisect(nn.Flatten(), (X,), options=OPTIONS)
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize(("factory", "said"), [("bad", "(layers.1)"), ("good", "nothing breaks")])
 def test_the_command(
     factory: str, said: str, tmp_path: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]

@@ -37,6 +37,7 @@ def as_users_see_it() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", DERIVATIVES)

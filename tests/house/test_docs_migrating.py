@@ -68,6 +68,7 @@ def moved(names: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: (p - before[name]).detach() for name, p in names["model"].named_parameters()}
 
 
+@pytest.mark.slow_rows("trains both sides of each block")
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_trains_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

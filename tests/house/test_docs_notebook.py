@@ -82,11 +82,13 @@ def test_it_trains_as_in_fp32(printed: dict[str, str]) -> None:
     assert "float16" not in printed["One line"]
 
 
+@pytest.mark.slow("runs the notebook in a kernel")
 def test_the_plan_and_its_reasons(printed: dict[str, str]) -> None:
     assert "mean and variance of the row in FP32" in printed["The plan"]
     assert "100% of the FLOPs on Tensor Cores" in printed["The plan"]
 
 
+@pytest.mark.slow("runs the notebook in a kernel")
 def test_what_goes_wrong_is_found_and_mended(printed: dict[str, str]) -> None:
     text = printed["It goes wrong"]
     assert "loss: nan weights unchanged: True" in text
@@ -96,5 +98,6 @@ def test_what_goes_wrong_is_found_and_mended(printed: dict[str, str]) -> None:
     assert float(mended) == pytest.approx(float(plain), rel=2e-2)
 
 
+@pytest.mark.slow("runs the notebook in a kernel")
 def test_the_checkpoint_is_the_model(printed: dict[str, str]) -> None:
     assert printed["Save and load"].strip().endswith("True")

@@ -120,6 +120,7 @@ def scaled() -> dict[str, Any]:
     return {"loss_scale": LossScale.dynamic(16.0, growth_interval=2)}
 
 
+@pytest.mark.slow_rows("trains by a trainer of others")
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "MPOptimizer"])
 def test_it_resumes_to_the_bit(wrap: bool, tmp_path: Path) -> None:
     whole = Loop(ours(wrap=wrap, options=scaled()), net())

@@ -24,7 +24,7 @@ SAMPLE = ("gpt2", "vit")
 EACH = [pytest.param(name, marks=[] if name in SAMPLE else REST) for name in NAMES]
 
 
-@pytest.mark.slow_rows("models of transformers")
+@pytest.mark.slow("models of transformers")
 @pytest.mark.parametrize("name", EACH)
 def test_it_is_explained(name: str) -> None:
     model, inputs = made(name)
@@ -37,7 +37,7 @@ def test_it_is_explained(name: str) -> None:
     assert any(graph.backward for graph in plan.graphs)
 
 
-@pytest.mark.slow_rows("models of transformers")
+@pytest.mark.slow("models of transformers")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", EACH)
 def test_a_sound_model_has_no_fault(name: str, level: str) -> None:
@@ -47,6 +47,7 @@ def test_a_sound_model_has_no_fault(name: str, level: str) -> None:
     assert report.losses["low"] == pytest.approx(report.losses["fp64"], rel=0.01)
 
 
+@pytest.mark.slow("models of transformers")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", EACH)
 def test_an_overflow_in_a_random_layer_is_named(name: str, level: str) -> None:

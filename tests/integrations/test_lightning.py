@@ -167,6 +167,7 @@ def test_another_trainer_compiles_a_module_anew() -> None:
     assert isinstance(module.training_step.method.__self__, Logging)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 def test_copies_and_pickles_are_plain() -> None:
     module = made()
     names = set(module.state_dict())

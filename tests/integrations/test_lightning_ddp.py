@@ -51,6 +51,7 @@ class Checked(Callback):
         assert both[0].equal(both[1])
 
 
+@pytest.mark.slow("ranks under Lightning")
 @pytest.mark.parametrize(
     "options",
     [

@@ -62,6 +62,7 @@ class Partial(Net):
     validation_step = functools.partialmethod(_step, stage="test")  # type: ignore[assignment]
 
 
+@pytest.mark.slow("trains by a trainer of others")
 def test_steps_that_functools_made_are_compiled() -> None:
     _, plain = logged(Partial)
     module, ours = logged(Partial, plugins=[MPCompilePrecision(**FP16)])

@@ -52,6 +52,7 @@ CLIPPED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @every_way
 @pytest.mark.parametrize("clipped", CLIPPED)
 def test_training_follows_fp32(way: str, clipped: str) -> None:
@@ -92,7 +93,7 @@ class ClipsAtFirst(Callback):
         trainer.gradient_clip_val = None
 
 
-@pytest.mark.slow_rows("trains by a trainer of others")
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
 def test_a_norm_that_changes_while_training_is_heeded(way: str) -> None:
     options: dict[str, Any] = {**CLIPPED["norm"], "callbacks": [ClipsAtFirst()]}
@@ -119,6 +120,7 @@ def with_overflow(at: int) -> DataLoader[Any]:
     return data
 
 
+@pytest.mark.slow_rows("trains by a trainer of others")
 @every_way
 @pytest.mark.parametrize("clipped", ["not", "value", "norm"])
 def test_a_step_that_overflowed_changes_nothing(way: str, clipped: str) -> None:
@@ -167,7 +169,7 @@ class Adversaries(Net):
         ]
 
 
-@pytest.mark.slow_rows("trains by a trainer of others")
+@pytest.mark.slow("trains by a trainer of others")
 @every_way
 def test_manual_optimization_follows_fp32(way: str) -> None:
     plain = fitted(made(Adversaries))

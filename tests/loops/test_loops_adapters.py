@@ -173,6 +173,7 @@ def test_weights_assigned_after_compiling(way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
 def test_weights_assigned_in_the_middle_of_training(way: Way) -> None:
     """The optimizer holds the old Parameters, so the user makes a new one, as torch says."""

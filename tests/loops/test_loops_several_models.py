@@ -80,6 +80,7 @@ def test_two_models_share_a_trunk() -> None:
     agree(O1, share)
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_two_o2_models_share_a_trunk_under_one_scale() -> None:
     scale = LossScale.dynamic(init_scale=1024.0)
     agree(O2, lambda way: share(way, loss_scale=scale))

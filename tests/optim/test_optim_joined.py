@@ -200,6 +200,7 @@ def test_many_small_parameters_are_updated_as_by_torch(name: str, clip: float | 
     assert ours.compilations == 1
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_one_bad_element_anywhere_skips_the_whole_step() -> None:
     params = parameters()
     ours = MPOptimizer(torch.optim.AdamW(params, lr=0.1), loss_scale=LossScale.static(1.0))

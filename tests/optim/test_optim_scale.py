@@ -207,7 +207,7 @@ MAKES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow_rows("trains with several optimizers")
+@pytest.mark.slow("trains with several optimizers")
 @MAKES
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_a_hundred_steps_read_nothing_back(make: Any, emit: str, tmp_path: Path) -> None:

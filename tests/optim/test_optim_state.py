@@ -246,6 +246,7 @@ def towers() -> tuple[list[Tower], MPOptimizer]:
     return models, MPOptimizer(SGD(params, lr=0.1), emit="eager")
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_scale_goes_to_no_other_model_that_shares_a_parameter() -> None:
     """One model ran before the checkpoint, the other runs first after it."""
     models, optimizer = towers()

@@ -80,7 +80,7 @@ def check_gradients(model: nn.Module, reference: nn.Module, scale: float) -> Non
         assert (p.grad.double() / scale - q.grad).norm() < 3e-2 * q.grad.norm()
 
 
-@pytest.mark.slow_rows("compiles padded models, of many sizes")
+@pytest.mark.slow("compiles padded models, of many sizes")
 @HALVES
 def test_training_is_the_same(dtype: torch.dtype) -> None:
     start = Net()

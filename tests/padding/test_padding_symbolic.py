@@ -55,7 +55,7 @@ SYMBOLIC: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[
 }
 
 
-@pytest.mark.slow_rows("compiles padded models, of many sizes")
+@pytest.mark.slow("compiles padded models, of many sizes")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("case", SYMBOLIC)
 def test_symbolic_sizes_compile_once(case: str, level: str) -> None:

@@ -37,7 +37,7 @@ def tokens(*size: int) -> Tensor:
 # -- models ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_rows("compiles padded models, of many sizes")
+@pytest.mark.slow("compiles padded models, of many sizes")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_product_of_the_demo_is_aligned(level: str) -> None:
     model = GPT(GPTConfig())

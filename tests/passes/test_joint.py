@@ -222,7 +222,7 @@ class Partitioner(CustomPartitionerFn):
         return self.name
 
 
-@pytest.mark.slow_rows("compiles by Inductor, or a deep model")
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_users_partitioner_is_called(everywhere: bool) -> None:
     torch._dynamo.reset()

@@ -97,6 +97,7 @@ def test_the_training_ends_in_the_same_numbers() -> None:
     assert train(explained=True) == train(explained=False)
 
 
+@pytest.mark.slow("plans of several models")
 def test_what_is_compiled_is_not_compiled_again(trained: Model) -> None:
     model, x, _ = trained
     for rows in (2, 3, 4):

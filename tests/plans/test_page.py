@@ -250,6 +250,7 @@ def test_the_same_plan_gives_the_same_page() -> None:
     assert render(first) != render(other)
 
 
+@pytest.mark.slow("plans of several models")
 def test_pages_are_small() -> None:
     """Of a ResNet, and of 24 layers: the nodes of four, six times over, in graphs of their own."""
     gpt = page_plans.gpt_plan()

@@ -140,6 +140,7 @@ def two() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.ones(32, 64)
 
 
+@pytest.mark.slow("plans of several models")
 def test_saved_bytes_by_hand() -> None:
     model, x = two()
     copies = 2 * 32 * 64  # of the input, in FP16; the second weight is cast again

@@ -53,6 +53,7 @@ def test_the_trace_has_graphs_plans_and_steps(trace: Path) -> None:
     assert "= copy_(scale0_scale, " in found["mpcompile_step"]
 
 
+@pytest.mark.slow("plans of several models")
 def test_tlparse_shows_them(trace: Path, tmp_path: Path) -> None:
     program = shutil.which("tlparse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:

@@ -63,6 +63,7 @@ def load_elsewhere(rank: int, folder: Path) -> None:
         assert leaves(found["optimizer"]["state"]) == leaves(expected["optimizer"]["state"]), name
 
 
+@pytest.mark.slow("trains on ranks")
 @pytest.mark.parametrize(
     ("before", "after"),
     [

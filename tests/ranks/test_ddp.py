@@ -138,6 +138,7 @@ def _four(rank: int) -> None:
     train_like_one(rank, 4, Case(level="O1", ours=False))
 
 
+@pytest.mark.slow("trains on ranks")
 def test_four_processes_train_as_one() -> None:
     on_each_rank(_four, ranks=4)
 
@@ -217,6 +218,7 @@ def test_a_ddp_goes_right_after_a_backward(tmp_path: Path) -> None:
     on_each_rank(_goes_right_after_a_backward, str(tmp_path), ranks=1)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_a_ddp_keeps_its_group_only_while_it_lives(tmp_path: Path) -> None:
     def kept() -> list[Any]:
         return [module() for module, _ in ddp._held]

@@ -122,6 +122,7 @@ def options(**more: Any) -> dict[str, Any]:
     return {"emit": "aot_eager", "strict": True, **more}
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_all_weights_bf16(level: str, recompute: bool) -> None:
@@ -173,7 +174,7 @@ def test_other_options(more: dict[str, Any]) -> None:
         assert any("linear_cross_entropy" in node.op for node in plan.nodes)
 
 
-@pytest.mark.slow_rows("compiles several models")
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
@@ -195,7 +196,7 @@ def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
     assert not [t for t in seen if t.dtype is torch.float32 and tuple(t.shape) in shapes]
 
 
-@pytest.mark.slow_rows("compiles several models")
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lora_on_an_fp16_base(level: str) -> None:
     """Results that need a gradient are FP32: in FP16 it would enter without the loss scale."""

@@ -16,13 +16,8 @@ from public_runs import products
 from torch import Tensor, nn
 
 from mpcompile import (
-    MPCompileError,
-    MPCompileWarning,
-    MPOptimizer,
-    compiled_plans,
-    explain,
-    mpcompile,
-)
+    MPCompileError, MPCompileWarning, MPOptimizer, compiled_plans, explain, mpcompile,
+)  # fmt: skip
 from mpcompile.plans.plan import OutsideLine, Plan
 
 X = torch.randn(4, 16)

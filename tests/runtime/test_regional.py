@@ -162,6 +162,7 @@ def test_a_hook_that_comes_later_and_goes_again() -> None:
 # -- the numbers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles blocks one by one")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_gradients_are_those_of_fp64(level: str, emit: str) -> None:

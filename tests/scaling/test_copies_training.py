@@ -12,7 +12,7 @@ from mpcompile.demo import GPT, GPTConfig
 from mpcompile.scaling.copies import copies_of
 
 
-@pytest.mark.slow_rows("trainings that overflow, against FP64")
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> None:
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ EMITTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("about", EMITTED)
 def test_graphs_that_are_emitted_wrong_are_seen(

@@ -130,6 +130,7 @@ def test_a_region_that_begins_amid_the_forward() -> None:
     torch.testing.assert_close(found, head_fp32, rtol=0, atol=0)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("name", ["around_the_forward", "around_all", "two_regions"])
 def test_at_o0_a_region_is_the_users(name: str) -> None:
     loop = Loop()

@@ -71,7 +71,7 @@ def test_keyword_arguments(setting: Setting) -> None:
     assert len(found) == 2  # a float is a constant
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("dynamic", [None, True, False])

@@ -82,6 +82,7 @@ def test_a_graph_that_lost_its_gradients_is_refused(
     agree_left(behind(reads_settings), calls, setting, "constant of the graph|no gradient")
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 def test_parameters_of_no_optimizer() -> None:
     """Some of them are marked as static."""
     model = net()

@@ -81,7 +81,7 @@ ENDS = {
 """What is done with the loss, and what the reason says."""
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("name", ENDS)
 def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
