@@ -1,6 +1,4 @@
-"""Products outside of the compiled graphs: their modules are compiled each by itself. What is left
-in FP32 is said once, and counted by `explain`.
-"""
+"""Products outside of compiled graphs: what is compiled by itself, what is left, what is said."""
 
 from __future__ import annotations
 
@@ -16,7 +14,12 @@ from public_runs import products
 from torch import Tensor, nn
 
 from mpcompile import (
-    MPCompileError, MPCompileWarning, MPOptimizer, compiled_plans, explain, mpcompile,
+    MPCompileError,
+    MPCompileWarning,
+    MPOptimizer,
+    compiled_plans,
+    explain,
+    mpcompile,
 )  # fmt: skip
 from mpcompile.plans.plan import OutsideLine, Plan
 
