@@ -54,7 +54,8 @@ test-all: $(VENV)/.stamp-test
 # What takes longer: operators' tables, zoos, random programs. It writes tests/sweeps.md.
 sweep: $(VENV)/.stamp-test
 	$(PYTEST) -m 'sweep and not gpu' --junitxml=build/sweep.xml $(PYTEST_ARGS); \
-		status=$$?; $(BIN)/python tests/support/durations.py build/sweep.xml --page tests/sweeps.md; exit $$status
+		status=$$?; $(BIN)/python tests/support/durations.py build/sweep.xml --sweeps --page tests/sweeps.md; \
+		exit $$status
 
 # Of the slow lane what a change touches and a share of the rest, for so many minutes (tests/support/share.py).
 test-share: $(VENV)/.stamp-test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,13 @@ def test_no_byte_sees_a_later_one() -> None:
     assert not torch.allclose(model.logits(idx)[0, 10:], model.logits(changed)[0, 10:])
 
 
+def test_a_block_adds_to_the_residual_stream() -> None:
+    block = GPT(TINY).blocks[0]
+    x = torch.randn(2, 5, TINY.width)
+    nn.init.zeros_(block.down.weight)
+    torch.testing.assert_close(block(x) - x, block.attention(block.norm1(x)))
+
+
 def test_positions_matter() -> None:
     model = GPT(TINY)
     with torch.no_grad():  # larger weights, so that attention is far from uniform
@@ -170,6 +178,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 def test_training_learns_and_the_clock_runs() -> None:
+    start = time.perf_counter()
     trainee = Trainee.create("x", GPT(TINY), steps=30, lr=1e-2)
     idx, targets = tokens(4, 16), tokens(4, 16)
     trainee.step_and_measure_memory(idx, targets)
@@ -178,6 +187,8 @@ def test_training_learns_and_the_clock_runs() -> None:
     assert trainee.losses[-1] < trainee.losses[0] - 1
     assert len(trainee.seconds) == 30
     assert min(trainee.seconds) > 0
+    assert sum(trainee.seconds) < time.perf_counter() - start
+    assert trainee.optimizer.param_groups[0]["lr"] < 1e-4  # the schedule has come to its end
     assert trainee.memory > 4 * (4 * 16 * 32)  # more than one residual stream
 
 

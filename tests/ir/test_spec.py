@@ -110,7 +110,6 @@ BROKEN: dict[tuple[str, str, Callable[[Stage], None]], str] = {
 }
 
 
-@pytest.mark.slow_rows("breaks each promise of a large graph")
 @pytest.mark.parametrize(
     ("stage", "breakage", "message"),
     [
@@ -127,6 +126,29 @@ def test_checks_hold_from_their_pass_on(
     breakage(found)
     with pytest.raises(spec.SpecError, match=f"after {stage}: .*{message}"):
         pipeline.verify(found.gm, stage)
+
+
+@pytest.mark.parametrize("owner", ["x", "mul"])
+def test_a_result_that_shared_memory_is_no_copy_of_it(owner: str) -> None:
+    """Neither of an input's nor of another result's."""
+
+    def shares(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, (x if owner == "x" else y).view(-1)
+
+    pass_ = pipeline.PASSES[NAMES.index("clean")]
+    stage = Stage(pass_, shares, torch.randn(3, 4))
+    stage.run()
+    view = next(n for n in stage.gm.graph.nodes if "view" in n.name)
+    with stage.gm.graph.inserting_after(view):
+        copy = stage.gm.graph.call_function(torch.ops.aten.clone.default, (view,))
+    ir.set_value(copy, ir.value(view).clone())
+    ir.set_mark(copy, ir.mark(view))
+    view.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    with pytest.raises(
+        spec.SpecError, match=f"clone_default no longer lies in the memory of {owner}"
+    ):
+        pipeline.verify(stage.gm, "clean")
 
 
 def test_a_new_pass_is_held_to_what_held_before_it() -> None:

@@ -39,7 +39,7 @@ BY_LEVEL = [
 ]
 
 
-@pytest.mark.slow_rows("compiles padded models, of many sizes")
+@pytest.mark.slow_rows("compiles padded models, of many sizes", but=8)
 @pytest.mark.parametrize(("activation", "level"), BY_LEVEL)
 @drawn(1, 25, b=st.integers(1, 3), i=SIZES, h=SIZES, o=SIZES)
 def test_linear_pointwise_linear(

@@ -5,7 +5,8 @@
         --files tests/durations.json
 
 The page lists the tests that take longest, by room. The file has the seconds of the slow tests of
-each file, of which `share.py` makes a CI's share.
+each file, of which `share.py` makes a CI's share. With `--sweeps` instead, the page has what each
+sweep found when it was run last: rows of files that the report lacks stay.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 TOP = 200
@@ -85,6 +87,34 @@ def page(tests: list[Ran]) -> str:
     return "\n".join(lines) + "\n"
 
 
+SWEEPS = """\
+# What the sweeps found
+
+A row for each file, when it was run last (`make sweep`, or with `PYTEST_ARGS=` a part of it).
+
+| sweep | rows | passed | skipped | failed | minutes | day | torch | machine |
+|---|---:|---:|---:|---:|---:|---|---|---|
+"""
+
+
+def swept(tests: list[Ran], before: str) -> str:
+    """The page of sweeps, with new rows for the files that were run, and those of `before`."""
+    import torch
+
+    rows = {line.split("`")[1]: line for line in before.splitlines() if line.startswith("| `")}
+    for file in {test.file for test in tests}:
+        mine = [test for test in tests if test.file == file]
+        ends = [test.ended for test in mine]
+        passed, skipped = ends.count("passed"), ends.count("skipped")
+        cells = (
+            f"`{file}`", len(mine), passed, skipped, len(mine) - passed - skipped,
+            f"{sum(test.seconds for test in mine) / 60:.1f}", date.today().isoformat(),
+            torch.__version__, _cpu(),
+        )  # fmt: skip
+        rows[file] = f"| {' | '.join(map(str, cells))} |"
+    return SWEEPS + "".join(f"{rows[file]}\n" for file in sorted(rows))
+
+
 def _cpu() -> str:
     with open("/proc/cpuinfo") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -109,8 +139,13 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--page", type=Path, required=True)
     parser.add_argument("--files", type=Path)
+    parser.add_argument("--sweeps", action="store_true")
     given = parser.parse_args()
     tests = ran(given.report)
+    if given.sweeps:
+        before = given.page.read_text() if given.page.exists() else ""
+        given.page.write_text(swept(tests, before))
+        return
     given.page.write_text(page(tests))
     if given.files:
         given.files.write_text(json.dumps(by_file(tests), indent=1) + "\n")
