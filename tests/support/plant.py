@@ -6,8 +6,8 @@
 The faults are those of `mutants.py` and, of each room, five that a seed draws (`faults.py`).
 `watch` runs `make test-all` once, and notes which tests come to the place of a fault. `run` runs
 these tests with the fault, first those of `make test`, the cheapest first, until one fails; where
-none does, all tests of its room; then those of the slow lane in the same way. It leaves a table of
-what caught what.
+none does, and few reach it, all tests of its room; then those of the slow lane in the same way. It
+leaves a table of what caught what.
 
 Of these tests it runs as many as take `--seconds` together: what is caught is a lower bound.
 """
@@ -35,6 +35,7 @@ from repository import ROOT
 
 PLANTING = ROOT / "tests" / "support" / "planting"
 NO_TESTS = 5  # pytest's status
+FEW = 3  # a cached function is reached by the first test that calls it alone
 TEST_ALL = "not sweep and not gpu"
 LANES = ("make test", "make test-all")
 
@@ -97,13 +98,14 @@ class Runs:
 
     def of_room(self, number: int) -> list[str]:
         room = self.faults[number].get("room", "").partition("/")[0]
+        room = "runtime" if room == "mpcompile" else room
         tests = [test for test in self.cost if room and test.startswith(f"tests/{room}/")]
         return sorted(tests, key=self.cost.__getitem__)
 
     def judge(self, number: int) -> Verdict:
         fault, ran, left = self.faults[number], 0, 0
         reached = self.reach(number)
-        others = [test for test in self.of_room(number) if test not in reached]
+        others = [t for t in self.of_room(number) if t not in reached] if len(reached) < FEW else []
         for lane in LANES:
             for tests in (reached, others):
                 mine, out = self.within([test for test in tests if self.lane_of[test] == lane])
