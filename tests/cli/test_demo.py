@@ -135,7 +135,6 @@ def test_heads_must_divide_the_width() -> None:
         GPTConfig(width=32, heads=3)
 
 
-@pytest.mark.slow("whole commands")
 def test_generated_text_continues_the_prompt_and_follows_the_seed() -> None:
     model = GPT(TINY)
     prompt = tokens(5)

@@ -96,7 +96,6 @@ def test_a_write_to_a_result_is_none_to_an_operand(program: Any, level: str, emi
     check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
 
 
-@pytest.mark.slow("a matrix of trainings against FP64")
 @SETTINGS
 def test_an_input_that_is_returned_is_itself(level: str, emit: str) -> None:
     """A graph returns it where a body reads it as well."""
@@ -110,7 +109,6 @@ def test_an_input_that_is_returned_is_itself(level: str, emit: str) -> None:
     assert compared.model(x, w)[1] is w
 
 
-@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_compiled_blocks_inside_checkpoints(emit: str) -> None:
     """Compiled at their first call, which the checkpoint watches; the scale found, too."""

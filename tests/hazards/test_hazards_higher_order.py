@@ -54,7 +54,6 @@ def causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return q >= k
 
 
-@pytest.mark.slow_rows("a matrix of trainings against FP64")
 @LEVELS
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

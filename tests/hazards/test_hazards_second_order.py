@@ -108,7 +108,6 @@ def test_under_inductor(name: str) -> None:
         assert (got - want).norm() < TOLERANCE[BF16] * want.norm()
 
 
-@pytest.mark.slow("derivatives of derivatives")
 def test_the_plan_says_why_an_inner_gradient_is_fp32() -> None:
     *_, model = gradients(DERIVATIVES["energy and forces"], FP16, "O1", "eager")
     nodes = compiled_plans(model)[-1].nodes
@@ -149,7 +148,6 @@ def test_a_function_inside_of_a_derivative_is_refused() -> None:
         model(torch.randn(8, 16))
 
 
-@pytest.mark.slow("derivatives of derivatives")
 def test_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were autograd's own detaches left in, a part of the second derivative would be lost."""
     monkeypatch.setattr(derivatives, "_drop_detaches", lambda graph: None)

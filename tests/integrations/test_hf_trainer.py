@@ -29,10 +29,7 @@ from mpcompile.integrations.huggingface import MPCompileMixin, MPCompileTrainer
 REST = pytest.mark.sweep("the rest of a matrix of trainings")
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
-pytestmark = [
-    pytest.mark.slow("trains by the Trainer of transformers"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 6
 
@@ -86,6 +83,7 @@ SAMPLE = ("O1", "O2, MPOptimizer")
 EACH = [pytest.param(way, marks=[] if way in SAMPLE else REST) for way in WAYS]
 
 
+@pytest.mark.slow_rows("trains by the Trainer of transformers")
 @pytest.mark.parametrize("way", EACH)
 def test_it_follows_the_plain_trainer(way: str, fp32: Trainer, tmp_path: Path) -> None:
     options, compiled = WAYS[way]
@@ -101,6 +99,7 @@ def test_it_follows_the_plain_trainer(way: str, fp32: Trainer, tmp_path: Path) -
     assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_gradient_checkpointing(fp32: Trainer, tmp_path: Path) -> None:
     more = {**_ALL, "gradient_checkpointing": True}
     ours = trainer(tmp_path, mixed={**HALF, "level": "O2"}, compile_optimizers=True, **more)
@@ -110,6 +109,7 @@ def test_gradient_checkpointing(fp32: Trainer, tmp_path: Path) -> None:
     assert logged(ours, "grad_norm") == pytest.approx(logged(fp32, "grad_norm"), rel=2e-2)
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_a_bf16_model(fp32: Trainer, tmp_path: Path) -> None:
     """`from_pretrained(dtype=torch.bfloat16)`: masters are the MPOptimizer's, and what is saved is
     BF16.
@@ -131,6 +131,7 @@ def test_a_bf16_model(fp32: Trainer, tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "MPOptimizer"])
 def test_it_resumes_to_the_bit(compiled: bool, tmp_path: Path) -> None:
@@ -150,6 +151,7 @@ def test_it_resumes_to_the_bit(compiled: bool, tmp_path: Path) -> None:
     assert logged(second, "loss") == logged(whole, "loss")
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_a_checkpoint_of_a_plain_trainer_is_taken_up(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     plain = trainer(tmp_path, Trainer, **saving)
@@ -159,6 +161,7 @@ def test_a_checkpoint_of_a_plain_trainer_is_taken_up(tmp_path: Path) -> None:
     assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=2e-3)
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 @pytest.mark.parametrize(("word", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16")])
 def test_the_arguments_name_the_dtype(word: str, dtype: str, tmp_path: Path) -> None:
     ours = trainer(tmp_path, max_steps=1, **{word: True})
@@ -181,6 +184,7 @@ def test_two_dtypes_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, mixed={"dtype": torch.float16}, bf16=True)
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_a_plain_trainers_own_autocast_is_refused(tmp_path: Path) -> None:
     model = mpcompile(gpt(), dtype=torch.float16, emit="eager")
     plain = trainer(tmp_path, Trainer, model=model, bf16=True)
@@ -188,6 +192,7 @@ def test_a_plain_trainers_own_autocast_is_refused(tmp_path: Path) -> None:
         plain.train()
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_a_model_compiled_before_is_taken_as_it_is(tmp_path: Path) -> None:
     model = mpcompile(gpt(), dtype=torch.float16, emit="eager", level="O2")
     scale = loss_scale_of(model)
@@ -196,6 +201,7 @@ def test_a_model_compiled_before_is_taken_as_it_is(tmp_path: Path) -> None:
     assert {plan.level for plan in compiled_plans(model)} == {"O2"}
 
 
+@pytest.mark.slow("trains by the Trainer of transformers")
 def test_model_init(tmp_path: Path) -> None:
     ours = trainer(tmp_path, model_init=gpt, mixed=HALF, max_steps=1)
     ours.train()

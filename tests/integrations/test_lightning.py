@@ -100,7 +100,6 @@ class Logging(Net):
         return {"loss": loss, "total": total}
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_what_is_logged_is_what_plain_lightning_logs() -> None:
     logged = []
     for options in ({}, plugin()):
@@ -126,7 +125,6 @@ class Annealed(Net):
         return self.loss(batch) * min(1.0, done)
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_the_number_of_the_step_does_not_compile_it_anew() -> None:
     plain = fitted(made(Annealed), max_epochs=4)
     module = fitted(made(Annealed), max_epochs=4, **plugin())
@@ -148,7 +146,6 @@ def test_evaluation_and_prediction_are_compiled() -> None:
     assert result["val_loss"] == pytest.approx(float(F.cross_entropy(out, y)), abs=CLOSE)
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_a_second_fit_keeps_graphs_and_scale() -> None:
     module, options = made(), plugin()
     fitted(module, **options)
@@ -167,7 +164,6 @@ def test_another_trainer_compiles_a_module_anew() -> None:
     assert isinstance(module.training_step.method.__self__, Logging)
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_copies_and_pickles_are_plain() -> None:
     module = made()
     names = set(module.state_dict())

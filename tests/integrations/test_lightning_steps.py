@@ -38,7 +38,6 @@ class Nested(Net):
         return loss
 
 
-@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.filterwarnings("ignore:mpcompile. 50% of the product FLOPs of Nested ran in compiled")
 def test_a_step_that_calls_another_logs_all() -> None:
     """The step is not to be compiled, so its products run outside of the graphs."""
@@ -62,7 +61,6 @@ class Partial(Net):
     validation_step = functools.partialmethod(_step, stage="test")  # type: ignore[assignment]
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_steps_that_functools_made_are_compiled() -> None:
     _, plain = logged(Partial)
     module, ours = logged(Partial, plugins=[MPCompilePrecision(**FP16)])

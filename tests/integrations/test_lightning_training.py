@@ -221,7 +221,6 @@ def test_the_gradscaler_of_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
     assert (state.scale, state.good_steps) == (2.0**7, 18)
 
 
-@pytest.mark.slow("trains by a trainer of others")
 def test_a_checkpoint_goes_back_to_plain_lightning(tmp_path: Path) -> None:
     ours = trainer(**plugin("O2, compiled optimizers"))
     ours.fit(made(), batches())

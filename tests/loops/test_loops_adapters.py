@@ -105,7 +105,6 @@ def test_adapters_merged_into_the_base(way: Way) -> None:
     agree(way, loop)
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     def loop(way: Way) -> None:
@@ -128,7 +127,6 @@ def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     agree(way, loop)
 
 
-@pytest.mark.slow("a loop in each way of training, against FP64")
 @MOSTLY_O1
 def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     """All parameters are in the optimizer from the start; which have gradients changes."""
@@ -149,7 +147,6 @@ def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     agree(way, loop)
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_weights_assigned_after_compiling(way: Way) -> None:
     """`load_state_dict(assign=True)` puts new Parameters in place of those that were compiled."""

@@ -81,7 +81,6 @@ def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
     agree(way, loop)
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @MOSTLY_O1
 @KINDS
 def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:

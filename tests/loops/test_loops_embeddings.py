@@ -95,7 +95,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-@pytest.mark.slow("a loop in each way of training, against FP64")
 @pytest.mark.parametrize("planted", [None, 2])
 @pytest.mark.parametrize("way", [O1], ids=str)
 def test_functional_call_with_replaced_parameters(way: Way, planted: int | None) -> None:

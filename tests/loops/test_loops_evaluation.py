@@ -123,7 +123,6 @@ def test_compiled_twice() -> None:
     assert (scale.skipped_steps, first.skipped_steps) == (1, 0)
 
 
-@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_a_grad_scaler_left_in() -> None:
     """Its steps are skipped until its own scale has backed off (README); nothing breaks."""
     model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)

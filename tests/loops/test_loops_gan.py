@@ -161,7 +161,6 @@ def test_a_gradient_penalty_is_refused_before_anything_changes(
     assert same(before, snapshot([critic, optimizer]))
 
 
-@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_a_gradient_penalty_through_a_plain_critic() -> None:
     """The way that works: the critic stays plain, the generator is compiled."""
 

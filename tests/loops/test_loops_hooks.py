@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree
@@ -43,7 +42,6 @@ def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None
         update(F.cross_entropy(model(x[step]), y[step]))
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
     """torch.compile looks for these only if it is told to."""
@@ -51,7 +49,6 @@ def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
         agree(way, lambda way: hooked_for_a_while(way, lambda model: model.second))
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
     agree(way, lambda way: hooked_for_a_while(way, lambda model: model))
@@ -83,7 +80,6 @@ def test_activations_collected_by_forward_hooks(way: Way) -> None:
     agree(way, loop)
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_gradients_logged_by_hooks_on_the_output(way: Way) -> None:
     """What a hook on the output or the input sees is FP32 and true to size."""

@@ -20,7 +20,6 @@ DATA = torch.Generator().manual_seed(7)
 X, Y = torch.randn(5, 8, 16, generator=DATA), torch.randint(5, (5, 8), generator=DATA)
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     """As in torch's tutorial: step and free each gradient as soon as it is accumulated."""

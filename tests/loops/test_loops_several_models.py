@@ -20,7 +20,6 @@ def features() -> nn.Module:
     )
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @pytest.mark.parametrize("planted", [None, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_perceptual_loss_behind_a_plain_generator(level: str, planted: int | None) -> None:
@@ -80,7 +79,6 @@ def test_two_models_share_a_trunk() -> None:
     agree(O1, share)
 
 
-@pytest.mark.slow("a loop in each way of training, against FP64")
 def test_two_o2_models_share_a_trunk_under_one_scale() -> None:
     scale = LossScale.dynamic(init_scale=1024.0)
     agree(O2, lambda way: share(way, loss_scale=scale))
@@ -95,7 +93,6 @@ def test_two_o2_models_that_share_a_trunk_under_two_scales_are_refused() -> None
         assert same(list(before.values()), snapshot([model]))
 
 
-@pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_student_learns_from_a_teacher(compiled: bool, way: Way) -> None:

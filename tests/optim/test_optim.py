@@ -164,7 +164,6 @@ def test_the_default_dtype_does_not_matter() -> None:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.slow("trains with several optimizers")
 def test_fused_and_foreach_settings_do_not_matter() -> None:
     for setting in ({"fused": True}, {"foreach": True}, {"foreach": False}):
         twins = Twins(functools.partial(decayed, **setting))  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ TEN = ((3,), (2, 4), (5,), (3, 3, 2), (7,), (2,), (4, 5), (6,), (9,), (2, 3))
 # -- joined ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow("trains with several optimizers")
 def test_small_updates_are_joined_in_parts_of_one_length() -> None:
     first, second = updates(join_small(cut(*TEN)))
     assert params_of(first) == [f"param{i}" for i in range(5)]

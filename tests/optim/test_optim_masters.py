@@ -110,7 +110,6 @@ def test_a_hundred_small_steps_move_the_weights() -> None:
     assert moved(both.params[0]) == exact > 4 * moved(alone[0])
 
 
-@pytest.mark.slow("trains with several optimizers")
 def test_gradients_that_are_absent_in_turn() -> None:
     both = ByHand(MAKE["adamw"])
     for absent in [(0,), (1,), (2,), (), (0, 2), (1,), ()]:

@@ -134,7 +134,6 @@ def test_a_run_taken_up_again_is_the_same_bit_for_bit(make: Any, how: str) -> No
 # -- copies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_of_model_and_optimizer_trains_by_itself(copied: Callable[[Any], Any]) -> None:
     """With a scheduler at work, which replaces `step` on the object it was made for."""
@@ -199,7 +198,6 @@ def test_a_loss_scale_goes_on_where_it_was(run_before: bool) -> None:
     assert (scale.value, scale.skipped_steps) == (2.0**14, 2)
 
 
-@pytest.mark.slow("trains with several optimizers")
 def test_scales_of_two_models_find_their_models() -> None:
     def pair() -> tuple[list[nn.Sequential], MPOptimizer]:
         models = [fp16(), fp16()]
@@ -246,7 +244,6 @@ def towers() -> tuple[list[Tower], MPOptimizer]:
     return models, MPOptimizer(SGD(params, lr=0.1), emit="eager")
 
 
-@pytest.mark.slow("trains with several optimizers")
 def test_a_scale_goes_to_no_other_model_that_shares_a_parameter() -> None:
     """One model ran before the checkpoint, the other runs first after it."""
     models, optimizer = towers()

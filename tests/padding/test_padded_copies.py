@@ -169,7 +169,6 @@ def test_a_loaded_state_is_read_by_the_next_forward() -> None:
     check_copies(model)
 
 
-@pytest.mark.slow("compiles padded models, of many sizes")
 def test_graphs_share_one_copy() -> None:
     """In training and in evaluation, of any batch: one copy, padded once."""
     model = Net()
@@ -221,7 +220,6 @@ def test_channels_last_weights_stay_so() -> None:
     check_copies(model)
 
 
-@pytest.mark.slow("compiles padded models, of many sizes")
 def test_resumed_training_goes_on_as_it_would_have() -> None:
     model = Net()
     optimizer = trained(model, "always", torch.float16)

@@ -33,7 +33,6 @@ def test_mm_and_addmm(m: int, n: int, k: int) -> None:
     all_aligned(program, torch.randn(m, k), torch.randn(k, n), torch.randn(n), torch.randn(m, 1))
 
 
-@pytest.mark.slow("compiles padded models, of many sizes")
 @drawn(3, b=FEW, m=SIZES, n=SIZES, k=SIZES)
 def test_bmm_baddbmm_and_addbmm(b: int, m: int, n: int, k: int) -> None:
     def program(x: Tensor, y: Tensor, c: Tensor) -> Any:

@@ -82,7 +82,6 @@ def _weights(loss: Tensor) -> Tensor:
     return torch.linspace(-0.5, 2.5, loss.numel(), dtype=loss.dtype).view(loss.shape)
 
 
-@pytest.mark.slow("compiles by Inductor, or a deep model")
 @given(
     case=st.builds(
         Case, rows=st.integers(0, 40), columns=st.integers(1, 9), classes=st.integers(1, 30),

@@ -159,7 +159,6 @@ def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
     assert verdict.endswith("(device profile)")
 
 
-@pytest.mark.slow("plans of several models")
 def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,7 +68,6 @@ def test_this_cpu_is_asked_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not plan_for(net(), X).left
 
 
-@pytest.mark.slow("plans of several models")
 def test_attention_stays_one_kernel() -> None:
     """On a CPU it would be written out, in BF16."""
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
@@ -140,7 +139,6 @@ def two() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.ones(32, 64)
 
 
-@pytest.mark.slow("plans of several models")
 def test_saved_bytes_by_hand() -> None:
     model, x = two()
     copies = 2 * 32 * 64  # of the input, in FP16; the second weight is cast again

@@ -104,7 +104,6 @@ def at_once(*functions: Callable[[], Planned]) -> list[Planned]:
     return [made[number] for number in range(len(functions))]
 
 
-@pytest.mark.slow("plans of several models")
 def test_different_graphs_in_two_threads(convolutions: Handed, attention: Handed) -> None:
     alone = [shown(convolutions.planned()), shown(attention.planned())]
     assert alone[0] != alone[1]
@@ -112,7 +111,6 @@ def test_different_graphs_in_two_threads(convolutions: Handed, attention: Handed
         assert [*map(shown, at_once(convolutions.planned, attention.planned))] == alone
 
 
-@pytest.mark.slow("plans of several models")
 def test_one_graph_in_two_threads(attention: Handed) -> None:
     alone = shown(attention.planned())
     for _ in range(3):

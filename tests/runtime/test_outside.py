@@ -200,7 +200,6 @@ def test_a_step_in_pieces_that_calls_modules_in_a_loop() -> None:
         assert_near(got.detach(), wanted.detach().double())
 
 
-@pytest.mark.slow("compiles several models")
 def test_the_products_of_an_optimizer_do_not_count() -> None:
     """They make an update, which is not rounded."""
     net = nn.Linear(16, 16, bias=False)
@@ -227,7 +226,6 @@ def test_the_products_of_an_optimizer_do_not_count() -> None:
     assert not any("FLOPs" in str(w.message) for w in caught)
 
 
-@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_a_break_in_a_loop_is_said_once(emit: str) -> None:
     (message,) = said(ByHand(), emit=emit)
@@ -255,7 +253,6 @@ def test_the_share_counts_each_run_of_a_graph() -> None:
     assert all(f"parts.{i}.loop" in message for i in (0, 1))
 
 
-@pytest.mark.slow_rows("compiles several models")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 @pytest.mark.parametrize("net", [Straight(), nn.Sequential(nn.Linear(16, 16), nn.ReLU())], ids=type)
 def test_nothing_is_said_where_all_is_compiled(net: nn.Module, emit: str) -> None:
@@ -268,7 +265,6 @@ def test_nothing_is_said_of_a_hundredth() -> None:
     assert said(Behind(32 * 128)) == []
 
 
-@pytest.mark.slow("compiles several models")
 def test_nothing_is_said_of_products_that_run_low() -> None:
     class Autocast(Straight):
         @torch.compiler.disable
@@ -283,7 +279,6 @@ def test_nothing_is_said_of_products_that_run_low() -> None:
     assert said(Autocast()) == []
 
 
-@pytest.mark.slow("compiles several models")
 def test_nothing_is_said_where_nothing_was_to_run_low() -> None:
     assert said(Loop(), level="O0") == []
 

@@ -258,7 +258,6 @@ def test_one_scale_for_all_and_an_overflow_in_one_block_skips_the_step(level: st
     assert (scale.skipped_steps, scale.value) == (1, 512.0)
 
 
-@pytest.mark.slow("compiles blocks one by one")
 def test_the_first_backward_finds_the_scale() -> None:
     model = Net()
     gradients = exact(model)
@@ -279,7 +278,6 @@ class Tied(Net):
         return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
-@pytest.mark.slow("compiles blocks one by one")
 def test_a_product_beside_the_loop_is_said() -> None:
     model = Tied()
     del model.head
@@ -314,7 +312,6 @@ def test_a_whole_step_holds_the_blocks_as_a_part_of_it() -> None:
     assert step.left is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow("compiles blocks one by one")
 def test_evaluation_and_direct_calls() -> None:
     model = compiled(Net())
     twin = copy.deepcopy(model).double()

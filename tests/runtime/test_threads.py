@@ -75,7 +75,6 @@ def trained_with(function: Callable[[], Any]) -> None:
     assert results
 
 
-@pytest.mark.slow_rows("compiles in several threads")
 @pytest.mark.parametrize("by_passes", [False, True])
 def test_a_model_is_served_while_a_step_is_traced(
     by_passes: bool, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +102,6 @@ def test_a_model_is_served_while_a_step_is_traced(
     assert all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.slow("compiles in several threads")
 def test_a_step_of_another_thread_keeps_its_guard() -> None:
     model = mpcompile(net(), **LOW)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -122,7 +120,6 @@ def test_a_step_of_another_thread_keeps_its_guard() -> None:
     assert loss_scale_of(model).skipped_steps == len(results)
 
 
-@pytest.mark.slow("compiles in several threads")
 def test_autocast_of_another_thread_is_still_taken_off() -> None:
     model, x = mpcompile(net(), **LOW).eval(), torch.randn(3, 8)
     with torch.no_grad():
@@ -137,7 +134,6 @@ def test_autocast_of_another_thread_is_still_taken_off() -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.slow("compiles in several threads")
 def test_a_step_through_super_runs_no_hook_while_it_is_traced() -> None:
     class Twice(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:

@@ -15,7 +15,6 @@ from mpcompile import MPOptimizer, mpcompile
 from mpcompile.scaling.copies import MasterWeight
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
     model = mpcompile(Net(), level="O2", dtype=torch.float16, emit="eager")
     model(torch.randn(4, 8)).mean().backward()

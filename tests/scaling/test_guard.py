@@ -123,7 +123,6 @@ def hand_written(model: nn.Module, guarded: bool, factor: float) -> None:
             p -= 0.1 * p.grad
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_update_written_by_hand() -> None:
     model = mpcompile(mlp(), **FP16)
     hand_written(model, True, 1.0)

@@ -154,7 +154,6 @@ def test_what_is_compiled_while_gradients_are_there_is_one_graph() -> None:
     assert len(compiled_plans(model)) == 2
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_two_models_that_share_a_parameter_and_a_scale() -> None:
     def pair() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)

@@ -206,7 +206,6 @@ class Masked(nn.Module):
         return self.last(x), torch.log(mask)
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_infinite_values_do_not_end_the_looking_while_the_scale_falls() -> None:
     torch.manual_seed(0)
     model = mixed(Masked(), loss_scale="grad_scaler")

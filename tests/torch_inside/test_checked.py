@@ -106,7 +106,6 @@ def test_the_variable_skips_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch) == (Health(), [])
 
 
-@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"failures": [{}]}', '{"failures": 1}'])
 def test_a_damaged_result_is_made_anew(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked.path().parent.mkdir(parents=True)

@@ -261,7 +261,6 @@ def test_and_is_an_error_where_nothing_can_be_compiled(
             model(x)
 
 
-@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 def test_a_whole_step_that_needs_it_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpcompile.whole_step.program.cut", gone)
     assert_runs_in_pieces("torch 2.15.0 has no torch._thing, which does something")

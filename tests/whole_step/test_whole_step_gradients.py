@@ -82,7 +82,6 @@ def test_a_graph_that_lost_its_gradients_is_refused(
     agree_left(behind(reads_settings), calls, setting, "constant of the graph|no gradient")
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 def test_parameters_of_no_optimizer() -> None:
     """Some of them are marked as static."""
     model = net()
@@ -246,7 +245,6 @@ class Lion(AsWritten):
         state["mean"].lerp_(p.grad, 0.1)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("prints", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.filterwarnings("ignore:.*runs in pieces")

@@ -82,7 +82,6 @@ def test_gradients_are_left_between_calls(setting: Setting, count: int) -> None:
     agree(accumulating, calls, setting, compiled=count, **rounding(setting))
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("bad", [2, 3])
 def test_one_of_several_calls_overflows(setting: Setting, bad: int) -> None:
@@ -122,7 +121,6 @@ def test_a_schedule_outside(setting: Setting, name: str, make: Any) -> None:
     agree(program, batches(6), setting, compiled=2 if moves_momentum else 1, atol=atol)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -209,7 +207,6 @@ def test_zero_grad(setting: Setting, to_none: bool, where: str, by: str) -> None
     agree(program, batches(4), setting, compiled=compiled)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_gradients_are_returned(setting: Setting) -> None:
     """What `p.grad` is where it is read, not what it was before the call, nor afterwards."""

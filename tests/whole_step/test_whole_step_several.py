@@ -96,7 +96,6 @@ def test_a_gans_overflow_skips_the_step_of_one_network(setting: Setting, bad: st
     assert (run.scale.skipped_steps, run.scale.value) == (1, 512.0)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_optimizers_after_one_backward(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -172,7 +171,6 @@ class Tied(nn.Module):
         return self.head(x + self.block(x).relu())
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("make", [Run.sgd, Run.adamw])
 def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: Any) -> None:
@@ -196,7 +194,6 @@ def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: 
     agree(program, calls, setting, atol=1e-5)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     def program(run: Run) -> Step:
