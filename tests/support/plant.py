@@ -2,12 +2,13 @@
 
     python tests/support/plant.py watch build/faults      which tests reach the place of each fault
     python tests/support/plant.py run build/faults        plants each, and runs these tests
+    python tests/support/plant.py table build/faults      writes tests/planted.md
 
 The faults are those of `mutants.py` and, of each room, five that a seed draws (`faults.py`).
 `watch` runs `make test-all` once, and notes which tests come to the place of a fault. `run` runs
 these tests with the fault, first those of `make test`, the cheapest first, until one fails; where
 none does, and few reach it, all tests of its room; then those of the slow lane in the same way. It
-leaves a table of what caught what.
+notes what caught what.
 
 Of these tests it runs as many as take `--seconds` together: what is caught is a lower bound.
 """
@@ -38,6 +39,7 @@ NO_TESTS = 5  # pytest's status
 FEW = 3  # a cached function is reached by the first test that calls it alone
 TEST_ALL = "not sweep and not gpu"
 LANES = ("make test", "make test-all")
+VERDICTS = "verdicts.jsonl"
 
 
 def environment(given: Path, **more: str) -> dict[str, str]:
@@ -149,38 +151,48 @@ class Runs:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as a page."""
-    lines = ["| fault | done to | caught by | lane |", "|---|---|---|---|"]
-    for v in verdicts:
-        what = v.fault.get("text") or v.fault.get("breaks", "")
-        cells = (v.fault["name"], f"`{what}`", v.test or "**nothing**", v.lane)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def run(folder: Path, seconds: float, jobs: int, only: Sequence[str]) -> int:
-    """Plant each fault, and say what caught it; 1 if `make test` catches fewer than 80%."""
+    """Plant each fault, and say what caught it; a verdict takes the place of an earlier one."""
     runs = Runs(folder, seconds)
     numbers = [n for n, f in enumerate(runs.faults) if not only or f["name"] in only]
-    verdicts, start = [], time.monotonic()
+    start = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         for verdict in pool.map(runs.judge, numbers):
-            verdicts.append(verdict)
             said = f"caught by {verdict.test}" if verdict.test else "NOT CAUGHT"
             at = f"{time.monotonic() - start:5.0f} s"
-            print(
-                at, verdict.fault["name"], said, f"({verdict.lane}; {verdict.run} run)", flush=True
-            )
-            with (folder / "verdicts.jsonl").open("a") as file:
+            print(at, verdict.fault["name"], said, f"({verdict.run} run)", flush=True)
+            with (folder / VERDICTS).open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
-    caught = [sum(v.lane in LANES[: n + 1] for v in verdicts) for n in range(2)]
-    of = len(verdicts)
-    said = f"`make test` catches {caught[0]} of {of} faults, `make test-all` {caught[1]} of them."
-    page = f"# What the tests catch\n\n{said}\n\n{table(verdicts)}"
-    (folder / "table.md").write_text(page)
+    return 0
+
+
+def verdicts_of(folder: Path) -> dict[int, Verdict]:
+    """The last verdict on each fault, by its number."""
+    lines = (folder / VERDICTS).read_text().splitlines()
+    found = [Verdict(**json.loads(line)) for line in lines]
+    return {verdict.number: verdict for verdict in sorted(found, key=lambda v: v.number)}
+
+
+def table(folder: Path, page: Path, before: Path | None) -> int:
+    """Write what caught each fault as a page, beside what did in an earlier suite; 1 if `make test`
+    catches fewer than 80%, or `make test-all` fewer than that suite.
+    """
+    now, then = verdicts_of(folder), verdicts_of(before) if before else {}
+    columns = ["fault", "of", "caught by", "lane", *(["before"] if then else [])]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for v in now.values():
+        what = v.fault.get("text") or v.fault.get("breaks", "")
+        cells = [v.fault["name"], f"`{what}`", v.test or "**nothing**", v.lane]
+        if v.number in then:
+            cells.append(then[v.number].test or "**nothing**")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    fast, all_ = (sum(v.lane in LANES[: n + 1] for v in now.values()) for n in range(2))
+    earlier = sum(bool(v.test) for v in then.values())
+    said = f"Of {len(now)} faults `make test` catches {fast}, `make test-all` {all_}"
+    said += f"; the suite before the lanes caught {earlier} of {len(then)}." if then else "."
+    page.write_text(f"# What the tests catch\n\n{said}\n\n" + "\n".join(lines) + "\n")
     print(said)
-    return int(caught[0] < 0.8 * len(verdicts))
+    return int(fast < 0.8 * len(now) or all_ < earlier)
 
 
 def main() -> int:
@@ -198,6 +210,11 @@ def main() -> int:
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     running.add_argument("--only", nargs="*", default=[], help="names of faults")
     running.set_defaults(do=run)
+    writing = commands.add_parser("table")
+    writing.add_argument("folder", type=Path)
+    writing.add_argument("--page", type=Path, default=ROOT / "tests" / "planted.md")
+    writing.add_argument("--before", type=Path, help="the folder of an earlier suite")
+    writing.set_defaults(do=table)
     given = vars(parser.parse_args())
     given["folder"] = given["folder"].resolve()
     return partial(given.pop("do"), **given)()
