@@ -188,3 +188,15 @@ def test_it_is_refused(name: str) -> None:
     call, said = REFUSED[name]
     with pytest.raises(MPCompileError, match=said):
         call()
+
+
+def test_what_cannot_run_in_fp64_is_compared_with_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise NotImplementedError("no kernel for float64")
+
+    monkeypatch.setattr("mpcompile.diagnosis.sides.Exact.run", run)
+    report = diagnose(nn.Linear(4, 4), torch.randn(2, 4), dtype="float16", emit="eager")
+    assert set(report.losses) == {"low", "fp32"}
+    assert any("FP32 is taken as exact: no kernel for float64" in note for note in report.notes)
+    errors = [n.error for n in report.nodes if n.node.precision == "LOW"]
+    assert max(e for e in errors if e is not None) < 2.0**-9  # operands and result are rounded

@@ -118,12 +118,13 @@ def test_worst_come_first_and_are_few() -> None:
 
 def test_overflow_is_worse_than_few_bits() -> None:
     nodes = (
+        numbers(node("n0"), shares=Shares(0, 0.5, 0, count=9)),
         numbers(node("n1"), shares=Shares(0, 0.9, 0, count=9)),
         numbers(node("n2"), shares=Shares(0.05, 0, 0, count=9)),
         numbers(node("n3"), shares=Shares(0, 0, 0.1, count=9)),
         numbers(node("n4"), shares=Shares(count=9)),
     )
-    assert re.findall(r"\bn\d\b", str(report(nodes=nodes))) == ["n3", "n2", "n1"]
+    assert re.findall(r"\bn\d\b", str(report(nodes=nodes))) == ["n3", "n2", "n1", "n0"]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ class Fault:
         name: what it is called, as `file:line:column:kind`.
         room: the folder, as `optim` or `passes/joint`; flat modules are in `mpcompile`.
         file: by its path from the root.
-        line, column: where it stands.
+        line, column: where it begins.
+        end: where it ends, line and column: a sum may begin where its first term does.
         kind: what is done, as `negated`.
         text: the source that it is done to.
     """
@@ -47,6 +48,7 @@ class Fault:
     file: str
     line: int
     column: int
+    end: tuple[int, int]
     kind: str
     text: str
 
@@ -77,7 +79,7 @@ def drawn(seed: int, each: int) -> list[Fault]:
                 source = " ".join((ast.get_source_segment(text, node) or "").split())
                 place = node.lineno, node.col_offset
                 name = f"{path}:{place[0]}:{place[1]}:{kind}"
-                fault = Fault(name, room, path, *place, kind, source[:80])
+                fault = Fault(name, room, path, *place, _end(node), kind, source[:80])
                 of_function.setdefault((path, function), []).append(fault)
         draw = random.Random(f"{seed} {room}")  # one room's files change no other room's faults
         functions = sorted(of_function)
@@ -134,19 +136,24 @@ def _is_text(node: ast.expr) -> bool:
     )
 
 
+def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _is_place(node: ast.AST, fault: Fault) -> bool:
+    if not isinstance(node, (ast.expr, ast.stmt)) or fault.kind not in _kinds(node):
+        return False
+    place = fault.line, fault.column, tuple(fault.end)
+    return (node.lineno, node.col_offset, _end(node)) == place
+
+
 class _Plant(ast.NodeTransformer):
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.made = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
-        place = getattr(node, "lineno", None), getattr(node, "col_offset", None)
-        if (
-            place == (self.fault.line, self.fault.column)
-            and isinstance(node, (ast.expr, ast.stmt))
-            and self.fault.kind in _kinds(node)
-            and not self.made
-        ):
+        if _is_place(node, self.fault):
             self.made += 1
             return ast.copy_location(self._changed(node), node)
         return super().generic_visit(node)
@@ -212,9 +219,7 @@ def _holds(statement: ast.stmt, fault: Fault) -> bool:
     parts: list[ast.AST] = [statement]
     while parts:
         node = parts.pop()
-        place = getattr(node, "lineno", None), getattr(node, "col_offset", None)
-        is_code = isinstance(node, (ast.expr, ast.stmt))
-        if is_code and place == (fault.line, fault.column) and fault.kind in _kinds(node):
+        if _is_place(node, fault):
             return True
         inner = ast.iter_child_nodes(node)
         parts.extend(
