@@ -42,11 +42,16 @@ def changed(since: str) -> set[str]:
 
 
 def before() -> str:
-    """The commit that a change starts from: where it left the main branch, or the one before."""
+    """The commit that a change starts from: `CI_BASE`, or where it left the main branch; on that
+    branch itself the last one that is a day older.
+    """
     if given := os.environ.get("CI_BASE"):
         return given
     fork, head = git("merge-base", "HEAD", "origin/main"), git("rev-parse", "HEAD")
-    return fork if fork not in ("", head) else git("rev-parse", "-q", "--verify", "HEAD~1")
+    if fork not in ("", head):
+        return fork
+    day_before = int(git("log", "-1", "--format=%ct") or 0) - 24 * 60 * 60
+    return git("rev-list", "-1", f"--before={day_before}", "HEAD")
 
 
 def imports(file: Path) -> set[str]:
@@ -104,10 +109,12 @@ def main() -> None:
     by = changed(before())
     touched = [file for file in seconds if is_touched(file, by)]
     rest = sorted(seconds.keys() - touched)
-    random.Random(git("rev-parse", "HEAD")).shuffle(rest)
+    draw = random.Random(git("rev-parse", "HEAD"))
+    for files in (touched, rest):
+        draw.shuffle(files)
     left = given.minutes * 60 * given.workers / slower()
     taken, out = [], []
-    for file in (*sorted(touched, key=seconds.__getitem__), *rest):
+    for file in (*touched, *rest):
         fits = seconds[file] <= left
         (taken if fits else out).append(file)
         left -= seconds[file] * fits
