@@ -233,3 +233,12 @@ def test_only_devices_names_device_types() -> None:
     assert len(files) > 80
     found = {str(path.relative_to(ROOT)): sorted(n) for path in files if (n := names(path))}
     assert found == {file: [name] for file, (name, _) in MAY_NAME.items()}
+
+
+@pytest.mark.parametrize(("there", "said"), [(True, "91002"), (False, "no")])
+def test_cudnn_is_named_by_its_version(
+    there: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: there)
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91002)
+    assert capabilities("cuda").libraries()["cuDNN"] == said

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.ir import step_graph
+from mpcompile.lower import tracing_settings
 
 pytestmark = pytest.mark.inside
 
@@ -273,3 +274,9 @@ def test_what_four_threads_do_is_what_one_does() -> None:
     with ThreadPoolExecutor(len(tasks)) as pool:
         counts = [*pool.map(again, tasks, alone)]
     assert all(counts)
+
+
+def test_after_a_compile_no_call_waits_for_one() -> None:
+    model = mpcompile(net(), **LOW)
+    model(torch.randn(2, 8)).sum().backward()
+    assert tracing_settings._idle.is_set()
