@@ -96,7 +96,12 @@ class Runs:
             file = self.folder / "reached" / str(number)
             lines = file.read_text().splitlines() if file.exists() else []
             tests = {line.rpartition(" (")[0] for line in lines}
-        return sorted(tests & self.cost.keys(), key=self.cost.__getitem__)
+        room = self.faults[number].get("room", "").partition("/")[0]
+
+        def order(test: str) -> tuple[bool, float]:  # those of its own room come first
+            return not test.startswith(f"tests/{room}/"), self.cost[test]
+
+        return sorted(tests & self.cost.keys(), key=order)
 
     def of_room(self, number: int) -> list[str]:
         room = self.faults[number].get("room", "").partition("/")[0]
