@@ -214,7 +214,6 @@ def with_a_fault(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return mpcompile(Places(_branches), dtype=torch.float16, emit="aot_eager")
 
 
-@pytest.mark.slow("derivatives inside of graphs, in each place")
 def test_autograd_is_asked_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_a_fault(monkeypatch)
     with pytest.raises(MPCompileError, match=r"autograd tracks result 2, 3 of a compiled graph"):
