@@ -77,7 +77,10 @@ def test_a_sample_is_seconds_per_step_and_settling_does_not_count() -> None:
 def test_the_device_is_idle_at_both_ends() -> None:
     machine = FakeMachine()
     waits: list[int] = []
-    wait = lambda: waits.append(len(machine.order))  # noqa: E731
+
+    def wait() -> None:
+        waits.append(len(machine.order))
+
     arms = [machine.arm("a", 1.0)]
     take_turns(arms, rounds=1, steps=2, settle=1, wait=wait, clock=machine.clock)
     assert waits == [1, 3]

@@ -10,6 +10,8 @@ from typing import cast
 import pytest
 import torch
 
+from benchmarks.papers.task import Task
+from benchmarks.papers.tasks.speech import DEEP_SPEECH
 from benchmarks.papers.tasks.speech.data import (
     BLANK,
     FRAMES,
@@ -22,7 +24,7 @@ from benchmarks.papers.tasks.speech.data import (
 from benchmarks.papers.tasks.speech.net import DeepSpeech, frames_out
 from benchmarks.papers.tasks.speech.train import distance
 from benchmarks.papers.tasks.speech.train import greedy as heard
-from benchmarks.papers.tasks.translation import grammar
+from benchmarks.papers.tasks.translation import LSTM_ATTENTION, TRANSFORMER, grammar
 from benchmarks.papers.tasks.translation.corpus import BEGIN, END, PAD, Corpus, corpus, words_of
 from benchmarks.papers.tasks.translation.grammar import (
     NOUNS,
@@ -35,6 +37,8 @@ from benchmarks.papers.tasks.translation.grammar import (
 from benchmarks.papers.tasks.translation.lstm import LSTMTranslator
 from benchmarks.papers.tasks.translation.train import bleu, greedy, noam
 from benchmarks.papers.tasks.translation.transformer import Transformer, sinusoids
+from benchmarks.papers.training import train
+from benchmarks.papers.ways import QUALITY
 
 CPU = torch.device("cpu")
 
@@ -233,3 +237,12 @@ def test_bleu() -> None:
     assert bleu(["a b c d"], ["a b c d"]) == pytest.approx(100)
     # Shorter than it should be: every n-gram is right, and the penalty is exp(1 - 8 / 4).
     assert bleu(["a b c d"], ["a b c d e f g h"]) == pytest.approx(100 * math.exp(-1))
+
+
+@pytest.mark.slow("a benchmark's own test, which runs it small")
+@pytest.mark.parametrize("task", [DEEP_SPEECH, LSTM_ATTENTION, TRANSFORMER], ids=lambda t: t.name)
+def test_takes_two_steps(task: Task) -> None:
+    (o2,) = (way for way in QUALITY if way.name == "FP16 O2")
+    outcome = train(task, o2, 0, "eager", CPU, steps=2)
+    assert task.metric in outcome.metrics
+    assert all(map(math.isfinite, outcome.metrics.values()))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compare import LEVELS, check, fallback_reason, leaf
+from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor
 from versions import since
@@ -68,8 +69,26 @@ PROGRAMS = [
 def test_applies() -> None:
     stage = Stage(gather_hooks, read_before, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert "register_hook: f32[8, 16] = higher_order::register_hook(matmul, body_0)" in stage.text
-    assert "\nadd: f32[8, 16] = add(register_hook, 1)\n" in stage.text
+    assert_expected_inline(
+        stage.text,
+        """\
+x: f32[8, 16] = input
+w: f32[16, 16] = input
+matmul: f32[8, 16] = matmul(x, w)
+body_0 = self.body_0
+register_hook: f32[8, 16] = higher_order::register_hook(matmul, body_0)
+add: f32[8, 16] = add(register_hook, 1)
+abs_1: f32[8, 16] = abs(add)
+add_1: f32[8, 16] = add(abs_1, 0.5)
+atan2: f32[8, 16] = atan2(register_hook, add_1)
+return atan2
+
+body_0:
+gradient: NoneType = input
+clamp: NoneType = clamp(gradient, -0.01, 0.01)
+return clamp
+""",
+    )
 
 
 def test_nothing_to_do() -> None:

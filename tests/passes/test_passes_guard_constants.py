@@ -167,7 +167,10 @@ def test_bf16_holds_the_range_but_not_the_positions() -> None:
     stage = Stage(guard_constants, constant_tensor, leaf(3, 2), low=torch.bfloat16)
     stage.run()
     assert pinned(stage) == {}
-    far_apart = lambda x: x.relu() + torch.arange(256.0, 259.0)  # noqa: E731
+
+    def far_apart(x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + torch.arange(256.0, 259.0)
+
     far = Stage(guard_constants, far_apart, leaf(2, 3), low=torch.bfloat16)
     far.run()
     assert pinned(far).keys() == {"add"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, leaf
+from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor
 
@@ -26,11 +27,24 @@ def qkv() -> tuple[Tensor, ...]:
 def test_applies() -> None:
     stage = Stage(narrow_softmax, attention, *qkv(), level="O2")
     stage.run_twice()
-    for line in (
-        "softmax_low: f16[2, 9, 9] = mpcompile::softmax_low(matmul_f32, -1, f16, False)",
-        "matmul_1: f16[2, 9, 8] = matmul(softmax_low, v_f16)",
-    ):
-        assert line in stage.text
+    assert_expected_inline(
+        stage.text,
+        """\
+k: f32[2, 9, 8] = input
+q: f32[2, 9, 8] = input
+v: f32[2, 9, 8] = input
+v_f16: f16[2, 9, 8] = to(v, f16)
+q_f16: f16[2, 9, 8] = to(q, f16)
+k_f16: f16[2, 9, 8] = to(k, f16)
+transpose: f16[2, 8, 9] = transpose(k_f16, -1, -2)
+matmul: f16[2, 9, 9] = matmul(q_f16, transpose)
+matmul_f32: f32[2, 9, 9] = to(matmul, f32)
+softmax_low: f16[2, 9, 9] = mpcompile::softmax_low(matmul_f32, -1, f16, False)
+matmul_1: f16[2, 9, 8] = matmul(softmax_low, v_f16)
+matmul_1_f32: f32[2, 9, 8] = to(matmul_1, f32)
+return matmul_1_f32
+""",
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,6 +92,7 @@ def test_the_operator_is_torchs_softmax_rounded(dim: int, safe: bool, dtype: tor
     weights = torch.randn_like(x)
     (got.float() * weights).sum().backward()
     (wanted * weights.double()).sum().backward()
+    assert x.grad is not None
     assert x.grad.dtype is torch.float32
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0.02, atol=tolerance)
 

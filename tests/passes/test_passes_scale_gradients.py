@@ -125,14 +125,27 @@ def test_an_input_that_is_written_is_copied_and_copied_back() -> None:
     w = leaf(4, 4)
     stage = scaled(program, w * 1, w)
     stage.run()
-    for line in (
-        "h_unscale: f32[4, 4] = mpcompile::unscale_grad(h, mp_scale, mp_found)",
-        "h_own: f32[4, 4] = clone(h_unscale)",
-        "mul_: f32[4, 4] = mul_(h_own, 2)",
-        "h_own_scale: f32[4, 4] = mpcompile::scale_grad(h_own, mp_scale)",
-        "h_back: f32[4, 4] = copy_(h, h_own_scale)",
-    ):
-        assert line in stage.text
+    assert_expected_inline(
+        stage.text,
+        """\
+h: f32[4, 4] = input
+w: f32[4, 4] = input
+mp_scale: f32[] = input
+mp_found: f32[] = input
+h_unscale: f32[4, 4] = mpcompile::unscale_grad(h, mp_scale, mp_found)
+h_own: f32[4, 4] = clone(h_unscale)
+w_unscale: f32[4, 4] = mpcompile::unscale_grad(w, mp_scale, mp_found)
+w_f16: f16[4, 4] = to(w_unscale, f16)
+mul_: f32[4, 4] = mul_(h_own, 2)
+mul__f16: f16[4, 4] = to(mul_, f16)
+linear: f16[4, 4] = linear(mul__f16, w_f16)
+linear_f32: f32[4, 4] = to(linear, f32)
+h_own_scale: f32[4, 4] = mpcompile::scale_grad(h_own, mp_scale)
+h_back: f32[4, 4] = copy_(h, h_own_scale)
+linear_f32_scale: f32[4, 4] = mpcompile::scale_grad(linear_f32, mp_scale)
+return linear_f32_scale
+""",
+    )
 
 
 def test_an_input_written_behind_autograds_back() -> None:

@@ -35,6 +35,22 @@ copy_: f32[3] = copy_(param0, add_tensor)
     )
 
 
+def test_lift_numbers_in_adam() -> None:
+    stage = StepStage(lift_numbers, make=lambda p: torch.optim.Adam(p, lr=0.1))
+    assert_expected_inline(
+        stage.run(),
+        """\
+div_tensor: f32[3] = div(lerp, add_1)
+mul_tensor: f32[3] = mul(div_tensor, neg)
+add_tensor: f32[3] = add(param0, mul_tensor)
+copy_: f32[3] = copy_(param0, add_tensor)
+- _local_scalar_dense: SymFloat = _local_scalar_dense(neg)
+- addcdiv: f32[3] = addcdiv(param0, lerp, add_1, value=_local_scalar_dense)
+- copy_: f32[3] = copy_(param0, addcdiv)
+""",
+    )
+
+
 def test_lift_numbers_does_all_at_once() -> None:
     stage = StepStage(lift_numbers, (3,), (2,))
     stage.run()
@@ -105,6 +121,27 @@ def test_share_numbers_draws_each_random_number() -> None:
 # -- predicate_writes -------------------------------------------------------------------------
 
 
+def test_predicate_writes() -> None:
+    """The parameter, both moments and the counter; not what the step reports."""
+    assert_expected_inline(
+        StepStage(predicate_writes, make=adam).run(),
+        """\
+where_self: f32[3] = where(logical_or_default, param0, add_tensor)
+copy_: f32[3] = copy_(param0, where_self)
+where_self_1: f32[] = where(logical_or_default, state0_step, copy)
+copy__1: f32[] = copy_(state0_step, where_self_1)
+where_self_2: f32[3] = where(logical_or_default, state0_exp_avg, lerp)
+copy__2: f32[3] = copy_(state0_exp_avg, where_self_2)
+where_self_3: f32[3] = where(logical_or_default, state0_exp_avg_sq, addcmul)
+copy__3: f32[3] = copy_(state0_exp_avg_sq, where_self_3)
+- copy_: f32[3] = copy_(param0, add_tensor)
+- copy__1: f32[] = copy_(state0_step, copy)
+- copy__2: f32[3] = copy_(state0_exp_avg, lerp)
+- copy__3: f32[3] = copy_(state0_exp_avg_sq, addcmul)
+""",
+    )
+
+
 @pytest.mark.parametrize("checked", [False, True])
 def test_predicate_writes_of_parameters_without_a_gradient(checked: bool) -> None:
     """Each has a flag of its own, and a skipped step is one for all."""
@@ -144,6 +181,69 @@ def test_write_copies_without_copies() -> None:
 
 
 # -- move_scale -------------------------------------------------------------------------------
+
+
+def test_move_scale_static() -> None:
+    assert_expected_inline(
+        StepStage(move_scale).run(),
+        """\
+scale0_skipped_steps: i64[] = input
+add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
+copy__default_1: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
+""",
+    )
+
+
+def test_move_scale_dynamic() -> None:
+    assert_expected_inline(
+        StepStage(move_scale, scales=(DYNAMIC,)).run(),
+        """\
+scale0_first: b8[] = input
+scale0_scale: f32[] = input
+scale0_good_steps: i64[] = input
+scale0_overflows_left: i64[] = input
+scale0_skipped_steps: i64[] = input
+scale0_hit: b8[] = input
+scale0_floor: b8[] = input
+add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
+sub_tensor: i64[] = sub(scale0_overflows_left, 1)
+add_tensor_2: i64[] = add(scale0_good_steps, 1)
+le_scalar: b8[] = le(sub_tensor, 0)
+bitwise_and_tensor: b8[] = bitwise_and(logical_or_default, le_scalar)
+logical_not_default_1: b8[] = logical_not(logical_or_default)
+ge_scalar: b8[] = ge(add_tensor_2, 2000)
+bitwise_and_tensor_1: b8[] = bitwise_and(logical_not_default_1, ge_scalar)
+mul_tensor_1: f32[] = mul(scale0_scale, 0.5)
+clamp_min_default: f32[] = clamp_min(mul_tensor_1, 1.0)
+mul_tensor_2: f32[] = mul(scale0_scale, 2.0)
+clamp_max_default: f32[] = clamp_max(mul_tensor_2, 16777216.0)
+where_self_1: f32[] = where(bitwise_and_tensor_1, clamp_max_default, scale0_scale)
+where_self_2: f32[] = where(bitwise_and_tensor, clamp_min_default, where_self_1)
+bitwise_or_tensor: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_1)
+masked_fill_scalar: i64[] = masked_fill(add_tensor_2, bitwise_or_tensor, 0)
+where_self_3: i64[] = where(logical_or_default, sub_tensor, scale0_overflows_left)
+bitwise_or_tensor_1: b8[] = bitwise_or(bitwise_and_tensor, bitwise_and_tensor_1)
+masked_fill_scalar_1: i64[] = masked_fill(where_self_3, bitwise_or_tensor_1, 1)
+logical_not_default_2: b8[] = logical_not(scale0_first)
+bitwise_and_tensor_2: b8[] = bitwise_and(scale0_hit, logical_not_default_2)
+logical_not_default_3: b8[] = logical_not(bitwise_and_tensor_2)
+bitwise_and_tensor_3: b8[] = bitwise_and(logical_or_default, logical_not_default_3)
+bitwise_or_tensor_2: b8[] = bitwise_or(scale0_first, bitwise_and_tensor_3)
+where_self_4: f32[] = where(bitwise_or_tensor_2, where_self_2, scale0_scale)
+where_self_5: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar, scale0_good_steps)
+where_self_6: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar_1, scale0_overflows_left)
+bitwise_or_tensor_3: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_2)
+le_scalar_1: b8[] = le(scale0_scale, 1.0)
+bitwise_and_tensor_4: b8[] = bitwise_and(bitwise_and_tensor_3, le_scalar_1)
+bitwise_or_tensor_4: b8[] = bitwise_or(scale0_floor, bitwise_and_tensor_4)
+copy__default_1: f32[] = copy_(scale0_scale, where_self_4)
+copy__default_2: i64[] = copy_(scale0_good_steps, where_self_5)
+copy__default_3: i64[] = copy_(scale0_overflows_left, where_self_6)
+copy__default_4: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
+copy__default_5: b8[] = copy_(scale0_hit, bitwise_or_tensor_3)
+copy__default_6: b8[] = copy_(scale0_floor, bitwise_or_tensor_4)
+""",
+    )
 
 
 def test_move_scale_where_nothing_is_checked() -> None:

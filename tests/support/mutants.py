@@ -120,7 +120,7 @@ MUTANTS = (
         "passes/step/predicate_writes.py",
         '_PREDICATED = ("param", "state")',
         '_PREDICATED = ("param",)',
-        ("tests/optim/test_optim_db.py",),
+        ("tests/passes/test_passes_step_update.py", "tests/optim/test_optim_db.py"),
     ),
     Mutant(
         "guard-removed",
