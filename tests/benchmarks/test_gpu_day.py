@@ -117,6 +117,7 @@ runner.run([runner.Piece("naps", ("-c", {naps!r}), 3.0)], Path({str(tmp_path)!r}
     assert log[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_piece_that_hears_no_interrupt_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ class Branches(nn.Module):
         return self.a(x).square().mean() + self.b(x).square().mean()
 
 
+@pytest.mark.slow("runs a model step by step, many times")
 def test_two_that_break_it_together_are_both_named() -> None:
     def agrees(ours: Outcome, full: Outcome) -> bool:
         """One of the two may run low."""

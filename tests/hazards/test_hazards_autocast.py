@@ -189,6 +189,7 @@ class Broken(nn.Module):
         return self.last(x.float())
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @pytest.mark.parametrize("decorated", [True, False], ids=["decorator", "with"])
 @pytest.mark.parametrize(
     ("dtype", "kept"), [(None, "f32"), (torch.bfloat16, "bf16")], ids=["disabled", "bf16"]

@@ -127,6 +127,7 @@ def test_what_is_saved(level: str, graphs: list[fx.GraphModule]) -> None:
     assert all(r.meta["val"].shape != (8, 32) for r in made)
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @LEVELS
 def test_two_checkpoints_in_a_row_share_a_weight(level: str) -> None:
     def forward(m: Any, x: torch.Tensor) -> Any:
@@ -236,6 +237,7 @@ def test_batch_norm_in_a_body_counts_once(level: str) -> None:
     assert result.model.norm.num_batches_tracked == 1
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @LEVELS
 def test_dynamic_batch(level: str) -> None:
     model = Block(checkpointed)

@@ -78,6 +78,7 @@ def sum_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return results[0] + results[1].unsqueeze(-1)
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @SETTINGS
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_autograd_function_keeps_its_backward(name: str, level: str, emit: str) -> None:

@@ -109,6 +109,7 @@ def test_hook_after_accumulation_can_step_at_once(level: str) -> None:
         assert_near(a.detach(), e.detach(), "parameter", 1e-3)
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @SETTINGS
 def test_gradients_accumulate_over_steps(level: str, emit: str) -> None:
     check(MLP(), leaf(8, 16), level=level, steps=3, emit=emit)

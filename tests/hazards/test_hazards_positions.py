@@ -301,6 +301,7 @@ def test_no_further_off_than_autocast(
             assert mine <= 1.5 * peers + torch.finfo(dtype).eps / 2, found
 
 
+@pytest.mark.slow("a matrix of trainings against FP64")
 @pytest.mark.sampled(3)
 @DTYPES
 @pytest.mark.parametrize("case", BOUNDS)

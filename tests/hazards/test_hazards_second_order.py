@@ -61,7 +61,7 @@ def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
     assert found.low > 0.1
 
 
-@pytest.mark.slow_rows("derivatives of derivatives")
+@pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.parametrize("name", OTHERS)
 def test_control_flow_is_right_and_says_what_stays(name: str) -> None:
     torch._dynamo.reset()

@@ -58,6 +58,7 @@ BROAD = {
 }
 
 
+@pytest.mark.slow("reads the whole tree")
 def test_nobody_else_catches_everything() -> None:
     found: Counter[str] = Counter()
     for path in sources("mpcompile", "passes"):

@@ -236,6 +236,7 @@ def follow_one_process(rank: int, level: str, wrap: bool) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow("trains by a trainer of others")
 @pytest.mark.parametrize(("level", "wrap"), [("O1", False), ("O2", True)])
 def test_two_processes_follow_one(level: str, wrap: bool) -> None:
     on_each_rank(follow_one_process, level, wrap)

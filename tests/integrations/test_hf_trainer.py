@@ -83,7 +83,7 @@ SAMPLE = ("O1", "O2, MPOptimizer")
 EACH = [pytest.param(way, marks=[] if way in SAMPLE else REST) for way in WAYS]
 
 
-@pytest.mark.slow_rows("trains by the Trainer of transformers")
+@pytest.mark.slow("trains by the Trainer of transformers")
 @pytest.mark.parametrize("way", EACH)
 def test_it_follows_the_plain_trainer(way: str, fp32: Trainer, tmp_path: Path) -> None:
     options, compiled = WAYS[way]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agree, finite, low_nodes, same, snapshot
@@ -69,6 +70,7 @@ def test_averaged_model_one_cycle_accumulation_and_clipping(way: Way) -> None:
     agree(way, loop, tolerance=TOLERANCE[way.dtype])
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
 def test_hand_written_average_swapped_in_for_evaluation(way: Way) -> None:
     """Kept by `lerp_`, copied into the model to evaluate, and out of it again to train on."""
@@ -100,6 +102,7 @@ def test_hand_written_average_swapped_in_for_evaluation(way: Way) -> None:
     agree(way, loop, tolerance=TOLERANCE[way.dtype])
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @MOSTLY_O1
 def test_the_averaged_model_can_be_compiled_too(way: Way) -> None:
     """It is a plain copy, so it may be; its updates are seen though nothing tells it of them."""

@@ -64,6 +64,7 @@ def test_dcgan_with_spectral_norm(norm: Callable[..., Any], way: Way) -> None:
     agree(way, loop)
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
 def test_wgan_with_weight_clipping(way: Way) -> None:
     """Clamping `p.data` bumps no version counter, and each forward must see it."""

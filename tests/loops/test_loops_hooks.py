@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree
@@ -42,6 +43,7 @@ def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None
         update(F.cross_entropy(model(x[step]), y[step]))
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
 def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
     """torch.compile looks for these only if it is told to."""
@@ -49,6 +51,7 @@ def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
         agree(way, lambda way: hooked_for_a_while(way, lambda model: model.second))
 
 
+@pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
 def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
     agree(way, lambda way: hooked_for_a_while(way, lambda model: model))

@@ -33,6 +33,7 @@ def test_forward_and_gradients(how: str, dynamic: bool) -> None:
     assert net.norm.num_batches_tracked == 4
 
 
+@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.parametrize("how", HOWS)
 def test_ambient_autocast_changes_nothing(how: str) -> None:
     net = Net()
@@ -49,6 +50,7 @@ def test_ambient_autocast_changes_nothing(how: str) -> None:
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.parametrize("how", HOWS)
 def test_inference(how: str) -> None:
     net = Net().eval()

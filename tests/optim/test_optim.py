@@ -137,6 +137,7 @@ def test_a_graph_of_the_gradients_themselves() -> None:
     torch.testing.assert_close(parameter.detach(), torch.full((3,), 0.9))
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_autograd_knows_that_the_parameters_changed() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = MPOptimizer(SGD([parameter], lr=0.1), emit="inductor")

@@ -287,6 +287,7 @@ class Counting(Mixing):
         return 1 / len(grads)
 
 
+@pytest.mark.slow("steps of many patterns of absent gradients")
 @pytest.mark.parametrize("make", [Mixing, Counting])
 def test_a_step_that_mixes_parameters(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pattern has a program, up to a number; then such steps run operator by operator."""
@@ -326,7 +327,7 @@ class Partly(AdamW):
                     state["mean"].lerp_(p.grad, 0.5)
 
 
-@pytest.mark.slow_rows("steps of many patterns of absent gradients")
+@pytest.mark.slow("steps of many patterns of absent gradients")
 @pytest.mark.parametrize(
     "make",
     [

@@ -105,6 +105,7 @@ def spread(*shape: int) -> torch.Tensor:
     return torch.randn(1, *shape[1:]).expand(shape)
 
 
+@pytest.mark.slow("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 @pytest.mark.parametrize(
     ("weight", "gradient"),

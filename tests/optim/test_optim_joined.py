@@ -219,6 +219,7 @@ def test_one_bad_element_anywhere_skips_the_whole_step() -> None:
             assert {int(ours.state[p]["step"]) for p in params} == {good}
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_gradient_with_another_stride_in_a_dim_of_one_is_flat() -> None:
     """As of a 1x1 convolution whose images are laid out channels-last."""
     torch.manual_seed(0)

@@ -93,6 +93,7 @@ def test_a_long_run_of_powers_of_two_is_exact(emit: str) -> None:
     assert scale.value == 2.0**-2
 
 
+@pytest.mark.slow("trains with several optimizers")
 def test_a_static_scale_stays_and_counts() -> None:
     scale = LossScale.static(128.0)
     _, step = stepper(scale)

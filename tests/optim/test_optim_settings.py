@@ -104,6 +104,7 @@ def test_a_setting_changed_between_steps_is_honoured(make: Any, setting: str, va
     assert twins.optimizer.compilations == 2
 
 
+@pytest.mark.slow("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_a_warmup_starts_from_zero(emit: str) -> None:
     """Where a step divides by the learning rate, elements without a gradient would become nan."""

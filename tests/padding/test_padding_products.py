@@ -105,6 +105,7 @@ def test_a_grouped_convolution_says_why_not() -> None:
     assert "each group is a product alone" in found.reason
 
 
+@pytest.mark.slow("compiles padded models, of many sizes")
 @drawn(4, t=FEW, s=FEW, e=SIZES, v=SIZES, causal=st.booleans(), scale=st.booleans())
 def test_attention(t: int, s: int, e: int, v: int, causal: bool, scale: bool) -> None:
     def program(q: Tensor, k: Tensor, value: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def test_the_models_give_the_passes_something_to_do() -> None:
     assert reported <= changed
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_a_disabled_pass_does_not_run() -> None:
     def plan(**options: Any) -> Any:
         run = mpcompile(Attention(), dtype=torch.bfloat16, emit="eager", pad="always", **options)

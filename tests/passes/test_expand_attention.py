@@ -172,6 +172,7 @@ def test_symbolic_batch_sizes() -> None:
         torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("causal", [True, False])
 def test_symbolic_lengths_under_dropout(causal: bool) -> None:
     """A causal mask of an unknown size stays inside the kernel; without one, any length is fine."""

@@ -155,6 +155,7 @@ def test_no_logits_are_kept(emit: str) -> None:
     assert saved_bytes(emit, fuse=True) <= casts + lse + 64
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 @HALVES
 @pytest.mark.parametrize("tied", [False, True])
 def test_under_an_mpoptimizer(dtype: torch.dtype, tied: bool) -> None:

@@ -101,6 +101,7 @@ def test_values_stay() -> None:
     torch.testing.assert_close(gm(*given), before, rtol=2**-9, atol=2**-9)  # sums in another order
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
 def test_symbolic_sizes() -> None:
     """The weights alone: a convolution with one that is channels-last is so itself."""
     gm = graph_of(two, *operands(), tracing_mode="symbolic")

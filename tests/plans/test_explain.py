@@ -111,6 +111,7 @@ def test_a_backward_of_the_users() -> None:
     assert of(plan.backward, own) == [("aten::mul", "f32[4, 8]")] * 2
 
 
+@pytest.mark.slow("plans of several models")
 def test_pieces_around_a_recurrent_layer() -> None:
     """The head runs backward first, then the embedding; the LSTM's own backward isn't seen."""
     found = backward(Tagger(), MODELS[Tagger](), dtype=torch.bfloat16)

@@ -215,6 +215,7 @@ def test_a_rewriting_pass_can_be_disabled(
     assert node_of(again, name).rule == "policy"
 
 
+@pytest.mark.slow("plans of several models")
 def test_attention_that_was_written_out() -> None:
     """The CPU's BF16 attention is."""
 

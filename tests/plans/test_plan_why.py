@@ -165,6 +165,7 @@ def test_an_unknown_name(name: str, hint: str) -> None:
         PLANNED.why(name)
 
 
+@pytest.mark.slow("plans of several models")
 def test_of_one_graph() -> None:
     model = mpcompile(Block(), dtype=torch.float16, emit="eager")
     model(torch.ones(8, 61))

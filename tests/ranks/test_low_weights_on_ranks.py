@@ -57,6 +57,7 @@ def _ddp_trains(rank: int, levels: list[str]) -> None:
             assert torch.equal(*everyones)
 
 
+@pytest.mark.slow("trains on ranks")
 def test_gradients_are_averaged_and_masters_agree() -> None:
     on_each_rank(_ddp_trains, ["O1", "O2"])
 

@@ -59,6 +59,7 @@ def read_back(policy: Policy, path: Path, comments: dict[str, str] | None = None
     return Policy.load(path)
 
 
+@pytest.mark.slow("torch's operator table")
 @both
 @given(policy=policies(), reason=st.text())
 def test_a_round_trip_is_exact(

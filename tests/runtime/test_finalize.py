@@ -108,6 +108,7 @@ def attends() -> tuple[Attends, dict[str, Any], ExportedProgram]:
     return model, given, finalize(model, dtype="bf16", dynamic_shapes=shapes, **given)
 
 
+@pytest.mark.slow("compiles several models")
 def test_arguments_results_and_sizes_are_the_models() -> None:
     model, given, program = attends()
     for shape in ((2, 6), (3, 9)):
@@ -120,6 +121,7 @@ def test_arguments_results_and_sizes_are_the_models() -> None:
         program.module()(**{**given, "tokens": torch.randint(0, 32, (2, 3))})
 
 
+@pytest.mark.slow("compiles several models")
 def test_the_model_stays_as_it_is_and_the_program_too() -> None:
     model, given, program = attends()
     assert model.training
@@ -132,6 +134,7 @@ def test_the_model_stays_as_it_is_and_the_program_too() -> None:
     torch.testing.assert_close(program.module()(**given)["logits"], before, rtol=0, atol=0)
 
 
+@pytest.mark.slow("compiles several models")
 def test_a_tied_weight_is_stored_once_in_each_dtype() -> None:
     program = attends()[2]
     tied = [v for v in program.state_dict.values() if v.shape == (32, 16)]

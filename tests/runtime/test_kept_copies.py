@@ -252,7 +252,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.slow_rows("compiles several models")
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("wraps", [lambda o: o, lambda o: MPOptimizer(o, emit="eager")])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_training_has_no_copies_and_compiles_nothing_anew(level: str, wraps: Any) -> None:

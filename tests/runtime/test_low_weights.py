@@ -151,6 +151,7 @@ class WithLoss(GPT):
         return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize(
     "more",
     [{"fuse_head": True}, {"fuse_head": True, "level": "O2"}, {"pad": "always"},

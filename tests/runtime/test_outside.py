@@ -253,6 +253,7 @@ def test_the_share_counts_each_run_of_a_graph() -> None:
     assert all(f"parts.{i}.loop" in message for i in (0, 1))
 
 
+@pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 @pytest.mark.parametrize("net", [Straight(), nn.Sequential(nn.Linear(16, 16), nn.ReLU())], ids=type)
 def test_nothing_is_said_where_all_is_compiled(net: nn.Module, emit: str) -> None:

@@ -134,6 +134,7 @@ def test_an_update_written_by_hand() -> None:
     assert not torch.equal(before[0], model[0].weight)
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_unguarded_update_with_an_overflow_is_an_error() -> None:
     """Nothing stands between `.grad` and a loop of one's own; the next forward says what to do."""
     model = mpcompile(mlp(), **FP16)

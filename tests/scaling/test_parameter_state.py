@@ -90,6 +90,7 @@ def test_what_is_known_goes_with_the_parameter_and_its_optimizer() -> None:
     assert gone[2]() is gone[3]() is None
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_a_given_scale_is_that_of_a_living_optimizer() -> None:
     p, scale = weight(), LossScale.static(2.0)
     optimizer = MPOptimizer(torch.optim.SGD([p], lr=0.1), loss_scale=scale, emit="eager")

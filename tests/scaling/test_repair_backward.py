@@ -177,6 +177,7 @@ def test_without_the_run_in_fp32_the_low_one_says_what_it_knows(
     assert "'linear_1'" not in warning  # its gradient is not known
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 def test_a_step_within_the_backward_is_judged_as_well() -> None:
     """The run in FP32 has a backward of its own, after that one."""
     x, y = data()

@@ -62,7 +62,7 @@ def test_threads_never_get_the_same_place() -> None:
     assert not wrong
 
 
-@pytest.mark.slow_rows("trainings that overflow, against FP64")
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_loop_finds_the_same_addresses_in_each_step(
@@ -92,6 +92,7 @@ def test_a_loop_finds_the_same_addresses_in_each_step(
     assert places[period:] == places[:-period]
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_each_backward_divides_by_what_its_forward_multiplied_by(
     graphs: bool, monkeypatch: pytest.MonkeyPatch

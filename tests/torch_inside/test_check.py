@@ -72,6 +72,7 @@ def test_graphs_that_are_emitted_wrong_are_seen(
     assert failure.why.startswith("differs from FP64 by 0.")
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 @pytest.mark.parametrize("about", ["a whole step", "a whole step that sets its lr"])
 def test_a_whole_step_that_goes_on_with_its_first_lr_is_seen(
     about: str, monkeypatch: pytest.MonkeyPatch

@@ -195,6 +195,7 @@ def test_processes_of_a_group_are_refused(what: str) -> None:
         compiled(torch.randn(3, 6))
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 def test_a_process_alone_is_not_refused() -> None:
     with without(Part.RANKS):
         assert_trains(lambda model: mpcompile(model, **FP16))

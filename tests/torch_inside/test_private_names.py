@@ -98,6 +98,7 @@ def own_names() -> frozenset[str]:
     return frozenset(filter(is_private, found))
 
 
+@pytest.mark.slow("compiles by Inductor, or in processes of their own")
 def test_only_the_room_takes_private_names() -> None:
     found = {path: [*taken(ast.parse(path.read_text()), own_names())] for path in sources()}
     outside = {path: names for path, names in found.items() if names and ROOM not in path.parents}

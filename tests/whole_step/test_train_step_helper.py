@@ -28,7 +28,7 @@ def options() -> dict[str, Any]:
     return {"level": "O2", "emit": "aot_eager", "loss_scale": scale}
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_the_loop_that_one_would_write(accumulate: int) -> None:
     torch.manual_seed(0)

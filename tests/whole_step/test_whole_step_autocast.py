@@ -99,7 +99,7 @@ def _compiled(
     return results
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize(
     "name", ["around_the_forward", "around_the_model", "around_all", "two_regions"]
 )

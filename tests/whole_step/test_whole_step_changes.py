@@ -99,7 +99,7 @@ CHANGES: dict[Change, int] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -109,7 +109,7 @@ def test_a_change_between_calls(setting: Setting, change: Change) -> None:
     agree(program(change), batches(6), setting, compiled=CHANGES[change])
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_gradient_of_the_users_own_is_added_to(setting: Setting) -> None:
     def own_gradient(run: Run, model: nn.Sequential, optimizer: Any) -> None:
@@ -124,6 +124,7 @@ def test_a_gradient_of_the_users_own_is_added_to(setting: Setting) -> None:
     agree(program(own_gradient), batches(5), setting, compiled=2)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_parameter_is_replaced(setting: Setting) -> None:
     def replace(run: Run, model: nn.Sequential, optimizer: Any) -> None:
@@ -137,7 +138,7 @@ def test_a_parameter_is_replaced(setting: Setting) -> None:
     agree(program(replace), batches(5), setting, compiled=2)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
 def test_a_step_hook_runs(setting: Setting) -> None:
     ran = []

@@ -146,6 +146,7 @@ def test_two_threads(setting: Setting) -> None:
     assert [s.left for s in steps] == [None, None]
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
 def test_a_model_that_is_compiled_itself(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -157,6 +158,7 @@ def test_a_model_that_is_compiled_itself(setting: Setting) -> None:
     agree(program, batches(4), setting)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
 def test_tracing_one_step_leaves_another_one_as_it_is(setting: Setting) -> None:
     (x, y, f), *_ = batches(1)

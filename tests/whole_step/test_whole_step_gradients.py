@@ -64,14 +64,14 @@ def behind(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.T
     return program
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("before", [reads_settings, ran_in_pieces, one_is_marked])
 def test_an_optimizer_that_dynamo_has_seen(setting: Setting, before: Callable[..., None]) -> None:
     agree(behind(before), batches(4, factors={2: 1e30}), setting)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_graph_that_lost_its_gradients_is_refused(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +245,7 @@ class Lion(AsWritten):
         state["mean"].lerp_(p.grad, 0.1)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("prints", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.filterwarnings("ignore:.*runs in pieces")
@@ -280,6 +281,7 @@ def test_gradients_are_true_in_a_step_that_runs_in_pieces(clips: bool, prints: b
 # -- gradients of gradients ------------------------------------------------------------------------
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_gradient_penalty_is_refused_from_the_first_backward(level: str) -> None:
     """Through a model that is compiled by itself. That backward searches for the scale's start."""

@@ -124,7 +124,7 @@ def test_parameters_that_have_a_gradient_in_some_calls() -> None:
     torch.testing.assert_close([*layers.parameters()], trained, rtol=0.02, atol=0.01)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_checkpoint(setting: Setting) -> None:
     def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
@@ -195,6 +195,7 @@ def test_a_gradient_of_its_input_is_read(setting: Setting) -> None:
     agree_left(program, batches(3), setting, "does not require grad|requires_grad_")
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("retain", [False, True], ids=["used up", "retained"])
 def test_a_result_with_a_graph(retain: bool) -> None:
     """`return loss` is detached; a loss that the caller may go backward from again is not."""
@@ -219,6 +220,7 @@ def test_a_result_with_a_graph(retain: bool) -> None:
         agree(program, batches(3), O1)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 def test_sparse_gradients() -> None:
     def program(run: Run) -> Step:
         model = run.model(nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 8)))

@@ -31,6 +31,7 @@ def rounding(setting: Setting) -> dict[str, float]:
     return {"rtol": 4 * low, "atol": low / 4}
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("bad", [None, 1], ids=["", "overflow"])
 def test_micro_batches_in_a_loop(setting: Setting, bad: int | None) -> None:
@@ -75,6 +76,7 @@ def accumulating(run: Run) -> Step:
     return step
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_are_left_between_calls(setting: Setting, count: int) -> None:
@@ -82,6 +84,7 @@ def test_gradients_are_left_between_calls(setting: Setting, count: int) -> None:
     agree(accumulating, calls, setting, compiled=count, **rounding(setting))
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("bad", [2, 3])
 def test_one_of_several_calls_overflows(setting: Setting, bad: int) -> None:
@@ -121,6 +124,7 @@ def test_a_schedule_outside(setting: Setting, name: str, make: Any) -> None:
     agree(program, batches(6), setting, compiled=2 if moves_momentum else 1, atol=atol)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -135,7 +139,7 @@ def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     agree(program, batches(5), setting)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("how", ["norm", "norm-inf", "value"])
@@ -167,6 +171,7 @@ def test_clipping_in_the_function(setting: Setting, how: str, of: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
@@ -179,7 +184,7 @@ def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
     assert run.optimizers[0].grad_norm > 0.1
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("to_none", [True, False])
@@ -207,6 +212,7 @@ def test_zero_grad(setting: Setting, to_none: bool, where: str, by: str) -> None
     agree(program, batches(4), setting, compiled=compiled)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_gradients_are_returned(setting: Setting) -> None:
     """What `p.grad` is where it is read, not what it was before the call, nor afterwards."""

@@ -82,6 +82,7 @@ def test_all_is_reached(make: Make) -> None:
     assert agree(make) is None
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize(
     ("make", "find", "name", "reason"),
     [
@@ -101,7 +102,7 @@ def test_a_replacement_that_is_not_reached(
     assert reason in left
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("find", [None, "calls_of"])
 def test_a_rate_that_is_set_is_seen_without_any(
     monkeypatch: pytest.MonkeyPatch, find: str | None

@@ -38,7 +38,7 @@ def load(run: Run, file: io.BytesIO) -> None:
     run.scale.load_state_dict(state["scale"])
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("then", ["whole", "pieces"])

@@ -96,6 +96,7 @@ def test_a_gans_overflow_skips_the_step_of_one_network(setting: Setting, bad: st
     assert (run.scale.skipped_steps, run.scale.value) == (1, 512.0)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_optimizers_after_one_backward(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -120,6 +121,7 @@ def test_two_optimizers_after_one_backward(setting: Setting) -> None:
     agree(program, batches(4, factors=bad), setting)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_two_optimizers_of_the_same_parameters(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -171,6 +173,7 @@ class Tied(nn.Module):
         return self.head(x + self.block(x).relu())
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("make", [Run.sgd, Run.adamw])
 def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: Any) -> None:
@@ -194,6 +197,7 @@ def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: 
     agree(program, calls, setting, atol=1e-5)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     def program(run: Run) -> Step:

@@ -63,6 +63,7 @@ def writing(write: Write, when: str) -> Callable[[Run], Step]:
 WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, copy_, decay])
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
@@ -71,7 +72,7 @@ def test_parameters_are_written_behind_the_update(setting: Setting, write: Write
     agree(writing(write, "after"), batches(4), setting)
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
@@ -108,7 +109,7 @@ def test_two_steps_in_one_function(setting: Setting) -> None:
     assert run.scale.skipped_steps == 2
 
 
-@pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("how", ["lerp", "foreach", "swa"])
 def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
@@ -183,6 +184,7 @@ def test_dropout_as_in_pieces(setting: Setting) -> None:
     agree(of_normed(0.5), batches(5), setting, compiled=2)
 
 
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_dropout_differs_from_step_to_step(setting: Setting) -> None:
     run = Run(True, setting)
