@@ -41,6 +41,7 @@ from .scaling import hooks
 from .scaling.loss_scale import LossScale
 from .settings import OPTIONS, Options, Settings, documented
 from .torch_inside.modules import set_compiled_call
+from .verify.verdicts import say_again
 from .whole_step.train_step import TrainStep, goes_backward
 
 F = TypeVar("F", bound=Callable[..., Any])  # modules are callable, too
@@ -68,6 +69,7 @@ def mpcompile(
     disable_passes: Collection[str] = (),
     repair: bool = False,
     strict: bool = False,
+    verify: bool | str = True,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     **torch_compile_kwargs: Any,
@@ -97,6 +99,7 @@ def mpcompile(
     if more:
         _refuse_more(model, more)
     settings = Settings.parse(request)
+    say_again()
     check_how(settings.emit)
     request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)

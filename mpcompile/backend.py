@@ -116,7 +116,9 @@ def _leave(
 ) -> tuple[Callable[..., Any], GraphPlan]:
     plan = plan_of_left(reason, place_of(example_inputs))
     trace_graph(plan)
-    return function_of_left(gm, example_inputs, settings), plan
+    verify = settings.verifying()
+    run = function_of_left(gm, example_inputs, settings, verify)
+    return run, replace(plan, verification=verify)
 
 
 def planned_or_why(
@@ -148,4 +150,6 @@ def _compile(
 ) -> tuple[Callable[..., Any], GraphPlan]:
     known = training_of(gm, example_inputs, settings)
     planned = plan_graph(gm, example_inputs, known.facts, settings)
-    return function_of(gm, planned, known, settings), planned.plan
+    verify = settings.verifying()
+    run = function_of(gm, planned, known, settings, verify)
+    return run, replace(planned.plan, verification=verify)

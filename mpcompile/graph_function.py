@@ -32,6 +32,7 @@ from .scaling.loss_scale import LossScale
 from .settings import Settings
 from .torch_inside.dynamo import traced_code
 from .training import Training
+from .verify.verdicts import Verify
 
 __all__ = ["function_of", "function_of_left"]
 
@@ -39,7 +40,7 @@ Function = Callable[..., Any]
 
 
 def function_of(
-    gm: fx.GraphModule, planned: Planned, known: Training, settings: Settings
+    gm: fx.GraphModule, planned: Planned, known: Training, settings: Settings, verify: Verify
 ) -> Function:
     """Emit a rewritten graph, and wrap it so that a call gets its extra inputs.
 
@@ -48,6 +49,7 @@ def function_of(
         planned: the rewritten graph; it may be changed.
         known: what the training knows of it.
         settings: how it is emitted.
+        verify: how what is compiled is verified.
 
     Raises:
         CannotRewrite, MPCompileError: see `emit` and `Training.copies_for`.
@@ -70,7 +72,7 @@ def function_of(
     constant = constants_of(graph) if scale is not None else ()
     searches = scale is not None and _searches(scale, graph, how, target.device)
     joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
-    compiled = _emit(to_emit, given, how, joint=joint, sparing=sparing)
+    compiled = _emit(to_emit, given, how, verify, joint=joint, sparing=sparing)
     if known.kept and inputs.copies:
         return reading(compiled, inputs, known.kept_for(planned))
     reader = known.reader_for(planned)
@@ -91,11 +93,13 @@ def function_of(
     return noticing_ddp(compiled, examples, reduced_in, scale, hooked=settings.reduces_low)
 
 
-def function_of_left(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Function:
+def function_of_left(
+    gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, verify: Verify
+) -> Function:
     """Compile a graph unchanged, in FP32."""
     low_wire = settings.reduces_low  # other ranks may have rewritten this graph
     shardings.enter(gm, examples, None, None, hooked=low_wire)
-    compiled = _emit(gm, examples, settings, untouched=True)
+    compiled = _emit(gm, examples, settings, verify, untouched=True)
     return noticing_ddp(compiled, examples, None, None, hooked=low_wire)
 
 
@@ -132,6 +136,7 @@ def _emit(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     settings: Settings,
+    verify: Verify,
     *,
     joint: JointPasses = NO_PASSES,
     untouched: bool = False,
@@ -140,6 +145,7 @@ def _emit(
     return emit(
         gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
         recompute=settings.recompute, untouched=untouched, sparing=sparing,
+        verify=verify,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["TOPICS", "event", "is_heard"]
 
-TOPICS = ("compile", "fallback", "optim", "passes", "profile", "repair", "scale")
+TOPICS = ("compile", "fallback", "optim", "passes", "profile", "repair", "scale", "verify")
 """The loggers, each `mpcompile.<topic>`."""
 
 _loggers = {topic: logging.getLogger(f"mpcompile.{topic}") for topic in TOPICS}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -35,6 +35,7 @@ from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
 from .scaling.loss_scale import LossScale
 from .torch_inside.health import refuse
 from .torch_inside.private_names import Part
+from .verify.verdicts import Verify
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,6 +131,12 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
     raise MPCompileError(
         f"{name}={value!r}: use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale{hint}"
     )
+
+
+def _verify(name: str, value: Any) -> Verify:
+    if value not in (True, False, "always") or not isinstance(value, (bool, str)):
+        raise MPCompileError(f"{name}={value!r}: use True, False or 'always'")
+    return Verify(first=bool(value), always=value == "always")
 
 
 def _directory(name: str, value: Any) -> Path | None:
@@ -254,6 +261,11 @@ class Settings:
         "raise where a graph can't be rewritten, instead of compiling it in FP32, and where "
         "products run outside of all graphs."
     )
+    verify: Verify = _option(
+        True, _verify,
+        "compare what Inductor compiles, at its first call, with the same graph run operator by "
+        'operator; what is wrong is put right and said. False: don\'t; "always": at every call.',
+    )  # fmt: skip
     mode: str | None = _option(None, lambda _, value: value, "Inductor's, as in `torch.compile`.")
     options: Mapping[str, Any] | None = _option(
         None, _inductor_options, "Inductor's, as in `torch.compile`; they go over `mode`."
@@ -261,6 +273,10 @@ class Settings:
     scale_any_dtype: bool = False
     names: Names = nobody
     true_gradients: bool = False
+
+    def verifying(self) -> Verify:
+        """How one graph is verified: takes what is found of it."""
+        return replace(self.verify, strict=self.strict, found=[])
 
     @property
     def reduces_low(self) -> bool:
@@ -330,6 +346,7 @@ class Options(TypedDict, total=False):
     disable_passes: Collection[str]
     repair: bool
     strict: bool
+    verify: bool | str
     mode: str | None
     options: dict[str, Any] | None
     dynamic: bool | None

@@ -152,6 +152,9 @@ def _has_bf16_vectors() -> bool:
     return bool(flags.get("avx512_f")) and not flags.get("amx_bf16")
 
 
+GCC_FLAG = "-fno-tree-loop-distribute-patterns"
+"""A flag of g++'s that costs no time, and cures its copies of tiles (`verify/cures.py`)."""
+
 SCHEDULER_FORGETS_WRITES = TorchFault(
     name="Inductor's C++ forgets an order of writes",
     wrong="A value that was written in place (a scatter: the backward of max_pool2d) may be read "

@@ -37,6 +37,8 @@ from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.health import refuse, why_off
 from ..torch_inside.inductor import compile_fx
 from ..torch_inside.private_names import Part
+from ..verify.compile import compile_verified
+from ..verify.verdicts import Verify
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
@@ -57,6 +59,7 @@ def emit(
     untouched: bool = False,
     sparing: bool = False,
     inner: Callable[..., Any] | None = None,
+    verify: Verify | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, forward and backward.
 
@@ -72,6 +75,7 @@ def emit(
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
         sparing: of the pieces around RNNs, run those op by op that don't gain by being compiled.
         inner: used in place of Inductor's code generation, for "inductor" only.
+        verify: how what Inductor compiles is verified; None: not at all.
 
     Raises:
         CannotRewrite: an RNN stands where it can't be kept on the device's own kernel.
@@ -84,7 +88,7 @@ def emit(
         if how == "eager":
             run: Callable[..., Any] = _as_it_is(gm)
         else:
-            inductor = _inductor(mode, options, joint, inner) if how == "inductor" else None
+            inductor = _inductor(mode, options, joint, inner, verify) if how == "inductor" else None
             compile_graph = inductor or _aot_eager
             if recompute:
                 compile_graph = _recomputing(compile_graph)
@@ -179,6 +183,7 @@ def _inductor(
     options: Mapping[str, Any] | None,
     joint: JointPasses,
     inner: Callable[..., Any] | None = None,
+    verify: Verify | None = None,
 ) -> Compiler:
     """Compile as torch.compile itself does for `mode` and `options` (options beat mode)."""
     # `inner` is shown what is kept, in the dtypes in which it is computed.
@@ -186,7 +191,8 @@ def _inductor(
     joint = replace(joint, halves=halves)
     whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
-        return whole  # type: ignore[no-any-return]
+        asked = verify or Verify(first=False)
+        return lambda gm, inputs: compile_verified(gm, inputs, whole.config, asked)
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
     # The backward is handed to `inner` now, not when somebody calls `backward()`.
     eager = aot.settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)

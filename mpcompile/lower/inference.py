@@ -21,7 +21,9 @@ from ..ir import aten
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
 from ..torch_inside.graphs import STATIC_INPUT, set_source, set_sources
-from ..torch_inside.inductor import compile_fx, has_setting, results_of
+from ..torch_inside.inductor import has_setting, results_of
+from ..verify.compile import compile_verified
+from ..verify.verdicts import Verify
 
 # Takes a list of the inputs, which it may empty, and returns all results.
 Function = Callable[[list[Any]], Sequence[Any]]
@@ -42,6 +44,7 @@ def compile_inference(
     static: Sequence[fx.Node],
     shares_memory: bool,
     patches: Any,
+    verify: Verify | None = None,
 ) -> Function:
     """Compile a graph that returns a tuple of tensors.
 
@@ -52,6 +55,7 @@ def compile_inference(
         static: the placeholders that are the same memory in each call.
         shares_memory: whether some input or result may share memory with another one.
         patches: settings of Inductor.
+        verify: how it is verified; None: at its first call.
 
     Returns:
         A function that is called without grad mode.
@@ -61,7 +65,7 @@ def compile_inference(
     results: Any = gm.graph.output_node().args[0]
     count = len(results)
     with torch.no_grad(), autocast_off(), tracing(TracingContext(mode)):
-        wrapped: Any = compile_fx(gm, list(values), config_patches=patches)
+        wrapped = compile_verified(gm, list(values), patches, verify or Verify())
     # What adds an input to Inductor's graph, as a random state, adds a result, too; two inputs that
     # are one share memory.
     inner = inspect.unwrap(wrapped)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import ir
+from ..verify.verdicts import Verify
 from .change import Changeable
 from .saved_bytes import Saved
 from .tensor_cores import TensorCoreReport
@@ -102,6 +103,8 @@ class GraphData:
         before, after: the graph as captured and as rewritten, with its inputs and its output.
         backward: the backward of the graph, in program order; only in plans that `explain` makes.
         saved: what the forward keeps for the backward; only in plans that `explain` makes.
+        verification: what is found where the compiled code was compared with the graph, so far;
+            None in plans that were read back or that compiled nothing.
     """
 
     level: str
@@ -120,10 +123,12 @@ class GraphData:
     after: tuple[Line, ...] = ()
     backward: tuple[BackwardNode, ...] = ()
     saved: tuple[Saved, ...] = ()
+    verification: Verify | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `left` and `ends_with` are omitted if they are None."""
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(dataclasses.replace(self, verification=None))
+        del data["verification"]
         for name in ("left", "ends_with"):
             if data[name] is None:
                 del data[name]

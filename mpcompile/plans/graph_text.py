@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..devices.registry import capabilities
 from . import summary
@@ -10,7 +10,7 @@ from .graph_data import GraphData
 from .grid import Grid, Part
 from .node_text import node_grid, short
 
-__all__ = ["full_parts", "has_units", "parts"]
+__all__ = ["full_parts", "has_units", "parts", "verified"]
 
 
 def parts(graph: GraphData) -> Iterator[Part]:
@@ -23,6 +23,14 @@ def parts(graph: GraphData) -> Iterator[Part]:
     yield from summary.graph(graph, units=has_units(graph.device))
     yield ""
     yield f"Casts: {graph.casts}"
+    yield from verified([graph])
+
+
+def verified(graphs: Iterable[GraphData]) -> Iterator[str]:
+    """What is known of the code that these graphs were compiled to."""
+    for graph in graphs:
+        if graph.verification is not None and (text := graph.verification.text()):
+            yield f"Compiled code: {text}"
 
 
 def full_parts(graph: GraphData, number: str = "", *, units: bool) -> Iterator[Part]:

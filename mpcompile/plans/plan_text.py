@@ -57,6 +57,7 @@ def totals(plan: PlanData) -> Iterator[str]:
     """What holds for all graphs together, and what is not known."""
     shares = plan.tensor_cores
     yield f"Casts: {plan.casts}"
+    yield from graph_text.verified(plan.graphs)
     if shares.ops and has_units(plan):
         yield f"Tensor Core share of the FLOPs: {shares.share_before:.1%} -> {shares.share:.1%}"
     for reason in plan.left:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -14,13 +16,16 @@ _NEEDED = "keeps the order of reads and writes"
 if TYPE_CHECKING:
     from torch import _TorchCompileInductorWrapper as InductorBackend
     from torch._inductor import config
+    from torch._dynamo.repro.after_aot import save_graph_repro
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner as compile_inner
     from torch._inductor.custom_graph_pass import (
         CustomGraphPass,
         CustomPartitionerFn,
         get_hash_for_files,
     )
     from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils._ordered_set import OrderedSet
 else:
     InductorBackend = private(
@@ -28,6 +33,15 @@ else:
     )
     config = private("torch._inductor:config", "holds Inductor's settings", Part.INDUCTOR)
     compile_fx = private("torch._inductor.compile_fx:compile_fx", "compiles a graph", Part.INDUCTOR)
+    compile_inner = private(
+        "torch._inductor.compile_fx:compile_fx_inner", "compiles one graph", Part.INDUCTOR
+    )
+    cache_dir = private(
+        "torch._inductor.runtime.cache_dir_utils:cache_dir", "holds what was compiled", Part.INDUCTOR
+    )
+    save_graph_repro = private(
+        "torch._dynamo.repro.after_aot:save_graph_repro", "writes a program for a report", Part.SAY
+    )
     _PASSES = "torch._inductor.custom_graph_pass"
     CustomGraphPass = private(f"{_PASSES}:CustomGraphPass", "is a pass of ours", Part.INDUCTOR)
     CustomPartitionerFn = private(f"{_PASSES}:CustomPartitionerFn", "parts graphs", Part.INDUCTOR)
@@ -55,20 +69,24 @@ __all__ = [
     "OrderedSet",
     "StarDep",
     "WeakDep",
+    "cache_dir",
     "compile_fx",
+    "compile_inner",
     "computes_reads",
+    "config",
     "get_hash_for_files",
     "has_setting",
     "results_of",
     "results_of_callers",
     "setting",
     "wrap_reads",
+    "write_program",
 ]
 
 
 def setting(name: str) -> Any:
-    """The value of a setting of Inductor's."""
-    return getattr(config, name)
+    """The value of a setting of Inductor's, such as `"cpp.cxx"`."""
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def has_setting(name: str) -> bool:
@@ -90,6 +108,13 @@ def results_of(compiled: Any) -> int:
     """How many results the code has that AOTAutograd's wrappers end in; -1: it is none."""
     strides = getattr(compiled, "output_strides", None)
     return -1 if strides is None else len(strides)
+
+
+def write_program(file: Path, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Write a program of torch's alone that compares a graph compiled and not, for a report."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8") as program:
+        save_graph_repro(program, gm, inputs, "inductor", accuracy=True)
 
 
 def computes_reads(node: Any) -> bool:

@@ -95,11 +95,12 @@ class WholeBackend:
         stays = [isinstance(x, torch.nn.Parameter) for x in example_inputs] + [
             i not in fresh for i in range(len(program.held.tensors))
         ]
-        run = one_graph.compiled(program, traced, stays, settings)
+        verify = settings.verifying()
+        run = one_graph.compiled(program, traced, stays, settings, verify)
         call = Call(program, traced, run, trained, self._begin)
         for forward in program.forwards:
             if forward.plan is not None and listener is not None:
-                listener(forward.plan)
+                listener(replace(forward.plan, verification=verify))
         return call
 
     def _varying(self, optimizer: Any) -> frozenset[Setting]:

@@ -30,6 +30,7 @@ from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import TracingContext
+from ..verify.verdicts import Verify
 from .phases import by_phase, phases_of
 from .program import Program
 
@@ -117,12 +118,17 @@ def _in_several(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def compiled(
-    program: Program, traced: Traced, stays: Sequence[bool], settings: Settings
+    program: Program,
+    traced: Traced,
+    stays: Sequence[bool],
+    settings: Settings,
+    verify: Verify,
 ) -> Function:
     """Compile the graph of a program.
 
     Args:
         stays: for each input, whether it is the same memory in every step.
+        verify: how what is compiled is verified.
 
     Returns:
         A function of a list of all inputs; it may empty the list. Run it without grad mode.
@@ -140,10 +146,10 @@ def compiled(
         with_joint_passes({**options_for_joins(graph.graph, device), **options}, program.joint),
     ).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
-        return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches))
+        return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches, verify))
     still = [n for n, stay in zip(inputs, stays, strict=True) if stay]
     made = _made(graph)  # before Inductor changes the graph
-    run = _by_inductor(graph, still, patches)
+    run = _by_inductor(graph, still, patches, verify)
     return outliving(run, made) if replays(settings.mode, settings.options, device) else run
 
 
@@ -163,13 +169,16 @@ def _made(graph: fx.GraphModule) -> list[bool]:
     return [given.isdisjoint(ir.memory(result.meta["val"])) for result in results]
 
 
-def _by_inductor(graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any) -> Function:
+def _by_inductor(
+    graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any, verify: Verify
+) -> Function:
     values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
     values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     context = TracingContext.get()
     return compile_inference(
         graph, values, context.fake_mode,
         static=static, shares_memory=_shares_memory(graph), patches=patches,
+        verify=verify,
     )  # fmt: skip
 
 

@@ -1,0 +1,294 @@
+"""The first call of a compiled graph with real data: run it, run what was meant, compare.
+
+`Verifier.inner` stands where Inductor compiles one graph: a forward, a backward, an inference. What
+Inductor returns gets a `FirstCall` in the place of its code; once that is verified the code is put
+back, and later calls cost nothing more. A forward's trial is kept until its backward comes, which is
+compared with a backward of what the reference saved: so what a kernel makes once more is seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..devices.registry import capabilities
+from ..errors import MPCompileError
+from ..ir.dtypes import HALF
+from ..torch_inside.amp import autocast_off
+from ..torch_inside.fakes import FakeTensor, TracingContext, tracing
+from ..torch_inside.inductor import compile_inner, config
+from .cures import CURES, Cure, laid_out
+from .draws import state_of
+from .fits import part_that_fits
+from .reference import why_not, written_inputs
+from .trial import Found, Trial
+from .verdicts import Verdicts
+
+__all__ = ["Case", "Verifier"]
+
+Function = Callable[[list[Any]], Any]
+
+_CALLS = 4
+"""Calls in which is looked again at what proved nothing: constants, a gradient of zeros."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One graph that Inductor compiles, and how.
+
+    Attributes:
+        name: "forward", "backward" or "graph".
+        gm: the graph, before Inductor changes it.
+        fakes: the inputs that it is compiled for.
+        kwargs: further arguments of Inductor's.
+        patches: the settings of Inductor's that the caller has set.
+        context: what Dynamo knows of the compile.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    fakes: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    patches: Mapping[str, Any]
+    context: Any
+
+    def compiled(self, settings: Mapping[str, Any], gm: fx.GraphModule | None = None) -> Any:
+        """Compile it, or another graph of the same inputs, with further settings of Inductor's."""
+        with config.patch({**self.patches, **settings}), tracing(self.context):
+            return compile_inner(_copy(gm or self.gm), self.fakes, **self.kwargs)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What the graph returns: nodes and constants."""
+        return list(self.gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+class Verifier:
+    """Verifies what one call of Inductor compiles.
+
+    Attributes:
+        compiles: how many graphs Inductor was asked for; none where a cache had them.
+        forward: the forward call whose backward is to come.
+
+    Args:
+        verdicts: takes what is found.
+        patches: the settings of Inductor's for this call.
+    """
+
+    def __init__(self, verdicts: Verdicts, patches: Mapping[str, Any] | None) -> None:
+        self.verdicts, self._patches = verdicts, dict(patches or {})
+        self.compiles = 0
+        self.forward: Saved | None = None
+
+    def inner(self, gm: fx.GraphModule, fakes: Sequence[Any], **kwargs: Any) -> Any:
+        """Compile one graph, as Inductor's own `compile_fx_inner`."""
+        self.compiles += 1
+        name = "graph" if kwargs.get("is_inference") else "forward"
+        name = "backward" if kwargs.get("is_backward") else name
+        case = Case(name, _copy(gm), fakes, dict(kwargs), self._patches, TracingContext.try_get())
+        compiled = compile_inner(gm, fakes, **kwargs)
+        if not hasattr(compiled, "current_callable"):  # nothing is in it to compile
+            return compiled
+        self.verdicts.expect(name)
+        compiled.current_callable = FirstCall(compiled, case, self)
+        return compiled
+
+
+@dataclass
+class Saved:
+    """A forward call, until its backward is verified: its trial, and where the tensors lie that the
+    compiled code saved, by the names of their nodes.
+    """
+
+    trial: Trial
+    places: Mapping[str, Any]
+
+    def is_of(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a backward with these inputs is the one of this call."""
+        shared = self.places.keys() & inputs.keys()
+        return all(_place(inputs[name]) == self.places[name] for name in shared)
+
+
+class FirstCall:
+    """Stands in the place of a compiled graph's code until it is verified."""
+
+    def __init__(self, compiled: Any, case: Case, verifier: Verifier) -> None:
+        self._owner, self._case, self._verifier = weakref.ref(compiled), case, verifier
+        self._run: Function = compiled.current_callable
+        self._calls, self._open = 0, None
+        self._done = False
+        self._lock = threading.Lock()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self._done or not _are_real(inputs) or not self._lock.acquire(blocking=False):
+            return self._run(inputs)
+        try:
+            self._calls += 1
+            with torch.no_grad(), autocast_off():
+                return self._verified(inputs)
+        finally:
+            self._lock.release()
+
+    def _verified(self, inputs: list[Any]) -> Any:
+        graph, verdicts = self._case.gm.graph, self._verifier.verdicts
+        if (why := why_not(graph)) is not None:
+            return self._unverified(inputs, why)
+        places = graph.find_nodes(op="placeholder")
+        written = written_inputs(graph)
+        at = [places.index(node) for node in written]
+        targets = [inputs[number] for number in at]
+        saved = self._saved(dict(zip((n.name for n in places), inputs, strict=True)))
+        before = list(inputs)
+        for number, node in enumerate(places):
+            if node in written or (self._case.name == "backward" and saved is None):
+                before[number] = _kept(inputs[number])
+        trial = Trial(
+            self._case.gm, before, state_of(graph, inputs), saved and saved.trial, _slow(inputs)
+        )
+        outputs = list(self._run(inputs))
+        part = part_that_fits(self._case.gm, trial.nodes, before)
+        only = self._open if part is None else [n for n in part]
+        try:
+            found = trial.compare(
+                [*outputs, *targets], only, saves=self._case.name == "forward" and part is None
+            )
+        except torch.OutOfMemoryError:
+            return self._unverified(inputs, "there is too little memory", outputs)
+        if found.wrong:
+            return self._cured(trial, found, outputs, targets)
+        verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)
+        self._go_on(trial, found, outputs, saved)
+        return outputs
+
+    def _saved(self, inputs: Mapping[str, Any]) -> Saved | None:
+        """The forward call that this is the backward of, if it is known."""
+        forward = self._verifier.forward if self._case.name == "backward" else None
+        return forward if forward is not None and forward.is_of(inputs) else None
+
+    def _go_on(
+        self, trial: Trial, found: Found, outputs: Sequence[Any], saved: Saved | None
+    ) -> None:
+        """Keep what is still needed; put the code in its place if nothing is open."""
+        name, verifier = self._case.name, self._verifier
+        if name == "forward" and trial.saved:
+            named = zip(trial.nodes, outputs, strict=False)
+            places = {n.name: _place(v) for n, v in named if isinstance(n, fx.Node)}
+            verifier.forward = Saved(trial, places)
+        if saved is not None:
+            verifier.forward = None
+        self._open = found.vacuous
+        waits = name == "backward" and saved is None
+        if self._calls >= _CALLS or not (found.vacuous or waits):
+            self._finish()
+
+    def _cured(
+        self, trial: Trial, found: Found, outputs: list[Any], targets: Sequence[Any]
+    ) -> list[Any]:
+        """Return and write what is right, and find a way to compile that."""
+        case, verdicts = self._case, self._verifier.verdicts
+        right = trial.uncompiled()
+        count = len(outputs)
+        for into, value in zip(targets, right[count:], strict=True):
+            into.copy_(value)
+        wrong = {trial.nodes[number].name for number in found.wrong}
+        cure = None
+        for cure in verdicts.in_order(CURES):
+            function = self._right_function(cure, trial, wrong, targets)
+            if function is not None:
+                self._run = _laying_out(function, outputs)
+                break
+        verdicts.wrong(case, trial, found, cure)
+        values = laid_out(right[:count], outputs)
+        self._go_on(trial, Found(), values, None)
+        self._finish()
+        return values
+
+    def _right_function(
+        self, cure: Cure, trial: Trial, wrong: set[str], targets: Sequence[Any]
+    ) -> Function | None:
+        """What a cure makes of the graph, if it is right on the inputs of this call."""
+        try:
+            function = cure.function(self._case, wrong)
+            if function is None or cure.apart == "all":
+                return function
+            inputs = [_kept(value) for value in trial.inputs()]
+            written = [inputs[number] for number in trial.written]
+            results = [*function(list(inputs)), *written]
+            return None if trial.compare(results).wrong else function
+        except MPCompileError:
+            raise
+        except Exception:  # a cure that doesn't compile is none
+            return None
+
+    def _unverified(
+        self, inputs: list[Any], why: str, outputs: list[Any] | None = None
+    ) -> list[Any]:
+        self._verifier.verdicts.left(self._case.name, why)
+        self._finish()
+        return self._run(inputs) if outputs is None else outputs
+
+    def _finish(self) -> None:
+        """Put the code in the place of this, and let go of everything else."""
+        if self._done or self._verifier.verdicts.always:
+            return
+        self._done = True
+        owner = self._owner()
+        if owner is not None and owner.current_callable is self:
+            owner.current_callable = self._run
+        self._verifier.verdicts.finish(self._case.name)
+        del self._case, self._verifier, self._open
+
+
+def _laying_out(function: Function, like: Sequence[Any]) -> Function:
+    """The function with results in the strides of others, where they have their shapes."""
+    metas = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in like]
+
+    def run(inputs: list[Any]) -> Any:
+        return laid_out(function(inputs), metas)
+
+    return run
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, env)
+    graph.output(result).meta.update(gm.graph.output_node().meta)
+    for old, new in env.items():
+        new.name = old.name
+    copied = fx.GraphModule(gm, graph)
+    copied.meta.update(gm.meta)
+    return copied
+
+
+def _are_real(inputs: Sequence[Any]) -> bool:
+    """Whether a call has data, and isn't being recorded."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if any(isinstance(x, FakeTensor) or x.is_meta for x in tensors):
+        return False
+    return not (any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing())
+
+
+def _slow(inputs: Sequence[Any]) -> frozenset[torch.dtype]:
+    """The low dtypes that the inputs' device multiplies slowly."""
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    if device.type != "cpu":
+        return frozenset()
+    return frozenset(dtype for dtype in HALF if not capabilities(device).has_units(dtype))
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _place(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.data_ptr(), tuple(value.shape), value.dtype
+

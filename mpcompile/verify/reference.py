@@ -1,0 +1,264 @@
+"""A graph run operator by operator on real tensors, in its own dtypes and in wider ones.
+
+What is compiled rounds less often than the graph says: a fused kernel keeps FP32 between operators.
+So a compiled value is right if it is about as far from the exact one as an uncompiled value is. The
+wide run stands for the exact one: every FP16 and BF16 value is FP32 in it, and all are FP64 where
+FP32 is what is judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from ..ir.dtypes import HALF
+from ..torch_inside.pytree import tree_leaves, tree_map
+
+__all__ = ["Draw", "Pair", "Reference", "ancestors", "is_random", "why_not", "written_inputs"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+Draw = Callable[[fx.Node, Sequence[Any], Mapping[str, Any]], Any]
+"""Gives the random numbers that the compiled program drew at a node."""
+
+_PRODUCTS = frozenset(
+    getattr(aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
+)
+_RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+class Pair(NamedTuple):
+    """A value as the graph computes it, and in wider dtypes.
+
+    Attributes:
+        low, wide: the two; one object if they are the same.
+        eps: of the least precise dtype that it was computed in; 0 for what isn't floating.
+    """
+
+    low: Any
+    wide: Any
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """How a graph is run.
+
+    Attributes:
+        wide: what FP16 and BF16 values are in the wide run: FP32, or FP64 for those of FP32, too.
+        draw: see `Draw`.
+        jitter: moves each result of the run in the graph's dtypes by up to a rounding, at random:
+            another of the results that rounding may give. None: none is moved.
+        slow: dtypes that the device multiplies slowly: it multiplies in FP32 and rounds once.
+    """
+
+    wide: torch.dtype
+    draw: Draw
+    jitter: torch.Generator | None = None
+    slow: frozenset[torch.dtype] = frozenset()
+
+    def pair(self, value: Any, eps: float = 0.0) -> Pair:
+        """A value that both runs begin with."""
+        return Pair(value, self._widened(value), max(eps, _eps(value)))
+
+    def run(
+        self, gm: fx.GraphModule, given: Sequence[Pair], wanted: Collection[fx.Node]
+    ) -> Iterator[tuple[fx.Node, Pair]]:
+        """The wanted nodes with their values, in the graph's order; other values die early.
+
+        A write to an input is the value of its `copy_`, and changes nothing.
+
+        Args:
+            gm: a graph that `why_not` doesn't refuse.
+            given: the inputs.
+            wanted: what is asked for.
+        """
+        needed = ancestors(wanted)
+        env: dict[fx.Node, Pair] = {}
+        nodes = [node for node in gm.graph.nodes if node in needed]
+        uses = Counter(arg for node in nodes for arg in node.all_input_nodes)
+        inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in nodes:
+            if node.op == "placeholder":
+                env[node] = inputs[node]
+            elif node.op == "get_attr":
+                env[node] = self.pair(_attribute(gm, str(node.target)))
+            else:
+                env[node] = self._call(node, env)
+            if node in wanted:
+                yield node, env[node]
+            for arg in (*node.all_input_nodes, node):
+                uses[arg] -= arg is not node
+                if uses[arg] <= 0:
+                    env.pop(arg, None)
+
+    def _call(self, node: fx.Node, env: Mapping[fx.Node, Pair]) -> Pair:
+        read = [env[arg] for arg in node.all_input_nodes]
+        eps = max((pair.eps for pair in read), default=0.0)
+        if _writes_input(node):
+            into, value = read[0].low, read[-1]
+            low = torch.empty_like(into).copy_(value.low)
+            wide = low if value.wide is value.low else torch.empty_like(self._widened(into))
+            return Pair(low, low if wide is low else wide.copy_(value.wide), max(eps, _eps(low)))
+        args, kwargs = _arguments(node, env, 0)
+        if is_random(node):
+            return self.pair(self.draw(node, args, kwargs), eps)
+        low = self._low(node, args, kwargs)
+        eps = max(eps, *map(_eps, tree_leaves(low)), 0.0)
+        if all(pair.wide is pair.low for pair in read) and not self._widens(low):
+            return Pair(low, low, eps)
+        wide_args, wide_kwargs = map_aggregate(_arguments(node, env, 1), self._dtype)  # type: ignore[misc]
+        try:
+            wide = _called(node, wide_args, wide_kwargs)
+            if not _alike(low, wide):
+                raise TypeError("it means something else in a wider dtype")
+        except (RuntimeError, TypeError, NotImplementedError, IndexError):
+            # It takes no other dtype, or is about the bits: it gets what the graph would give it.
+            wide = tree_map(self._widened, _called(node, *_narrowed(node, env)))
+        return Pair(low, wide, eps)
+
+    def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        halves = {v.dtype for v in tree_leaves(args) if _is_half(v)}
+        if node.target in _PRODUCTS and halves and halves <= self.slow:
+            (half,) = halves
+            up = tree_map(lambda v: v.float() if _is_half(v) else v, args)
+            low = tree_map(lambda v: v.to(half) if _is_tensor(v) else v, _called(node, up, kwargs))
+        else:
+            low = _called(node, args, kwargs)
+        return tree_map(self._moved, low) if self.jitter and _is_new(node) else low
+
+    def _moved(self, value: Any) -> Any:
+        if not _is_tensor(value) or not value.dtype.is_floating_point:
+            return value
+        wide = torch.promote_types(value.dtype, torch.float32)
+        by = torch.rand(value.shape, generator=self.jitter, dtype=wide).to(value.device)
+        return by.mul_(2).sub_(1).mul_(torch.finfo(value.dtype).eps).add_(1).mul_(value).to(value)
+
+    def _widened(self, value: Any) -> Any:
+        if not _is_tensor(value):
+            return value
+        dtype = self._dtype(value.dtype)
+        return value if dtype is value.dtype else value.to(dtype)
+
+    def _widens(self, value: Any) -> bool:
+        tensors = filter(_is_tensor, tree_leaves(value))
+        return any(self._dtype(v.dtype) is not v.dtype for v in tensors)
+
+    def _dtype(self, value: Any) -> Any:
+        """The dtype that one of the graph's has in the wide run; anything else as it is."""
+        if value in HALF if isinstance(value, torch.dtype) else False:
+            return self.wide
+        if self.wide is torch.float64 and isinstance(value, torch.dtype):
+            return _WIDER.get(value, value)
+        return value
+
+
+def ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that they depend on."""
+    found: set[fx.Node] = set()
+    ahead = list(nodes)
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers, or seeds for them."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.target in _RANDOM
+
+
+def why_not(graph: fx.Graph) -> str | None:
+    """Why a graph can't be run a second time, operator by operator; None if it can."""
+    for node in graph.find_nodes(op="call_module"):
+        return f"it calls a module ({node.target})"
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        if "c10d" in schema.name:
+            return "it exchanges values with other processes"
+        if schema.is_mutable and not _writes_input(node):
+            return f"{schema.name} writes in place"
+    return None
+
+
+def written_inputs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The inputs that a graph writes, and the `copy_` that does it."""
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return {copy.args[0]: copy for copy in copies if _writes_input(copy)}
+
+
+def _writes_input(node: fx.Node) -> bool:
+    into = node.args[0] if node.target is aten.copy_.default else None
+    return isinstance(into, fx.Node) and into.op == "placeholder"
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _arguments(node: fx.Node, env: Mapping[fx.Node, Pair], side: int) -> Any:
+    def value(arg: Any) -> Any:
+        return env[arg][side] if isinstance(arg, fx.Node) else arg
+
+    return map_aggregate((node.args, node.kwargs), value)
+
+
+def _narrowed(node: fx.Node, env: Mapping[fx.Node, Pair]) -> Any:
+    """The wide arguments in the dtypes of the graph."""
+
+    def value(arg: Any) -> Any:
+        if not isinstance(arg, fx.Node):
+            return arg
+        low, wide, _ = env[arg]
+        return tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
+
+    return map_aggregate((node.args, node.kwargs), value)
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    found: Any = gm
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether the result is memory of its own: no view."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(r.alias_info is None for r in schema.returns)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALF
+
+
+def _eps(value: Any) -> float:
+    floating = _is_tensor(value) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return torch.finfo(value.dtype).eps if floating else 0.0
+
+
+def _alike(low: Any, wide: Any) -> bool:
+    """Whether two results have the same shapes, and are numbers of the same kind."""
+    pairs = list(zip(tree_leaves(low), tree_leaves(wide), strict=True))
+    return all(
+        not _is_tensor(a)
+        or (a.shape == b.shape and a.dtype.is_floating_point is b.dtype.is_floating_point)
+        for a, b in pairs
+    )

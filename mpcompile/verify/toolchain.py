@@ -1,0 +1,62 @@
+"""The compiler that Inductor's code goes through on this machine, and what its code runs on."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..devices.registry import capabilities
+from ..torch_inside.inductor import setting
+
+__all__ = ["Toolchain", "toolchain"]
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """See above.
+
+    Attributes:
+        names: for people: `"torch 2.13.0, g++ 12.2.0"`.
+        facts: what a verdict depends on.
+    """
+
+    names: str
+    facts: tuple[str, ...]
+
+
+def toolchain() -> Toolchain:
+    """This machine's, with the C++ compiler that Inductor is set to now."""
+    cxx = setting("cpp.cxx")
+    cxx = cxx if isinstance(cxx, str) else next(filter(None, reversed(cxx)), "")
+    return _toolchain(str(cxx))
+
+
+@functools.lru_cache(maxsize=8)
+def _toolchain(cxx: str) -> Toolchain:
+    path = shutil.which(cxx) or cxx
+    version = _first_line(path)
+    stamp = ""
+    if Path(path).is_file():
+        facts = Path(path).resolve().stat()
+        stamp = f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    number = version.rsplit(" ", 1)[-1] if version else "?"
+    host = capabilities(torch.device("cpu")).name()
+    facts_ = (version, stamp, platform.machine(), host, gpu)
+    return Toolchain(f"torch {torch.__version__}, {Path(path).name} {number}", facts_)
+
+
+def _first_line(path: str) -> str:
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0]

@@ -1,0 +1,283 @@
+"""What was found about the graphs of one compile: kept on disk, said, and shown in the plan.
+
+A verdict lies beside Inductor's caches, under all that it depends on: the graph, torch, the C++
+compiler, the device, the options. Where every graph of a compile is known to be right, nothing is
+verified, and Inductor's caches serve as without us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from .._version import __version__
+from ..errors import MPCompileError, MPCompileWarning
+from ..logs import event
+from ..torch_inside.inductor import cache_dir, write_program
+from .toolchain import toolchain
+
+if TYPE_CHECKING:
+    from .cures import Cure
+    from .first_call import Case
+    from .trial import Found, Trial
+
+__all__ = ["Verdict", "Verdicts", "Verify", "key_of", "say_again"]
+
+
+@dataclass
+class Verify:
+    """What the user asked for, for one plan's graph.
+
+    Attributes:
+        first: verify what is compiled at its first call.
+        always: at every call.
+        strict: raise where something was compiled wrongly.
+        found: what is found of all that is compiled of the graph, now and later.
+    """
+
+    first: bool = True
+    always: bool = False
+    strict: bool = False
+    found: list[Verdicts] = field(default_factory=list)
+
+    def text(self) -> str:
+        """What the plan shows: `"verified: 214 values, at most 0.6 of a rounding off"`."""
+        if not self.first:
+            return "not verified: verify=False"
+        return "; ".join(filter(None, (one.text() for one in self.found)))
+
+
+@dataclass
+class Verdict:
+    """What is known of one graph.
+
+    Attributes:
+        values: how many were compared and right.
+        worst: how far the worst of them is off, in units of what rounding does uncompiled.
+        unproven: how many were constant, or a gradient of zeros.
+        drawn: how many depend on random numbers that can't be drawn again.
+        of: how many values there are, where memory was there for some only.
+        left: why nothing was compared.
+        cure: the name of what put it right.
+        wrong: what was wrong, in a few words.
+    """
+
+    values: int = 0
+    worst: float = 0.0
+    unproven: int = 0
+    drawn: int = 0
+    of: int | None = None
+    left: str | None = None
+    cure: str | None = None
+    wrong: str | None = None
+
+
+@dataclass
+class Verdicts:
+    """What is known of the graphs of one compile.
+
+    Attributes:
+        key: what they depend on, as a hash.
+        asked: what the user wants.
+        known: the verdict of each graph: "forward", "backward", "graph".
+        finished: the graphs that needn't be looked at any more.
+    """
+
+    key: str
+    asked: Verify
+    known: dict[str, Verdict] = field(default_factory=dict)
+    expected: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, key: str, asked: Verify) -> Verdicts:
+        """What was found before under this key, if something was."""
+        verdicts = cls(key, asked)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            data = json.loads(verdicts._file.read_text(encoding="utf-8"))
+            verdicts.known = {name: Verdict(**one) for name, one in data["known"].items()}
+            verdicts.expected, verdicts.finished = set(data["expected"]), set(data["known"])
+        return verdicts
+
+    @property
+    def always(self) -> bool:
+        """Whether every call is verified."""
+        return self.asked.always
+
+    @property
+    def complete(self) -> bool:
+        """Whether every graph is known to be right as Inductor compiles it."""
+        cured = any(verdict.cure for verdict in self.known.values())
+        known = bool(self.expected) and self.expected <= self.finished
+        return known and not cured and not self.always
+
+    def expect(self, name: str) -> None:
+        """A graph of this name is compiled now."""
+        self.expected.add(name)
+        if not (self.known.get(name) or Verdict()).cure:
+            self.known.pop(name, None)
+        self.finished.discard(name)
+
+    def in_order(self, cures: Iterable[Cure]) -> list[Cure]:
+        """Cures, those first that have helped in this compile."""
+        helped = {verdict.cure for verdict in self.known.values()}
+        return sorted(cures, key=lambda cure: cure.name not in helped)
+
+    def right(self, name: str, found: Found, of: int | None) -> None:
+        """A call gave what was meant."""
+        before = self.known.get(name, Verdict())
+        self.known[name] = Verdict(
+            before.values + found.verified, max(before.worst, found.worst),
+            len(found.vacuous), found.left_out, of,
+        )  # fmt: skip
+
+    def left(self, name: str, why: str) -> None:
+        """A graph isn't verified."""
+        self.known[name] = Verdict(left=why)
+        event("verify", logging.INFO, "left", "%(graph)s isn't verified: %(why)s",
+              graph=name, why=why)  # fmt: skip
+
+    def finish(self, name: str) -> None:
+        """A graph needn't be looked at any more: remember it."""
+        self.finished.add(name)
+        kept = {n: vars(verdict) for n, verdict in self.known.items() if n in self.finished}
+        data = {"expected": sorted(self.expected), "known": kept}
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._file.parent, delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(data, file)
+            os.replace(file.name, self._file)
+
+    def wrong(self, case: Case, trial: Trial, found: Found, cure: Cure | None) -> None:
+        """A graph was compiled wrongly: say so once.
+
+        Raises:
+            MPCompileError: strict=True.
+        """
+        number, how = next(iter(found.wrong.items()))
+        node = _named(trial.nodes[number])
+        more = f" (and {len(found.wrong) - 1} other values)" if len(found.wrong) > 1 else ""
+        what = f"{_of(case.name)}{_at(node)}{more}: {how}"
+        self.known[case.name] = Verdict(
+            values=found.verified, worst=found.worst, cure=cure.name if cure else None, wrong=what
+        )
+        program = self._file.with_suffix(f".{case.name}.py")
+        with contextlib.suppress(Exception):  # it is for a report alone
+            write_program(program, case.gm, case.fakes)
+        text = (
+            f"{what}. This is a fault of the compiler's ({toolchain().names}), not of your "
+            f"program. This call uses right values; from now on {cure.about if cure else ''} does. "
+            f"To report it: python {program}"
+        )
+        event("verify", logging.WARNING, "wrong", "%(what)s", what=what, cure=cure and cure.name,
+              program=str(program))  # fmt: skip
+        if self.asked.strict:
+            raise MPCompileError(f"strict=True: compiled wrongly: {text}")
+        if not _said.is_set:
+            _said.is_set = True
+            warnings.warn(f"mpcompile: compiled wrongly: {text}", MPCompileWarning, stacklevel=2)
+
+    def text(self) -> str:
+        """What is known of each graph."""
+        parts = [_text(name, self.known.get(name)) for name in sorted(self.expected)]
+        return "; ".join(parts)
+
+    @property
+    def _file(self) -> Path:
+        return Path(cache_dir()) / "mpcompile" / self.key[:2] / f"{self.key}.json"
+
+
+class _Said:
+    is_set = False
+
+
+_said = _Said()
+
+
+def say_again() -> None:
+    """Let the next fault be said: what is compiled from now on is another program."""
+    _said.is_set = False
+
+
+def key_of(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None) -> str:
+    """A hash of all that a verdict about a graph depends on."""
+    text = [
+        torch.__version__, __version__, str(torch.is_grad_enabled()), str(torch.get_num_threads()),
+        repr(sorted((k, _plain(v)) for k, v in (patches or {}).items())), *toolchain().facts,
+        *(ir.type_text(x) + str(_layout(x)) for x in inputs), *_lines(gm),
+    ]  # fmt: skip
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _plain(value: Any) -> str:
+    uuid = getattr(value, "uuid", None)
+    return repr(uuid()) if callable(uuid) else repr(value)
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.stride(), value.device.type, value.requires_grad
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
+    lines = []
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            lines += [f"{name} {n.op} {n.target} {n.args} {n.kwargs}" for n in module.graph.nodes]
+    return lines
+
+
+def _named(node: Any) -> fx.Node:
+    """A node that comes from a line of the program: this, or the nearest that it is computed of."""
+    ahead, seen = [node], set()
+    while ahead:
+        one = ahead.pop(0)
+        if ir.source(one):
+            return one
+        seen.add(one)
+        ahead += [n for n in one.all_input_nodes if n not in seen]
+    return node
+
+
+def _of(name: str) -> str:
+    return {"forward": "a forward", "backward": "a backward"}.get(name, "a graph")
+
+
+def _at(node: fx.Node) -> str:
+    module, line = ir.module_path(node), ir.source(node)
+    where = ", ".join(filter(None, (f"module {module}" if module else "", line)))
+    return f" at {ir.op_name(node)}" + (f" ({where})" if where else "")
+
+
+def _text(name: str, verdict: Verdict | None) -> str:
+    if verdict is None:
+        return f"{name}: not called yet"
+    if verdict.left is not None:
+        return f"{name}: not verified, {verdict.left}"
+    if verdict.wrong is not None:
+        return f"{name}: compiled wrongly ({verdict.wrong}); cured by {verdict.cure}"
+    more = [
+        f"{count} {what}"
+        for count, what in (
+            (verdict.unproven, "constant so far"), (verdict.drawn, "by random numbers not compared"),
+        ) if count
+    ]  # fmt: skip
+    some = f" of {verdict.of}, for memory" if verdict.of is not None else ""
+    rest = f" ({', '.join(more)})" if more else ""
+    return f"{name}: verified {verdict.values} values{some}, at most {verdict.worst:.2g} of a rounding off{rest}"
