@@ -25,6 +25,7 @@ from .pipeline import Planned
 from .planner.target import Target
 from .plans.advice import say_nothing_runs_low, say_products_stay
 from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
+from .runtime.stays_finite import watching
 from .runtime.watched_call import Watched
 from .runtime.witness import constants_of
 from .scaling import copies, fit_scale, shardings
@@ -90,6 +91,8 @@ def function_of(
         compiled = reading(compiled, inputs, reader)
     if in_full:
         compiled = reading_in_full(compiled, in_full)
+    if scale is None:
+        compiled = watching(compiled, examples, settings.names)
     return noticing_ddp(compiled, examples, reduced_in, scale, hooked=settings.reduces_low)
 
 
@@ -100,6 +103,7 @@ def function_of_left(
     low_wire = settings.reduces_low  # other ranks may have rewritten this graph
     shardings.enter(gm, examples, None, None, hooked=low_wire)
     compiled = _emit(gm, examples, settings, verify, untouched=True)
+    compiled = watching(compiled, examples, settings.names)
     return noticing_ddp(compiled, examples, None, None, hooked=low_wire)
 
 

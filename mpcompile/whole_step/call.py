@@ -13,6 +13,7 @@ import torch
 
 from ..devices.generators import unchanged
 from ..optim.inputs import Setting
+from ..runtime.stays_finite import StepWatch
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.amp import autocast_off
@@ -65,6 +66,8 @@ class Call:
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
         for scale in scales:
             scale.search.possible |= scale.searches
+        # A loss scale speaks itself.
+        self._watch = None if scales else StepWatch("training step", [p for _, p in trained])
 
     def __call__(self, *given: Any) -> list[Any]:
         """Do the step, and return what Dynamo's graph returns.
@@ -94,7 +97,11 @@ class Call:
             torch.autograd.graph.increment_version([given[i] for i in written])
         for scale, found in zip(self._traced.unseen, behind, strict=True):
             scale.overflows.saw_count(found)
-        return [returned[r] if isinstance(r, int) else r[0] for r in self._traced.results]
+        results = [returned[r] if isinstance(r, int) else r[0] for r in self._traced.results]
+        if self._watch is not None and self._watch.comes():
+            skipped = [update.skipped() for update in self._updates]
+            self._watch.see(results, [p for _, p, _ in self._trained], skipped)
+        return results
 
     def _check(self, given: Sequence[Any]) -> None:
         known = self._changes == parameters.changes()

@@ -281,6 +281,10 @@ class Update:
         with torch.no_grad(), autocast_off():
             self._program.run(env)
 
+    def skipped(self) -> torch.Tensor:
+        """0-d bool on the device: whether the last step was skipped."""
+        return self._parts.results.read("skipped", False)
+
     def done(self) -> None:
         """Note that the step has run."""
         note_step(self._parts.optimizer)  # schedulers ask
