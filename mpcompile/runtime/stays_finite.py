@@ -132,8 +132,8 @@ class Watch:
             return None
         _told.count += 1
         first, what = self._bad
-        before = f" ({self._what} {self._fine} was finite)" if self._fine else ""
-        return f"mpcompile: since {self._what} {first}{before} {what}"
+        before = f" ({self._fine} was still finite)" if self._fine else ""
+        return f"mpcompile: since {self._what} {first}{before}, {what}"
 
 
 def _tell(text: str, stacklevel: int) -> None:
@@ -200,14 +200,14 @@ class StepWatch(Watch):
             return
         known = [(x.detach(), "a loss that is returned is {}") for x in results if _is_scalar(x)]
         values = [(x.float() if x.element_size() < 4 else x, text) for x, text in known]
-        gradients = "gradients are not finite, and MPOptimizer skips each step"
-        values += [(flag, gradients) for flag in skipped]
         if weights and self._calls % WEIGHTS == 0:
             self._turn += 1
         if weights and (self._calls % WEIGHTS == 0 or (self._bad is not None and self._turn)):
             weight = weights[self._turn % len(weights)]
             text = f"{_names([weight])} is NaN"
             values.append((weight.detach().isnan().any(), text))
+        gradients = "gradients are not finite, and MPOptimizer skips each step"
+        values += [(flag, gradients) for flag in skipped]
         alike = [(x, text) for x, text in values if x.device == values[0][0].device]
         texts = [text for _, text in alike]
 
@@ -265,7 +265,7 @@ class _OptimizerWatch(Watch):
     """Looks at the gradients that an optimizer is about to use: see `Watch`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(f"step of {type(optimizer).__name__}", _held(optimizer))
+        super().__init__(f"{type(optimizer).__name__}'s step", _held(optimizer))
         self._turn = 0
 
     def see(self, optimizer: Optimizer) -> None:
