@@ -9,9 +9,9 @@
 Exit status:
 
     0   done
-    1   `info`: torch is outside the supported range; `check`: something fails; `explain` and
-        `diagnose`: a condition that `--fail-...` names holds, and stderr says which one and by how
-        much
+    1   `info`: torch is outside the supported range; `check`: something fails; `demo`: the losses
+        of the two are more than 2% apart, or not finite; `explain` and `diagnose`: a condition that
+        `--fail-...` names holds, and stderr says which one and by how much
     2   a request that can't be met: stderr says why
 """
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..demo.run import DemoSettings
 from ..demo.run import run as run_demo
-from .common import Commands, Help, add_option, known_device
+from .common import Commands, Help, add_option, complain, known_device
 
 
 def add(commands: Commands) -> None:
@@ -46,5 +46,8 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
         seed=options.seed,
         dump=options.dump,
     )
-    run_demo(settings, console)
-    return 0
+    fault = run_demo(settings, console).fault
+    if fault is None:
+        return 0
+    complain(fault)
+    return 1

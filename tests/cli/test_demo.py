@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from mpcompile import Policy, cli, compiled_plans, mpcompile
+from mpcompile import MPCompileWarning, Policy, cli, compiled_plans, mpcompile
 from mpcompile.demo import GPT, GPTConfig, corpus, generate, held_out_batches, text_batches
 from mpcompile.demo import run as demo_run
-from mpcompile.demo.run import DemoSettings, run
+from mpcompile.demo.run import DemoResult, DemoSettings, Outcome, run
 from mpcompile.demo.train import Trainee, bytes_saved_for_backward, held_out_loss
 from mpcompile.profile import store
 
@@ -224,6 +226,7 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     )
     result = run(settings, Console(file=out, width=140))
     assert result.mixed.held_out_loss == pytest.approx(result.full.held_out_loss, abs=0.02)
+    assert result.fault is None
     assert result.mixed.casts > 0
     assert (result.mixed.loss_scale is None) is (dtype == "bfloat16")
     assert (result.full.loss_scale, result.full.casts) == (None, None)
@@ -241,6 +244,48 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert row in text
     assert "text by the" in text
+
+
+@pytest.mark.parametrize(
+    ("held_out", "train", "said"),
+    [
+        (2.03, 1.97, None),
+        (1.97, 2.03, None),
+        (2.05, 2.0, "held-out loss of BF16 O1 is 2.0500 and that of FP32 2.0000: .* within 2%"),
+        (1.95, 2.0, "held-out loss of BF16 O1 is 1.9500"),
+        (2.0, 2.05, "training loss of BF16 O1 is 2.0500"),
+        (2.0, math.nan, "training loss of BF16 O1 is nan: it should be a finite number"),
+        (math.inf, 2.0, "held-out loss of BF16 O1 is inf"),
+    ],
+)
+def test_losses_apart_make_the_exit_status_1(
+    held_out: float,
+    train: float,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = Outcome("FP32", 2.0, 2.0, median=1.0, first_step=1.0, memory=1)
+    mixed = replace(full, name="BF16 O1", held_out_loss=held_out, train_loss=train)
+    result = DemoResult(full, mixed, memory_kind="", can_gain="", dumps=[], sample="")
+    monkeypatch.setattr("mpcompile.cli.demo.run_demo", lambda settings, console: result)
+    # 0.03 of 2 is 1.5%, 0.05 is 2.5%.
+    assert cli.main(["demo", "--device", "cpu"]) == (0 if said is None else 1)
+    error = capsys.readouterr().err
+    assert re.search(said, error) if said else error == ""
+
+
+@pytest.mark.usefixtures("short")
+def test_a_model_of_nan_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is no text to draw from it."""
+    monkeypatch.setattr(demo_run, "LEARNING_RATE", math.inf)
+    settings = DemoSettings(
+        steps=3, dtype="bf16", emit="eager", device="cpu", dump=tmp_path, model=TINY
+    )
+    with pytest.warns(MPCompileWarning, match="since training call 2 .* a loss .* is nan"):
+        result = run(settings, Console(file=io.StringIO()))
+    assert result.sample == ""
+    assert result.fault == "the held-out loss of FP32 is nan: it should be a finite number"
 
 
 def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
