@@ -45,6 +45,7 @@ __all__ = [
     "aot_autograd",
     "boxed",
     "boxed_nop",
+    "donated_inputs",
     "is_compiled",
     "min_cut_rematerialization_partition",
     "settings",
@@ -57,6 +58,16 @@ def boxed(call: Call) -> Call:
     """Tell AOTAutograd that this takes all inputs as one list, which it empties."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def donated_inputs(context: Any) -> Collection[int]:
+    """The inputs of a backward whose memory it may use for others, by number.
+
+    Args:
+        context: the `TracingContext` in which it is compiled; None: there is none.
+    """
+    facts = getattr(context, "fw_metadata", None)
+    return tuple(getattr(facts, "bw_donated_idxs", None) or ())
 
 
 def is_compiled(function: Any) -> bool:

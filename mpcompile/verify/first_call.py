@@ -2,15 +2,15 @@
 
 `Verifier.inner` stands where Inductor compiles one graph: a forward, a backward, an inference. What
 Inductor returns gets a `FirstCall` in the place of its code; once that is verified the code is put
-back, and later calls cost nothing more. A forward's trial is kept until its backward comes, which is
-compared with a backward of what the reference saved: so what a kernel makes once more is seen.
+back, and later calls cost nothing more.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
+from ..torch_inside.aot import donated_inputs
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import FakeTensor, TracingContext, tracing
 from ..torch_inside.inductor import compile_inner, config
@@ -33,6 +34,9 @@ from .verdicts import Verdicts
 __all__ = ["Case", "Verifier"]
 
 Function = Callable[[list[Any]], Any]
+
+_SHARE, _LEAST = 0.08, 1.0
+"""What verifying may take: of the time in which Inductor compiled, and in seconds."""
 
 _CALLS = 4
 """Calls in which is looked again at what proved nothing: constants, a gradient of zeros."""
@@ -49,6 +53,7 @@ class Case:
         kwargs: further arguments of Inductor's.
         patches: the settings of Inductor's that the caller has set.
         context: what Dynamo knows of the compile.
+        donated: the numbers of inputs whose memory the compiled code may use for others.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Case:
     kwargs: Mapping[str, Any]
     patches: Mapping[str, Any]
     context: Any
+    donated: Collection[int] = ()
 
     def compiled(self, settings: Mapping[str, Any], gm: fx.GraphModule | None = None) -> Any:
         """Compile it, or another graph of the same inputs, with further settings of Inductor's."""
@@ -74,7 +80,6 @@ class Verifier:
 
     Attributes:
         compiles: how many graphs Inductor was asked for; none where a cache had them.
-        forward: the forward call whose backward is to come.
 
     Args:
         verdicts: takes what is found.
@@ -84,44 +89,33 @@ class Verifier:
     def __init__(self, verdicts: Verdicts, patches: Mapping[str, Any] | None) -> None:
         self.verdicts, self._patches = verdicts, dict(patches or {})
         self.compiles = 0
-        self.forward: Saved | None = None
 
     def inner(self, gm: fx.GraphModule, fakes: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one graph, as Inductor's own `compile_fx_inner`."""
         self.compiles += 1
         name = "graph" if kwargs.get("is_inference") else "forward"
         name = "backward" if kwargs.get("is_backward") else name
-        case = Case(name, _copy(gm), fakes, dict(kwargs), self._patches, TracingContext.try_get())
+        context = TracingContext.try_get()
+        donated = donated_inputs(context) if name == "backward" else ()
+        case = Case(name, _copy(gm), fakes, dict(kwargs), self._patches, context, donated)
+        start = time.perf_counter()
         compiled = compile_inner(gm, fakes, **kwargs)
+        took = time.perf_counter() - start
         if not hasattr(compiled, "current_callable"):  # nothing is in it to compile
             return compiled
         self.verdicts.expect(name)
-        compiled.current_callable = FirstCall(compiled, case, self)
+        compiled.current_callable = FirstCall(compiled, case, self, max(_LEAST, _SHARE * took))
         return compiled
-
-
-@dataclass
-class Saved:
-    """A forward call, until its backward is verified: its trial, and where the tensors lie that the
-    compiled code saved, by the names of their nodes.
-    """
-
-    trial: Trial
-    places: Mapping[str, Any]
-
-    def is_of(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a backward with these inputs is the one of this call."""
-        shared = self.places.keys() & inputs.keys()
-        return all(_place(inputs[name]) == self.places[name] for name in shared)
 
 
 class FirstCall:
     """Stands in the place of a compiled graph's code until it is verified."""
 
-    def __init__(self, compiled: Any, case: Case, verifier: Verifier) -> None:
+    def __init__(self, compiled: Any, case: Case, verifier: Verifier, seconds: float) -> None:
         self._owner, self._case, self._verifier = weakref.ref(compiled), case, verifier
         self._run: Function = compiled.current_callable
-        self._calls, self._open = 0, None
+        self._calls, self._seconds = 0, seconds
+        self._open: Collection[int] | None = None
         self._done = False
         self._lock = threading.Lock()
 
@@ -143,49 +137,26 @@ class FirstCall:
         written = written_inputs(graph)
         at = [places.index(node) for node in written]
         targets = [inputs[number] for number in at]
-        saved = self._saved(dict(zip((n.name for n in places), inputs, strict=True)))
         before = list(inputs)
         for number, node in enumerate(places):
-            if node in written or (self._case.name == "backward" and saved is None):
+            if node in written or number in self._case.donated:
                 before[number] = _kept(inputs[number])
-        trial = Trial(
-            self._case.gm, before, state_of(graph, inputs), saved and saved.trial, _slow(inputs)
-        )
+        trial = Trial(self._case.gm, before, state_of(graph, inputs), _slow(inputs))
         outputs = list(self._run(inputs))
         part = part_that_fits(self._case.gm, trial.nodes, before)
-        only = self._open if part is None else [n for n in part]
         try:
             found = trial.compare(
-                [*outputs, *targets], only, saves=self._case.name == "forward" and part is None
+                [*outputs, *targets], part if self._open is None else self._open, self._seconds
             )
         except torch.OutOfMemoryError:
             return self._unverified(inputs, "there is too little memory", outputs)
         if found.wrong:
             return self._cured(trial, found, outputs, targets)
         verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)
-        self._go_on(trial, found, outputs, saved)
-        return outputs
-
-    def _saved(self, inputs: Mapping[str, Any]) -> Saved | None:
-        """The forward call that this is the backward of, if it is known."""
-        forward = self._verifier.forward if self._case.name == "backward" else None
-        return forward if forward is not None and forward.is_of(inputs) else None
-
-    def _go_on(
-        self, trial: Trial, found: Found, outputs: Sequence[Any], saved: Saved | None
-    ) -> None:
-        """Keep what is still needed; put the code in its place if nothing is open."""
-        name, verifier = self._case.name, self._verifier
-        if name == "forward" and trial.saved:
-            named = zip(trial.nodes, outputs, strict=False)
-            places = {n.name: _place(v) for n, v in named if isinstance(n, fx.Node)}
-            verifier.forward = Saved(trial, places)
-        if saved is not None:
-            verifier.forward = None
         self._open = found.vacuous
-        waits = name == "backward" and saved is None
-        if self._calls >= _CALLS or not (found.vacuous or waits):
+        if self._calls >= _CALLS or not found.vacuous:
             self._finish()
+        return outputs
 
     def _cured(
         self, trial: Trial, found: Found, outputs: list[Any], targets: Sequence[Any]
@@ -204,10 +175,8 @@ class FirstCall:
                 self._run = _laying_out(function, outputs)
                 break
         verdicts.wrong(case, trial, found, cure)
-        values = laid_out(right[:count], outputs)
-        self._go_on(trial, Found(), values, None)
         self._finish()
-        return values
+        return laid_out(right[:count], outputs)
 
     def _right_function(
         self, cure: Cure, trial: Trial, wrong: set[str], targets: Sequence[Any]
@@ -217,7 +186,7 @@ class FirstCall:
             function = cure.function(self._case, wrong)
             if function is None or cure.apart == "all":
                 return function
-            inputs = [_kept(value) for value in trial.inputs()]
+            inputs = [_kept(value) for value in trial.inputs]
             written = [inputs[number] for number in trial.written]
             results = [*function(list(inputs)), *written]
             return None if trial.compare(results).wrong else function
@@ -285,10 +254,3 @@ def _slow(inputs: Sequence[Any]) -> frozenset[torch.dtype]:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _place(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.data_ptr(), tuple(value.shape), value.dtype
-

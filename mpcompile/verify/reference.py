@@ -20,14 +20,14 @@ from torch.fx.node import map_aggregate
 from ..ir.dtypes import HALF
 from ..torch_inside.pytree import tree_leaves, tree_map
 
-__all__ = ["Draw", "Pair", "Reference", "ancestors", "is_random", "why_not", "written_inputs"]
+__all__ = ["PRODUCTS", "Draw", "Pair", "Reference", "ancestors", "is_random", "why_not", "written_inputs"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 Draw = Callable[[fx.Node, Sequence[Any], Mapping[str, Any]], Any]
 """Gives the random numbers that the compiled program drew at a node."""
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     getattr(aten, name).default
     for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 )
@@ -70,7 +70,11 @@ class Reference:
         return Pair(value, self._widened(value), max(eps, _eps(value)))
 
     def run(
-        self, gm: fx.GraphModule, given: Sequence[Pair], wanted: Collection[fx.Node]
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        wanted: Collection[fx.Node],
+        known: Mapping[fx.Node, Any],
     ) -> Iterator[tuple[fx.Node, Pair]]:
         """The wanted nodes with their values, in the graph's order; other values die early.
 
@@ -78,27 +82,37 @@ class Reference:
 
         Args:
             gm: a graph that `why_not` doesn't refuse.
-            given: the inputs.
+            inputs: its inputs.
             wanted: what is asked for.
+            known: values of nodes that others are computed of, in place of their own.
         """
-        needed = ancestors(wanted)
+        needed = ancestors(wanted, known)
         env: dict[fx.Node, Pair] = {}
         nodes = [node for node in gm.graph.nodes if node in needed]
         uses = Counter(arg for node in nodes for arg in node.all_input_nodes)
-        inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), given, strict=True))
+        given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in nodes:
             if node.op == "placeholder":
-                env[node] = inputs[node]
+                env[node] = self.pair(given[node])
             elif node.op == "get_attr":
                 env[node] = self.pair(_attribute(gm, str(node.target)))
+            elif node in known and node not in wanted:
+                env[node] = self._known(known[node])
             else:
                 env[node] = self._call(node, env)
             if node in wanted:
                 yield node, env[node]
+                if node in known:
+                    env[node] = self._known(known[node])
             for arg in (*node.all_input_nodes, node):
                 uses[arg] -= arg is not node
                 if uses[arg] <= 0:
                     env.pop(arg, None)
+
+    def _known(self, value: Any) -> Pair:
+        """A value that the compiled program has rounded, though it may go on with it unrounded."""
+        pair = self.pair(value)
+        return pair._replace(low=self._moved(value)) if self.jitter is not None else pair
 
     def _call(self, node: fx.Node, env: Mapping[fx.Node, Pair]) -> Pair:
         read = [env[arg] for arg in node.all_input_nodes]
@@ -127,7 +141,7 @@ class Reference:
 
     def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         halves = {v.dtype for v in tree_leaves(args) if _is_half(v)}
-        if node.target in _PRODUCTS and halves and halves <= self.slow:
+        if node.target in PRODUCTS and halves and halves <= self.slow:
             (half,) = halves
             up = tree_map(lambda v: v.float() if _is_half(v) else v, args)
             low = tree_map(lambda v: v.to(half) if _is_tensor(v) else v, _called(node, up, kwargs))
@@ -161,15 +175,16 @@ class Reference:
         return value
 
 
-def ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all that they depend on."""
+def ancestors(nodes: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """These nodes, and all that they depend on, up to those that are known."""
     found: set[fx.Node] = set()
     ahead = list(nodes)
     while ahead:
         node = ahead.pop()
         if node not in found:
             found.add(node)
-            ahead += node.all_input_nodes
+            ahead += [n for n in node.all_input_nodes if n not in known or n in nodes]
+            found.update(n for n in node.all_input_nodes if n in known and n not in nodes)
     return found
 
 

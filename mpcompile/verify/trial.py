@@ -1,7 +1,12 @@
-"""One call of a compiled graph with real data, and what the same call gives uncompiled."""
+"""One call of a compiled graph with real data, and what the same call gives uncompiled.
+
+Each value that the call returns or writes is compared with one computed of the nearest others: so
+no error adds up, and what is looked at is what one kernel, or a few, make.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import ir
 from . import judge
 from .draws import State, draw, drawing_from
 from .judge import Errors
-from .reference import Pair, Reference, ancestors, is_random, written_inputs
+from .reference import PRODUCTS, Pair, Reference, ancestors, is_random, written_inputs
 
 __all__ = ["Found", "Trial"]
 
@@ -29,6 +35,7 @@ class Found:
         wrong: the values that are wrong, by number: how far they are off, in a few words.
         vacuous: the numbers of those that prove nothing.
         left_out: how many depend on random numbers that can't be drawn again.
+        rest: how many weren't compared, since another of the same kind was.
     """
 
     verified: int = 0
@@ -36,6 +43,7 @@ class Found:
     wrong: dict[int, str] = field(default_factory=dict)
     vacuous: set[int] = field(default_factory=set)
     left_out: int = 0
+    rest: int = 0
 
 
 class Trial:
@@ -43,14 +51,11 @@ class Trial:
 
     Attributes:
         nodes: what the graph returns, and then the writes to its inputs.
-        saved: what the reference returned, by the name of the node, after `compare`.
 
     Args:
         gm: the graph.
         inputs: as they were before the call.
         state: of the generators before the call.
-        forward: the call of the forward that this backward belongs to: what it saved is computed
-            again here from its own inputs; None takes what the compiled forward saved.
         slow: see `Reference`.
     """
 
@@ -59,40 +64,11 @@ class Trial:
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         state: State | None,
-        forward: Trial | None = None,
         slow: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        self.gm, self._inputs, self._state, self._forward = gm, list(inputs), state, forward
-        self._slow = slow
+        self.gm, self.inputs, self._state, self._slow = gm, list(inputs), state, slow
         outputs: Any = gm.graph.output_node().args[0]
         self.nodes: list[Any] = [*outputs, *written_inputs(gm.graph).values()]
-        self.saved: dict[str, Pair] = {}
-
-    def compare(
-        self, results: Sequence[Any], only: Collection[int] | None = None, *, saves: bool = False
-    ) -> Found:
-        """Compare what the compiled call returned, and wrote, with the reference.
-
-        Args:
-            results: one for each of `nodes`.
-            only: the numbers to compare; None: all.
-            saves: whether to fill `saved`.
-        """
-        found, doubtful = Found(), {}
-        numbers = self._numbers(only)
-        wanted = set(self._numbers(None)) if saves else set(numbers)
-        for node, pair in self._values(self._reference(torch.float32), wanted):
-            if saves:
-                self.saved[node.name] = pair
-            for number in numbers.get(node, ()):
-                errors = self._errors(results[number], pair)
-                if errors is not None and not errors.right:
-                    doubtful[number] = errors
-                elif errors is not None:
-                    self._count(found, number, results[number], errors)
-        if doubtful:
-            self._settle(found, doubtful, results)
-        return found
 
     @property
     def written(self) -> list[int]:
@@ -100,31 +76,72 @@ class Trial:
         places = self.gm.graph.find_nodes(op="placeholder")
         return [places.index(node) for node in written_inputs(self.gm.graph)]
 
-    def inputs(self) -> list[Any]:
-        """The inputs as they were before the call, or as the forward's reference saved them."""
-        return [pair.low for pair in self._pairs(self._reference(torch.float32))]
+    def compare(
+        self, results: Sequence[Any], only: Collection[int] | None = None, seconds: float = 0.0
+    ) -> Found:
+        """Compare what the compiled call returned, and wrote, with the reference.
+
+        Args:
+            results: one for each of `nodes`.
+            only: the numbers to compare; None: one of each kind, and all if that takes no longer.
+            seconds: what it may take.
+        """
+        found, start = Found(), time.perf_counter()
+        if only is not None:
+            self._compare(found, results, only)
+            return found
+        kinds = self._kinds()
+        first = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
+        self._compare(found, results, first)
+        rest = [number for number, kind in enumerate(kinds) if kind and number not in first]
+        took = time.perf_counter() - start
+        if rest and took * (1 + len(rest) / len(first)) > seconds:
+            found.rest = len(rest)
+        elif rest:
+            self._compare(found, results, rest)
+        return found
 
     def uncompiled(self) -> list[Any]:
         """What the call returns and writes, computed operator by operator."""
-        values = {n: pair.low for n, pair in self._values(
-            self._reference(torch.float32), set(self._numbers(None)))}  # fmt: skip
-        return [values[n] if isinstance(n, fx.Node) else n for n in self.nodes]
+        values = self._values(self._reference(torch.float32), set(self._numbers(None)), {})
+        low = {node: pair.low for node, pair in values}
+        return [low[n] if isinstance(n, fx.Node) else n for n in self.nodes]
 
-    def _settle(self, found: Found, doubtful: dict[int, Errors], results: Sequence[Any]) -> None:
+    def _compare(self, found: Found, results: Sequence[Any], only: Collection[int]) -> None:
+        known, numbers = self._known(results), self._numbers(only)
+        doubtful: dict[int, Errors] = {}
+        reference = self._reference(torch.float32)
+        for node, pair in self._values(reference, set(numbers), known):
+            for number in numbers[node]:
+                errors = _errors(results[number], pair)
+                if errors is not None and not errors.right:
+                    doubtful[number] = errors
+                elif errors is not None:
+                    self._count(found, number, results[number], errors)
+        if doubtful:
+            self._settle(found, doubtful, results, known)
+
+    def _settle(
+        self,
+        found: Found,
+        doubtful: dict[int, Errors],
+        results: Sequence[Any],
+        known: Mapping[fx.Node, Any],
+    ) -> None:
         """Compare what seems wrong with FP64, and with other results that rounding may give."""
         numbers = self._numbers(doubtful)
         exact: dict[fx.Node, Any] = {}
-        for node, pair in self._values(self._reference(torch.float64), set(numbers)):
+        for node, pair in self._values(self._reference(torch.float64), set(numbers), known):
             exact[node] = pair.wide
             for number in numbers[node]:
-                doubtful[number] = judge.errors_of(results[number], pair)
+                doubtful[number] = _errors(results[number], pair) or Errors((), ())
         for seed in range(_JITTERED):
             numbers = self._numbers([n for n, errors in doubtful.items() if not errors.right])
             reference = self._reference(torch.float32, torch.Generator().manual_seed(seed))
-            for node, pair in self._values(reference, set(numbers)):
+            for node, pair in self._values(reference, set(numbers), known):
                 for number in numbers[node]:
-                    moved = Pair(pair.low, exact[node], pair.eps)
-                    doubtful[number] |= judge.errors_of(results[number], moved)
+                    moved = pair._replace(wide=exact[node])
+                    doubtful[number] |= _errors(results[number], moved) or Errors((), ())
         for number, errors in doubtful.items():
             if errors.right:
                 self._count(found, number, results[number], errors)
@@ -134,43 +151,48 @@ class Trial:
                 found.wrong[number] = judge.off(errors)
 
     def _count(self, found: Found, number: int, result: Any, errors: Errors) -> None:
-        if judge.is_vacuous(result):
+        if judge.is_vacuous(result) and _depends_on_data(self.nodes[number]):
             found.vacuous.add(number)
         else:
             found.verified += 1
             found.worst = max(found.worst, errors.ratio)
 
-    def _errors(self, result: Any, pair: Pair) -> Errors | None:
-        if not isinstance(result, torch.Tensor):
-            return None
-        if result.shape != pair.low.shape or result.dtype is not pair.low.dtype:
-            return Errors((1.0,), (0.0,))
-        return judge.errors_of(result, pair)
-
     def _values(
-        self, reference: Reference, wanted: Collection[fx.Node]
+        self, reference: Reference, wanted: Collection[fx.Node], known: Mapping[fx.Node, Any]
     ) -> Iterator[tuple[fx.Node, Pair]]:
-        pairs = self._pairs(reference)
-        with drawing_from(self._state):
-            yield from reference.run(self.gm, pairs, wanted)
+        if wanted:
+            with drawing_from(self._state):
+                yield from reference.run(self.gm, self.inputs, wanted, known)
 
-    def _pairs(self, reference: Reference) -> list[Pair]:
-        """The inputs; those that the forward saved as the reference makes them."""
-        nodes = self.gm.graph.find_nodes(op="placeholder")
-        saved: Mapping[str, Pair] = {}
-        if self._forward is not None:
-            first = reference.wide is torch.float32 and reference.jitter is None
-            saved = self._forward.saved if first else self._forward.saved_anew(reference, nodes)
+    def _known(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
+        """What the call returned, by node; not its inputs and not what it wrote to them."""
+        outputs = zip(self.nodes, results, strict=True)
+        return {
+            n: value for n, value in outputs
+            if isinstance(n, fx.Node) and n.op == "call_function" and not ir.written(n)
+        }  # fmt: skip
+
+    def _kinds(self) -> list[int | None]:
+        """For each of `nodes` what it is computed by, from other results, inputs and products; None
+        for what is no value of the graph's.
+        """
+        edge = {n for n in self.nodes if isinstance(n, fx.Node)}
+        kinds: dict[fx.Node, int] = {}
+        types: dict[fx.Node, int] = {}
+        for node in self.gm.graph.nodes:
+            types[node] = hash((ir.type_text(node.meta.get("val")), node.target in PRODUCTS))
+            is_edge = node.op in ("placeholder", "get_attr")
+
+            def seen(n: fx.Node) -> int:
+                return types[n] if n in edge or n.target in PRODUCTS else kinds[n]
+
+            of = [seen(n) for n in node.all_input_nodes]
+            literal = str(fx.node.map_arg((node.args, node.kwargs), lambda _: 0))
+            kinds[node] = types[node] if is_edge else hash((node.target, literal, *of))
         return [
-            saved[node.name] if node.name in saved else reference.pair(value)
-            for node, value in zip(nodes, self._inputs, strict=True)
+            kinds[n] if isinstance(n, fx.Node) and n.op == "call_function" else None
+            for n in self.nodes
         ]
-
-    def saved_anew(self, reference: Reference, asked: Sequence[fx.Node]) -> dict[str, Pair]:
-        """What a reference that is run in another way saves for a backward."""
-        names = {node.name for node in asked}
-        wanted = {n for n in self.nodes if isinstance(n, fx.Node) and n.name in names}
-        return {node.name: pair for node, pair in self._values(reference, wanted)}
 
     def _reference(self, wide: torch.dtype, jitter: torch.Generator | None = None) -> Reference:
         return Reference(wide, draw, jitter, self._slow)
@@ -178,7 +200,8 @@ class Trial:
     def _numbers(self, only: Collection[int] | None) -> dict[fx.Node, list[int]]:
         found: dict[fx.Node, list[int]] = {}
         for number, node in enumerate(self.nodes):
-            if isinstance(node, fx.Node) and (only is None or number in only):
+            wanted = only is None or number in only
+            if wanted and isinstance(node, fx.Node):
                 found.setdefault(node, []).append(number)
         return found
 
@@ -190,6 +213,20 @@ class Trial:
         return any(
             str(n.target).startswith("aten") or _device(n) not in (None, "cpu") for n in drawn
         )
+
+
+def _errors(result: Any, pair: Pair) -> Errors | None:
+    """How far a result is off; None where it is no tensor."""
+    if not isinstance(result, torch.Tensor):
+        return None
+    if result.shape != pair.low.shape or result.dtype is not pair.low.dtype:
+        return Errors((1.0,), (0.0,))
+    return judge.errors_of(result, pair)
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Whether a value isn't the same in each call by what the graph says."""
+    return any(n.op == "placeholder" for n in ancestors({node}))
 
 
 def _device(node: fx.Node) -> str | None:

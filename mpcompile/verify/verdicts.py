@@ -69,6 +69,7 @@ class Verdict:
         worst: how far the worst of them is off, in units of what rounding does uncompiled.
         unproven: how many were constant, or a gradient of zeros.
         drawn: how many depend on random numbers that can't be drawn again.
+        rest: how many weren't compared, since others of their kind were.
         of: how many values there are, where memory was there for some only.
         left: why nothing was compared.
         cure: the name of what put it right.
@@ -79,6 +80,7 @@ class Verdict:
     worst: float = 0.0
     unproven: int = 0
     drawn: int = 0
+    rest: int = 0
     of: int | None = None
     left: str | None = None
     cure: str | None = None
@@ -141,7 +143,7 @@ class Verdicts:
         before = self.known.get(name, Verdict())
         self.known[name] = Verdict(
             before.values + found.verified, max(before.worst, found.worst),
-            len(found.vacuous), found.left_out, of,
+            len(found.vacuous), max(before.drawn, found.left_out), max(before.rest, found.rest), of,
         )  # fmt: skip
 
     def left(self, name: str, why: str) -> None:
@@ -184,7 +186,7 @@ class Verdicts:
             f"program. This call uses right values; from now on {cure.about if cure else ''} does. "
             f"To report it: python {program}"
         )
-        event("verify", logging.WARNING, "wrong", "%(what)s", what=what, cure=cure and cure.name,
+        event("verify", logging.INFO, "wrong", "%(what)s", what=what, cure=cure and cure.name,
               program=str(program))  # fmt: skip
         if self.asked.strict:
             raise MPCompileError(f"strict=True: compiled wrongly: {text}")
@@ -275,7 +277,8 @@ def _text(name: str, verdict: Verdict | None) -> str:
     more = [
         f"{count} {what}"
         for count, what in (
-            (verdict.unproven, "constant so far"), (verdict.drawn, "by random numbers not compared"),
+            (verdict.rest, "more of the same kinds"), (verdict.unproven, "constant so far"),
+            (verdict.drawn, "by random numbers not compared"),
         ) if count
     ]  # fmt: skip
     some = f" of {verdict.of}, for memory" if verdict.of is not None else ""
