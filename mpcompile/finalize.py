@@ -121,6 +121,7 @@ def _rewrite(module: fx.GraphModule, settings: Settings) -> None:
         raise MPCompileError(f"finalize: {type(module).__name__} can't be rewritten: {planned}")
     for complaint in matched_nothing(settings, [planned.plan]):
         warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
+    _use_torchs_copies(planned.graph)
     _check_is_torchs_own(planned.graph)
     _put_back(module, planned, read, target.low)
 
@@ -160,6 +161,16 @@ def _checks_inputs(node: fx.Node) -> bool:
 def _attribute(module: nn.Module, name: str) -> Any:
     parent, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(parent), leaf)
+
+
+def _use_torchs_copies(gm: fx.GraphModule) -> None:
+    """Copy by torch's operator what `keep_compared` puts into memory. Run operator by operator that
+    is the same; a compiler may compute across such a copy, as across any.
+    """
+    for part in gm.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if ir.role(node) is ir.Role.KEPT:
+                node.target = ir.aten.clone.default
 
 
 def _check_is_torchs_own(gm: fx.GraphModule) -> None:

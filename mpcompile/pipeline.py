@@ -29,6 +29,7 @@ from .passes.graph.guard_aliases import guard_aliases
 from .passes.graph.guard_constants import guard_constants
 from .passes.graph.guard_factorisations import guard_factorisations
 from .passes.graph.guard_kernels import guard_kernels
+from .passes.graph.keep_compared import keep_compared
 from .passes.graph.leave_unpromised import leave_unpromised
 from .passes.graph.narrow_softmax import narrow_softmax
 from .passes.graph.outline import outline
@@ -64,6 +65,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
     narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
+    keep_compared,  # after narrow_softmax, which looks for the cast that this one would read
     plan_pads,  # decides the padded sizes; after place_casts, so that pads stand behind casts
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # replaces casts of parameters by copies, whose gradients leave the graph scaled
@@ -96,6 +98,8 @@ MUST_RUN: Mapping[str, str] = {
     "guard_factorisations": "a factorisation of a rounded matrix may fail, or be far off",
     "plan": "operators would stay undecided",
     "place_casts": "operators would read operands in another dtype than planned",
+    "keep_compared": "where a rounding is left out, comparisons would miss equal values, and "
+    "gradients of maxima be NaN",
     "place_pads": "it carries out what `plan_pads` decided: disable that",
     "copy_overlaps": "a result that overlaps itself could not be scaled",
     "scale_gradients": "it is turned off by loss_scale='none', which the optimizer hears of, too",

@@ -3,6 +3,7 @@
 Passes read and write `node.meta` only through this room.
 """
 
+from .compared import compared
 from .digits import read_by_digit
 from .dtypes import SHORT, is_floating
 from .edit import (
@@ -135,6 +136,7 @@ __all__ = [
     "become_tensor",
     "call",
     "captured",
+    "compared",
     "copies_for_overlap",
     "copy_of",
     "costs",

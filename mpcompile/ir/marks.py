@@ -71,6 +71,7 @@ class Role(enum.Enum):
     PAD      adds padding, or cuts it off.
     LAYOUT   copies a value back into the memory layout that it was captured in.
     COPY     copies a result whose elements overlap in memory.
+    KEPT     puts a value into memory of its own.
     STEP     part of an optimizer step.
     """
 
@@ -80,11 +81,12 @@ class Role(enum.Enum):
     PAD = "pad"
     LAYOUT = "layout"
     COPY = "copy"
+    KEPT = "kept"
     STEP = "step"
 
 
 # The roles of nodes that passes add to a program; such a node keeps the dtypes it was made with.
-ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD, Role.LAYOUT})
+ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD, Role.LAYOUT, Role.KEPT})
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ def _may_stay_wide(node: fx.Node, position: int, operand: fx.Node) -> bool:
     return ir.rule(node).promotes and value is not None and value.ndim == 0
 
 
+def _compared_in_memory(gm: fx.GraphModule) -> Iterator[str]:
+    for node, value in ir.compared(gm.graph):
+        yield f"{node.name} compares {value.name}, which may not be rounded, with parts of it"
+
+
 def _outputs_as_captured(gm: fx.GraphModule) -> Iterator[str]:
     wanted = gm.meta.get("mp_output_dtypes", [])
     results = gm.graph.output_node().args[0]
@@ -159,6 +164,7 @@ PROMISES = (
     Promise(_operands_as_planned, since="place_casts", until="clean"),
     Promise(_outputs_as_captured, since="place_casts", until="outline"),
     Promise(_places_as_captured, since="place_casts", until="clean"),
+    Promise(_compared_in_memory, since="keep_compared", until="clean"),
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),

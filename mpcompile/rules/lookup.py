@@ -64,6 +64,16 @@ def digit_args(op: object) -> frozenset[int]:
     return _places(op, rule_for(op).digits)
 
 
+def compared_args(op: object) -> frozenset[int]:
+    """Positions of the arguments whose elements are compared with those of one another."""
+    return _places(op, rule_for(op).compares)
+
+
+def found_args(op: object) -> frozenset[int]:
+    """Positions of the arguments in which its backward finds the result again."""
+    return _places(op, rule_for(op).finds)
+
+
 def written_args(op: object) -> frozenset[int]:
     """Positions of the arguments an operator writes to, declared in its schema or not."""
     if not isinstance(op, OpOverload):
@@ -160,7 +170,7 @@ _TYPES: dict[str, type] = {
 
 
 # The facts that name arguments.
-_NAMING = ("uncast", "writes", "masks", "fill", "digits")
+_NAMING = ("uncast", "writes", "masks", "fill", "digits", "compares", "finds")
 
 
 def _named_arguments(key: str, facts: dict[str, Any]) -> list[str]:

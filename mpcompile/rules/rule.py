@@ -109,6 +109,13 @@ class Rule:
             else.
         in_order: hands on all elements in their order.
         by_strides: names places in memory: what it reads depends on how its operand lies there.
+
+        picks: each element of the result is one that it reads, or a number, so that a comparison of
+            the two may find them equal. Views and moves (`kind`) pick, too.
+        compares: arguments whose elements are compared with those of one another, for equality or
+            order, by itself or by its backward.
+        finds: arguments in which its backward finds the result again, by its value. Of a norm or a
+            distance only that of order infinity does.
     """
 
     precision: Precision
@@ -152,6 +159,10 @@ class Rule:
     dims: str | None = None
     in_order: bool = False
     by_strides: bool = False
+
+    picks: bool = False
+    compares: str = ""
+    finds: str = ""
 
 
 # Of an operator that nobody vouched for (the rule of TVM's ToMixedPrecision).

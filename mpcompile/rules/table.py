@@ -132,10 +132,12 @@ _row(FULL, _WHY, """
      avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
      adaptive_avg_pool3d""")
 
-_row(FULL, "a sum of squares: squares leave FP16's range", """
-     norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm
-     norm_except_dim _weight_norm renorm dist pdist cdist pairwise_distance cosine_similarity
-     var std var_mean std_mean cov corrcoef""", grows=True)
+_WHY = "a sum of squares: squares leave FP16's range"
+_row(FULL, _WHY, """
+     linalg_matrix_norm frobenius_norm nuclear_norm norm_except_dim _weight_norm pairwise_distance
+     cosine_similarity renorm var std var_mean std_mean cov corrcoef""", grows=True)
+_row(FULL, _WHY, "norm linalg_vector_norm linalg_norm pdist", grows=True, finds="self")
+_row(FULL, _WHY, "dist cdist", grows=True, finds="self other x1 x2")
 
 _WHY = "exponentials and a sum over the row"
 _row(FULL, _WHY, "softmax _safe_softmax", tiny=True, rounds_result=True, keeps=RESULT,
@@ -190,30 +192,39 @@ _WHY = "elementwise, keeps the magnitude of its input"
 _row(FOLLOW, _WHY, "add sub rsub", promotes=True, adds=True, keeps=NOTHING, elementwise=True)
 _row(FOLLOW, _WHY, "mul", promotes=True, hands_on_tiny=True, elementwise=True, zero_absorbs=True)
 _row(FOLLOW, _WHY, "div true_divide", promotes=True, hands_on_tiny=True, elementwise=True)
-_row(FOLLOW, _WHY, "minimum maximum", promotes=True, elementwise=True)
-_row(FOLLOW, _WHY, "where", promotes=True, keeps=NOTHING)
-_row(FOLLOW, _WHY, "masked_fill", keeps=NOTHING)
+_row(FOLLOW, _WHY, "minimum maximum", promotes=True, elementwise=True, picks=True,
+     compares="self other")
+_row(FOLLOW, _WHY, "where", promotes=True, keeps=NOTHING, picks=True)
+_row(FOLLOW, _WHY, "masked_fill", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, "neg", keeps=NOTHING, elementwise=True)
-_row(FOLLOW, _WHY, "clone", keeps=NOTHING, elementwise=True, may_alias=True, copies_constant=True)
-_row(FOLLOW, _WHY, "positive", elementwise=True, may_alias=True)
-_row(FOLLOW, _WHY, "abs addcdiv addcmul clamp clamp_max clamp_min lerp threshold",
-     elementwise=True)
+_row(FOLLOW, _WHY, "clone", keeps=NOTHING, elementwise=True, may_alias=True, copies_constant=True,
+     picks=True)
+_row(FOLLOW, _WHY, "positive", elementwise=True, may_alias=True, picks=True)
+_row(FOLLOW, _WHY, "abs addcdiv addcmul lerp", elementwise=True)
+_row(FOLLOW, _WHY, "threshold", elementwise=True, picks=True)
+_row(FOLLOW, _WHY, "clamp clamp_max clamp_min", elementwise=True, picks=True,
+     compares="self min max")
 _row(FOLLOW, _WHY, "inner tensordot", multiplies=True)
-_row(FOLLOW, _WHY, "bilinear col2im dot vdot masked_scatter", fuses=False)
+_row(FOLLOW, _WHY, "bilinear col2im dot vdot", fuses=False)
+_row(FOLLOW, _WHY, "masked_scatter", fuses=False, picks=True)
+_row(FOLLOW, _WHY, "fmax fmin", picks=True, compares="self other")
+_row(FOLLOW, _WHY, "clip", picks=True, compares="self min max")
+_row(FOLLOW, _WHY, "nan_to_num", picks=True)
 _row(FOLLOW, _WHY, """
-     absolute clip copysign cross divide fmax fmin ger hypot linalg_cross multiply nan_to_num
-     negative outer trapezoid""")
+     absolute copysign cross divide ger hypot linalg_cross multiply negative outer trapezoid""")
 _row(FOLLOW, _WHY, "subtract", adds=True)
 _row(FOLLOW, _WHY, "heaviside sgn sign", digits="self")
 
 _WHY = "activation that grows no faster than its input"
-_row(FOLLOW, _WHY, "relu leaky_relu elu", keeps=RESULT, elementwise=True)
+_row(FOLLOW, _WHY, "relu", keeps=RESULT, elementwise=True, picks=True)
+_row(FOLLOW, _WHY, "leaky_relu elu", keeps=RESULT, elementwise=True)
 _row(FOLLOW, _WHY, "hardswish selu celu gelu silu mish hardshrink softshrink", elementwise=True)
 _row(FOLLOW, _WHY, "glu rrelu")
 
 _WHY = "bounded whatever the input"
 _row(FOLLOW, _WHY, "sigmoid tanh", bounded=True, keeps=RESULT, elementwise=True)
-_row(FOLLOW, _WHY, "erf relu6 hardtanh hardsigmoid atan", bounded=True, elementwise=True)
+_row(FOLLOW, _WHY, "erf hardsigmoid atan", bounded=True, elementwise=True)
+_row(FOLLOW, _WHY, "relu6 hardtanh", bounded=True, elementwise=True, picks=True)
 _row(FOLLOW, _WHY, "erfc atan2 special_expit special_erf special_erfc", bounded=True)
 
 _WHY = "zeroes and rescales"
@@ -224,27 +235,31 @@ _row(FOLLOW, _WHY, "feature_dropout", elementwise=True, zero_absorbs=True, rando
 _row(FOLLOW, _WHY, "alpha_dropout feature_alpha_dropout native_dropout")
 
 _WHY = "picks a maximum: exact in any dtype"
-_row(FOLLOW, _WHY, "max_pool2d", keeps=NOTHING)
+_row(FOLLOW, _WHY, "max_pool2d", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, """
      max_pool1d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices amax amin max min
-     aminmax""")
+     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices""", picks=True)
+_row(FOLLOW, _WHY, "amax amin aminmax max min", picks=True, finds="self")
+_overloads(FOLLOW, _WHY, "max.other min.other", picks=True, compares="self other")
 
-_overloads(FOLLOW, "picks a maximum, and says where it is", "max.dim min.dim", digits="self")
+_overloads(FOLLOW, "picks a maximum, and says where it is", "max.dim min.dim", digits="self",
+           picks=True)
 
 _WHY = "joins tensors: the widest of its inputs"
-_row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING)
+_row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, "index_put", keeps=NOTHING, fuses=False)
-_row(FOLLOW, _WHY, "scatter scatter_add scatter_reduce index_add index_copy", fuses=False)
+_row(FOLLOW, _WHY, "scatter_add index_add", fuses=False)
+_row(FOLLOW, _WHY, "scatter index_copy", fuses=False, picks=True)
+_row(FOLLOW, _WHY, "scatter_reduce", fuses=False, finds="self src")
 _row(FOLLOW, _WHY, """
      concat concatenate hstack vstack dstack column_stack block_diag index_fill select_scatter
-     diagonal_scatter""")
+     diagonal_scatter""", picks=True)
 
 _WHY = "fills the border"
-_row(FOLLOW, _WHY, "constant_pad_nd pad", keeps=NOTHING)
+_row(FOLLOW, _WHY, "constant_pad_nd pad", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, """
      reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-     replication_pad3d""")
+     replication_pad3d""", picks=True)
 
 # -- FOLLOW, no arithmetic ------------------------------------------------------------------------
 
@@ -265,12 +280,16 @@ _row(FOLLOW, _WHY, """
 
 _WHY = "copies elements unchanged"
 _row(FOLLOW, _WHY, "flip repeat roll triu tril", kind=Kind.MOVE, keeps=NOTHING)
-_row(FOLLOW, _WHY, "im2col unfold_copy msort median mode", kind=Kind.MOVE, fuses=False)
+_row(FOLLOW, _WHY, "im2col unfold_copy msort mode", kind=Kind.MOVE, fuses=False)
+_row(FOLLOW, _WHY, "median", kind=Kind.MOVE, fuses=False, finds="self")
 _row(FOLLOW, _WHY, "sort topk kthvalue", kind=Kind.MOVE, digits="self", fuses=False)
 _row(FOLLOW, _WHY, """
      embedding index index_select gather take take_along_dim rot90 repeat_interleave tile
-     masked_select diag diagflat diag_embed fliplr flipud max_unpool2d max_unpool3d nanmedian cummax
+     masked_select diag diagflat diag_embed fliplr flipud max_unpool2d max_unpool3d cummax
      cummin""", kind=Kind.MOVE)
+_row(FOLLOW, _WHY, "nanmedian", kind=Kind.MOVE, finds="self")
+_overloads(FOLLOW, _WHY, "median.dim", kind=Kind.MOVE, fuses=False)
+_overloads(FOLLOW, _WHY, "nanmedian.dim", kind=Kind.MOVE)
 
 # -- KEEP: no precision of their own, but known ---------------------------------------------------
 
@@ -288,13 +307,21 @@ _row(KEEP, _WHY, "_to_copy type_as", converts=True, digits="self", fuses=False)
 _WHY = "says on which side, or where; reads what the program captured"
 _row(KEEP, _WHY, """
      eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose""",
-     digits="self other", fuses=False)
+     digits="self other", fuses=False, compares="self other")
 _row(KEEP, _WHY, "argmax argmin argsort", digits="self", fuses=False)
-_row(KEEP, _WHY, "bucketize", digits="self boundaries", fuses=False)
-_row(KEEP, _WHY, "searchsorted", digits="sorted_sequence self", fuses=False)
+_row(KEEP, _WHY, "bucketize", digits="self boundaries", fuses=False, compares="self boundaries")
+_row(KEEP, _WHY, "searchsorted", digits="sorted_sequence self", fuses=False,
+     compares="sorted_sequence self")
 _row(KEEP, "a copy of a constant", "lift_fresh_copy detach_", copies_constant=True, fuses=False)
 _row(KEEP, "names places in memory, which casts would move", "as_strided", by_strides=True,
      fuses=False)
+_WHY = "finds equal values; reads what the program captured"
+_row(KEEP, _WHY, "index_reduce", fuses=False, finds="self source")
+_row(KEEP, _WHY, "segment_reduce", fuses=False, finds="data")
+_row(KEEP, _WHY, "isin", fuses=False, compares="elements test_elements")
+_row(KEEP, _WHY, "_unique2 unique_consecutive unique_dim", fuses=False, picks=True)
+_row(KEEP, "a value in memory of its own: something is compared with it",
+     "mpcompile::kept", fuses=False)
 _row(KEEP, "its noise is written in place", "rrelu_with_noise", writes="noise", fuses=False)
 
 # fmt: on

@@ -258,3 +258,116 @@ def test_fill(name: str) -> None:
         assert argument in [a.name for a in overload._schema.arguments]
     given = {"full": ([3], 2.5), "full_like": (X, 2.5), "new_full": (X, [3], 2.5)}
     assert bool((packet(*given.get(name, (2.5,))) == 2.5).all())
+
+
+# How operators are called that pick elements, or whose backward looks for its result.
+PICKERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    **CALLS,
+    "max_pool1d": lambda x: aten.max_pool1d(x, [2]),
+    "max_pool2d": lambda x: aten.max_pool2d(x[None], [2, 2]),
+    "max_pool3d": lambda x: aten.max_pool3d(x[None, None], [1, 2, 2]),
+    "adaptive_max_pool1d": lambda x: aten.adaptive_max_pool1d(x, [2])[0],
+    "adaptive_max_pool2d": lambda x: aten.adaptive_max_pool2d(x[None], [2, 2])[0],
+    "adaptive_max_pool3d": lambda x: aten.adaptive_max_pool3d(x[None, None], [1, 2, 2])[0],
+    "max_pool1d_with_indices": lambda x: aten.max_pool1d_with_indices(x, [2])[0],
+    "max_pool2d_with_indices": lambda x: aten.max_pool2d_with_indices(x[None], [2, 2])[0],
+    "max_pool3d_with_indices": lambda x: aten.max_pool3d_with_indices(x[None, None], [1, 2, 2])[0],
+    "max.dim": lambda x: aten.max(x, 0)[0],
+    "min.dim": lambda x: aten.min(x, 0)[0],
+    "masked_scatter": lambda x: aten.masked_scatter(x, MASK, x),
+    "scatter": lambda x: aten.scatter(x, 0, torch.tensor([[0, 1]]), x),
+    "index_copy": lambda x: aten.index_copy(x, 0, torch.tensor([0, 1]), x[:2]),
+    "index_fill": lambda x: aten.index_fill(x, 0, torch.tensor([0]), 0.0),
+    "select_scatter": lambda x: aten.select_scatter(x, x[0], 0, 1),
+    "diagonal_scatter": lambda x: aten.diagonal_scatter(x, x[0, :4]),
+    "block_diag": lambda x: aten.block_diag([x, x]),
+    **{name: (lambda x, op=name: getattr(aten, op)([x, x]))
+       for name in ("concat", "concatenate", "hstack", "vstack", "dstack", "column_stack")},
+    **{name: (lambda x, op=name: getattr(aten, op)(x, [1, 1]))
+       for name in ("reflection_pad1d", "replication_pad1d")},
+    **{name: (lambda x, op=name: getattr(aten, op)(x[None], [1, 1, 1, 1]))
+       for name in ("reflection_pad2d", "replication_pad2d")},
+    **{name: (lambda x, op=name: getattr(aten, op)(x.view(1, 1, 2, 2, 6), [1] * 6))
+       for name in ("reflection_pad3d", "replication_pad3d")},
+    **{name: (lambda x, op=name: getattr(aten, op)(x, x.flip(0)))
+       for name in ("maximum", "minimum", "fmax", "fmin")},
+    "max.other": lambda x: aten.max(x, x.flip(0)),
+    "min.other": lambda x: aten.min(x, x.flip(0)),
+    "clip": lambda x: aten.clip(x, 0.2, 0.7),
+    "hardtanh": lambda x: aten.hardtanh(x, 0.2, 0.7),
+    "unique_dim": lambda x: aten.unique_dim(x, 0)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.picks))
+def test_picks(name: str) -> None:
+    """Each element of the result is one that it reads, or a number that it is told."""
+    call = PICKERS.get(name) or getattr(aten, name.partition(".")[0])
+    numbers = torch.tensor([0.0, 0.2, 0.7, 1.0])
+    for result in pytree.tree_leaves(call(X)):
+        if result.is_floating_point():
+            assert bool(torch.isin(result, torch.cat([X.flatten(), numbers])).all())
+
+
+INF = float("inf")
+FINDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "aminmax": lambda x: aten.aminmax(x, dim=1),
+    "norm": lambda x: aten.norm(x, INF, [1]),
+    "linalg_vector_norm": lambda x: aten.linalg_vector_norm(x, INF, [1]),
+    "linalg_norm": lambda x: aten.linalg_norm(x[0], INF),
+    "pdist": lambda x: aten.pdist(x, INF),
+    "dist": lambda x: aten.dist(x, torch.zeros(()), INF),
+    "cdist": lambda x: aten.cdist(x, torch.zeros(2, 6), INF),
+    "scatter_reduce": lambda x: aten.scatter_reduce(
+        torch.zeros(2, 6), 0, torch.zeros(4, 6, dtype=torch.int64), x, "amax"
+    ),
+    "index_reduce": lambda x: aten.index_reduce(
+        torch.zeros(2, 6), 0, torch.zeros(4, dtype=torch.int64), x, "amax"
+    ),
+    "segment_reduce": lambda x: aten.segment_reduce(
+        x, "max", lengths=torch.tensor([2, 2]), axis=0, unsafe=True
+    ),
+}
+
+
+def gradient(call: Callable[[torch.Tensor], Any], change: float) -> torch.Tensor:
+    """Of a call of which all that was kept of its operand's size is a little larger then."""
+    x = generated(4, 6).requires_grad_()
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        is_operand = tensor.is_floating_point() and tensor.numel() in (6, 24)
+        return tensor + change if is_operand else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        results = [t for t in pytree.tree_leaves(call(x)) if t.requires_grad]
+    (found,) = torch.autograd.grad([t.sum() for t in results], x)
+    return found
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.finds))
+def test_finds(name: str) -> None:
+    """The backward loses the gradient if what it reads is no longer what the result came from."""
+    call = FINDERS.get(name) or getattr(aten, name)
+    right, lost = gradient(call, 0.0), gradient(call, 2.0**-20)
+    assert bool(right.isfinite().all())
+    assert not torch.allclose(right, lost, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", having(lambda r: r.compares))
+def test_compares(name: str) -> None:
+    """The result, or a gradient, hangs on whether two arguments are equal."""
+
+    def found(other: torch.Tensor) -> list[torch.Tensor]:
+        x = X.clone().requires_grad_()
+        if name in ("bucketize", "searchsorted"):
+            row, places = x[0].sort()[0].detach(), other[0].sort()[0]
+            pair = (places, row) if name == "bucketize" else (row, places)
+            return [getattr(aten, name)(*pair)]
+        packet = getattr(aten, name.partition(".")[0])
+        result = packet(x, other, 0.0, 0.0) if name == "isclose" else packet(x, other)
+        if result.requires_grad:
+            return list(torch.autograd.grad(result.sum(), x))
+        return [result]
+
+    near = [found(X + step) for step in (0.0, 2.0**-20, -(2.0**-20))]
+    assert any(not torch.equal(a, b) for one in near[1:] for a, b in zip(near[0], one, strict=True))

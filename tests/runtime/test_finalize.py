@@ -156,6 +156,22 @@ def test_a_model_that_trained_and_evaluates_is_exported_with_its_options() -> No
     assert program.state_dict["3.weight"].dtype is torch.float32
 
 
+def test_values_that_are_compared_are_copied_by_torchs_operator() -> None:
+    class Top(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.gelu(self.lin(x))
+            return h.masked_fill(h < h.topk(3, -1).values[..., -1:], 0.0)
+
+    x = torch.randn(4, 16)
+    program = finalize(Top().eval(), x, dtype=torch.bfloat16)
+    assert torch.ops.aten.clone.default in {node.target for node in program.graph.nodes}
+    assert int((program.module()(x) != 0).sum()) >= 12
+
+
 def test_weights_that_are_low_already_stay_so() -> None:
     torch.manual_seed(0)
     model, x = perceptron().to(BF16), torch.randn(4, 16, dtype=BF16)

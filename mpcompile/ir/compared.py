@@ -1,0 +1,131 @@
+"""Values of which an operator compares the elements with what was picked from them.
+
+    h: f16 = gelu(linear)                  read twice: the comparison may find them equal
+    k: f16 = topk(h, 5)[0][..., -1:]
+    keep = ge(h, k)
+
+A compiler that fuses `gelu` with `ge` hands `h` on without its rounding, while `k` was picked from
+the rounded values in memory: then `ge` is false at the element that `k` is. The backward of `amax`
+looks for the maximum in its operand in the same way, and the operand may have been computed again.
+A value in FP32 has no rounding to lose, but may be computed twice, in a vector and one by one, by
+functions whose last digits differ.
+
+What is picked (`picks` in the table: maxima, views, gathers, sorts, clamps) is exact in any dtype,
+and so is a cast to a wider one. So if two compared values come, by such operators alone, from one
+value, it is enough that all read that value from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from .. import rules
+from ..torch_inside.ops import schema
+from .edit import argument
+from .layout import has_own_memory
+from .marks import Role, role
+from .memory import storage, written
+from .values import captured, is_getitem, kind, positions, requires_grad, rule, tensor
+
+_LOW = 2  # bytes of an element
+
+
+def compared(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each operator that compares, with each value of which it compares elements with what was
+    picked from it, and which isn't put into memory. Inputs are in memory. Memory that the program
+    writes in place can't be copied.
+    """
+    written_to: set[int | None] | None = None
+    for node in graph.nodes:
+        for value in dict.fromkeys(_values(node)):
+            if value.op in ("placeholder", "get_attr") or role(value) is Role.KEPT:
+                continue
+            if written_to is None:
+                written_to = {storage(target) for call in graph.nodes for target in written(call)}
+            if storage(value) is None or storage(value) not in written_to:
+                yield node, value
+
+
+def _values(node: fx.Node) -> Iterator[fx.Node]:
+    row = rule(node)
+    if row.finds and _looks_again(node):
+        places = rules.found_args(node.target)
+        for operand in _operands(node, places):
+            everything = _picked_from(operand)
+            if any(map(requires_grad, everything)):
+                yield from _nearest(operand, everything)
+    if row.compares:
+        operands = _operands(node, rules.compared_args(node.target))
+        for one, other in combinations(dict.fromkeys(operands), 2):
+            shared = _picked_from(one) & _picked_from(other)
+            for operand in (one, other) if shared else ():
+                yield from _nearest(operand, shared)
+
+
+def _operands(node: fx.Node, places: frozenset[int] | None = None) -> list[fx.Node]:
+    """The floating-point operands, or those at some positions in the operator's schema."""
+    found: list[fx.Node] = []
+    for position, given in positions(node):
+        if places is None or position in places:
+            map_arg(given, found.append)
+    return [n for n in found if is_getitem(n) or _is_floating(n) or tensor(n) is None]
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.is_floating_point()
+
+
+def _looks_again(node: fx.Node) -> bool:
+    """Whether the backward finds the result in an operand, by what else the operator is told."""
+    names = {declared.name for declared in schema(node.target).arguments}
+    for order in {"p", "ord"} & names:
+        return argument(node, order) in (float("inf"), -float("inf"))
+    return "reduce" not in names or argument(node, "reduce") in ("amax", "amin", "max", "min")
+
+
+def _picked_from(node: fx.Node) -> set[fx.Node]:
+    """The value, and all those whose elements it may hold, unrounded."""
+    found, pending = {node}, [node]
+    while pending:
+        new = set(_sources(pending.pop())) - found
+        found |= new
+        pending += new
+    return found
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The operands whose elements the value holds."""
+    if is_getitem(node) or kind(node) is not rules.Kind.COMPUTE or rule(node).picks:
+        return _operands(node)
+    now = tensor(node)
+    if now is None or not rule(node).converts:
+        return []
+    operands = _operands(node)[:1]  # `type_as` reads a second one, for its dtype
+    before = tensor(operands[0]) if operands else None
+    exact = before is not None and torch.promote_types(before.dtype, now.dtype) is now.dtype
+    return operands if exact else []
+
+
+def _nearest(node: fx.Node, among: set[fx.Node]) -> Iterator[fx.Node]:
+    """The values, among some, from which the elements of a value come: on each way the first one
+    that is in the low dtype and no view of another, else the one that computes them.
+    """
+    found, pending = {node}, [node]
+    while pending:
+        value = pending.pop()
+        is_view = captured(value) is not None and not has_own_memory(value)
+        sources = _sources(value) or (_operands(value) if is_view else [])
+        now = tensor(value)
+        is_low = now is not None and now.dtype.itemsize <= _LOW and not is_view
+        if value in among and now is not None and (is_low or not sources):
+            yield value
+            continue
+        new = set(sources) - found
+        found |= new
+        pending += new

@@ -1,0 +1,45 @@
+"""Keep in memory the values that are compared with what was picked from them. A rewriting pass.
+
+    h: f16 = gelu(linear)                h: f16 = gelu(linear)
+    k: f16 = topk(h, 5)[0]        ->     h_kept: f16 = kept(h)
+    keep = ge(h, k)                      k: f16 = topk(h_kept, 5)[0]
+                                         keep = ge(h_kept, k)
+
+A compiler doesn't round a low value where it computes with it in the same loop, nor where the
+backward computes it again. Who compares such a value with one that was picked from it when it was
+rounded finds no equal one; the backward of `amax` then divides zero by zero.
+
+`kept` (`mpcompile/operators/kept.py`) is a copy that no fusion reaches across and that isn't
+computed again: whatever reads it, forward or backward, reads the same elements. What is picked from
+them is exact in any dtype (`mpcompile/ir/compared.py`). It costs the copy, where such a comparison
+is.
+
+Contract. It runs behind the passes that place casts. `mpcompile/ir/spec.py` looks at each graph
+that is emitted: no value is left that is compared so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules.policy import Config
+
+
+def keep_compared(gm: fx.GraphModule, config: Config) -> bool:
+    values = {value: node for node, value in ir.compared(gm.graph)}
+    for value, node in values.items():
+        why = f"{node.name} compares it with what was picked from it"
+        with gm.graph.inserting_before(ir.after(value)):
+            kept = ir.insert(
+                gm.graph,
+                torch.ops.mpcompile.kept.default,
+                (value,),
+                name=f"{value.name}_kept",
+                like=value,
+                decision=ir.added(ir.Role.KEPT, why),
+            )
+        value.replace_all_uses_with(kept, kept.__ne__)
+        ir.stands_for(kept, value)
+    return bool(values)

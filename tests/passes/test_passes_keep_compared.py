@@ -1,0 +1,169 @@
+"""keep_compared: what is compared with something picked from it is read from memory by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import Stage
+from torch import nn
+from torch.nn import functional as F
+
+import mpcompile
+from mpcompile import ir
+from mpcompile.ir import spec
+from mpcompile.passes.graph.keep_compared import keep_compared
+
+torch.manual_seed(0)
+X, W = torch.randn(4, 16, 16), torch.randn(16, 16, requires_grad=True)
+
+Program = Callable[[torch.Tensor], Any]
+
+
+def stage(of: Program, *, weight: torch.Tensor = W, **options: Any) -> Stage:
+    """`of` applied to a value that Inductor would compute wherever it is read."""
+    made = Stage(keep_compared, lambda x, w: of(F.gelu(x @ w)), X, weight, **options)
+    made.run_twice()
+    return made
+
+
+def kept(made: Stage) -> list[str]:
+    return [n.name for n in made.gm.graph.nodes if ir.role(n) is ir.Role.KEPT]
+
+
+def topk_mask(h: torch.Tensor) -> torch.Tensor:
+    return h.masked_fill(h < h.topk(3, -1).values[..., -1:], 0.0)
+
+
+def sorted_places(h: torch.Tensor) -> torch.Tensor:
+    return torch.searchsorted(h.sort(-1).values, h)
+
+
+def unpooled(h: torch.Tensor) -> torch.Tensor:
+    return F.max_unpool1d(*F.max_pool1d(h, 2, return_indices=True), 2) == h
+
+
+def scattered(h: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(16).view(1, 16, 1).expand(4, 16, 16) % 3
+    return h.new_zeros(4, 3, 16).scatter_reduce(1, places, h, "amax")
+
+
+COMPARING: dict[str, Program] = {
+    "amax": lambda h: h.amax(1),
+    "amax of a view": lambda h: h.mT[:, 1:].amax(1),
+    "aminmax": lambda h: h.aminmax(dim=1).max,
+    "max of all": lambda h: h.max(),
+    "median of all": lambda h: h.median(),
+    "norm of order infinity": lambda h: torch.linalg.vector_norm(h, float("inf")),
+    "cdist of order infinity": lambda h: torch.cdist(h, h[:, :2], p=float("inf")),
+    "scatter_reduce": scattered,
+    "topk": topk_mask,
+    "max": lambda h: h == h.max(-1, keepdim=True).values,
+    "gather": lambda h: h == h.gather(-1, h.argmax(-1, keepdim=True)),
+    "kthvalue": lambda h: h.clamp(min=h.kthvalue(3, -1, keepdim=True).values),
+    "maximum": lambda h: torch.maximum(h, h.roll(1, -1)),
+    "searchsorted": sorted_places,
+    "max_unpool": unpooled,
+    "unique": lambda h: h.flatten() == h.flatten().sort().values,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", COMPARING)
+def test_what_is_compared_is_kept(name: str, low: torch.dtype, level: str) -> None:
+    assert kept(stage(COMPARING[name], low=low, level=level)) == ["gelu_kept"]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: h.softmax(-1),
+        lambda h: h.max(-1).values,
+        lambda h: F.max_pool1d(h, 2),
+        lambda h: h.topk(3, -1).values.sum(),
+        lambda h: torch.linalg.vector_norm(h),
+        lambda h: torch.cdist(h, h),
+        lambda h: torch.maximum(h, h * 2),
+        lambda h: h.clamp(0.1, 0.3),
+        lambda h: torch.where(h != h, 0.0, h),
+        lambda h: (h > 0.5) & (h < 1),
+    ],
+)  # fmt: skip
+def test_nothing_else_is(of: Program) -> None:
+    assert kept(stage(of)) == []
+
+
+def test_a_maximum_without_a_gradient() -> None:
+    assert kept(stage(lambda h: h.amax(1), weight=W.detach())) == []
+
+
+def test_inputs_are_in_memory() -> None:
+    made = Stage(keep_compared, lambda x: x == x.amax(1, keepdim=True), X)
+    assert not made.run()
+
+
+def test_all_readers_read_what_is_kept() -> None:
+    made = stage(lambda h: (topk_mask(h), h @ h.mT, h), level="O2")
+    (gelu,) = (n for n in made.gm.graph.nodes if n.name == "gelu")
+    assert [user.name for user in gelu.users] == ["gelu_kept"]
+
+
+def test_results_that_share_memory_still_do() -> None:
+    made = stage(lambda h: (h, h.view(-1), h.amax(1)))
+    assert kept(made) == ["gelu_kept"]
+    for pass_ in mpcompile.pipeline.PASSES:
+        if pass_.__name__ in ("scale_gradients", "clean"):
+            pass_(made.gm, made.config)
+            mpcompile.pipeline.verify(made.gm, pass_.__name__)
+
+
+def test_a_graph_that_compares_otherwise_is_refused() -> None:
+    made = stage(topk_mask)
+    (node,) = (n for n in made.gm.graph.nodes if n.name == "gelu_kept")
+    node.replace_all_uses_with(node.args[0])
+    with pytest.raises(spec.SpecError, match="compares gelu"):
+        mpcompile.pipeline.verify(made.gm, "clean")
+
+
+class Net(nn.Module):
+    def __init__(self, of: Program) -> None:
+        super().__init__()
+        self.of, self.first, self.last = of, nn.Linear(96, 96), nn.Linear(96, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.of(F.gelu(self.first(x)))
+        return self.last(found.float()) if found.shape[-1] == 96 else found.float() + 0 * x.sum()
+
+
+def numbers(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    result = run(x)
+    (result.double() * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum().backward()
+    return [result, *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+
+
+def matches_op_by_op(of: Program, dtype: torch.dtype, level: str) -> None:
+    """Compiled, without being compared with anything, it gives what the same graph gives run
+    operator by operator.
+    """
+    torch.manual_seed(0)
+    model, x = Net(of), torch.randn(4, 64, 96)
+    options = {"dtype": dtype, "level": level}
+    run = mpcompile.mpcompile(model, verify=False, **options)
+    compiled = numbers(run, model, x)
+    torch._dynamo.reset()
+    wanted = numbers(mpcompile.mpcompile(model, emit="eager", **options), model, x)
+    for mine, true in zip(compiled, wanted, strict=True):
+        assert float((mine.double() - true.double()).norm()) <= 0.02 * float(true.double().norm())
+
+
+@pytest.mark.slow("compiles by Inductor")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["amax", "aminmax", "topk", "max", "max_unpool", "kthvalue"])
+def test_under_inductor(name: str, dtype: torch.dtype, level: str) -> None:
+    matches_op_by_op(COMPARING[name], dtype, level)
