@@ -20,6 +20,9 @@ that is emitted: no value is left that is compared so.
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 from torch import fx
 
@@ -40,6 +43,6 @@ def keep_compared(gm: fx.GraphModule, config: Config) -> bool:
                 like=value,
                 decision=ir.added(ir.Role.KEPT, why),
             )
-        value.replace_all_uses_with(kept, kept.__ne__)
+        value.replace_all_uses_with(kept, functools.partial(operator.is_not, kept))
         ir.stands_for(kept, value)
     return bool(values)
