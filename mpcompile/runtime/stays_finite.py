@@ -1,16 +1,17 @@
 """Warn, once, of a training whose loss or gradients stop being finite where no loss scale counts
 that: in BF16, in FP32 and at O0.
 
-    a compiled graph that is trained    the scalars that it returns (losses); now and then a weight
+    a compiled graph that is trained    the scalars that it returns (losses), and one weight
     a step of a torch optimizer         gradients: all of them in its steps 1, 2, 4, 8, 16, ...;
-                                        between these, one parameter's after another's
-    a whole training step               the scalars that it returns, now and then a weight, and
-                                        whether it was skipped
+                                        else of one parameter, in turn
+    a whole training step               the scalars that it returns, one weight, and whether it was
+                                        skipped
 
-Most steps are not looked at: NaN spreads. A weight that is NaN makes the next loss NaN, and that
-one makes every gradient so, which a look at little in every fourth step finds. What is looked at is
-a number or a flag on the device, and is read once it has arrived (`scaling/async_read.py`). Nothing
-waits, but for finding a name once something is wrong.
+That little is enough, since NaN spreads: a weight that is NaN makes the next loss NaN, and that one
+makes every gradient so. What is looked at is a number on the device, and is read once it has
+arrived (`scaling/async_read.py`). Nothing waits, but for finding a name once something is wrong. A
+look is taken when it costs less than a thousandth of the time since the last one: in each step of a
+tenth of a second, in fewer of shorter ones.
 
 A single bad batch is no news: the step behind it is looked at, too, and must be bad as well.
 Tensors of several elements are no losses: minus infinity in them is how attention and logits are
@@ -22,9 +23,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,16 +38,15 @@ from ..capture.provenance import Names
 from ..devices.registry import capabilities
 from ..errors import MPCompileWarning
 from ..ranks import fsdp
+from ..ranks.shards import local
 from ..scaling import hooks, optimizers, parameters
 from ..scaling.async_read import Later, Looks
-from ..scaling.overflows import any_nonfinite
 from ..torch_inside.fakes import FakeTensor
 from ..torch_inside.tensors import is_functorch_wrapped_tensor, sparse_values
 
 __all__ = ["StepWatch", "watching"]
 
-EVERY = 4  # calls
-WEIGHTS = 16  # calls: a look at a weight reads all of it
+PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"
 
 Function = Callable[..., Any]
@@ -79,34 +81,55 @@ class Watch:
 
     def __init__(self, what: str, params: Iterable[torch.Tensor]) -> None:
         self._what, self._calls, self._over = what, 0, False
+        self._next = 1  # the next call in which something is to be done
+        self._took = math.inf  # seconds, of a look
+        self._last = 0, perf_counter()  # the call and the end of the last one
         self._looks = Looks()
-        # What has not arrived yet: the call, the numbers, and what says which of them are bad.
-        self._later: tuple[int, Later, Callable[[Sequence[Number]], str]] | None = None
+        # What has not arrived yet: the call, the numbers, what says which are bad, `is_part`.
+        self._later: tuple[int, Later, Callable[[Sequence[Number]], str], bool] | None = None
         self._fine = 0  # the last call that was finite
         self._bad: tuple[int, str] | None = None  # the first one since that was not, and what
         known = any(param in _told.about for param in params)
         self._told = -1 if known else _told.count  # the warnings when something was finite last
 
     def comes(self) -> bool:
-        """Count a call. Returns whether anything is to be done in it."""
-        if self._over:
-            return False
+        """Count a call. Returns whether something is to be done in it."""
         self._calls += 1
-        return self._later is not None or self._is_due or self._calls % EVERY == 0
+        return self._calls >= self._next
+
+    def _done(self, began: float) -> None:
+        """What was to be done in a call is done: plan the next look."""
+        now, number = perf_counter(), self._calls
+        # Not this one alone, which something else on the machine may have held up.
+        self._took = min(now - began, 2 * self._took)
+        # Seconds that a call takes. (Two threads may be in the same one.)
+        step = max(now - self._last[1], 1e-9) / max(number - self._last[0], 1)
+        self._last = number, now
+        if self._over:
+            self._next = sys.maxsize
+        elif self._bad is not None or self._later is not None:
+            self._next = number + 1
+        else:
+            pause = max(1, int(min(PAUSE * self._took / step, sys.maxsize)))
+            self._next = min(1 << number.bit_length(), number + pause)
 
     @property
-    def _is_due(self) -> bool:
-        """Whether this call may take time: rarer and rarer; or whether a second look is due."""
+    def _sees_all(self) -> bool:
+        """Whether the look of this call may take time: rarer and rarer; or must be sure."""
         return self._bad is not None or self._calls & (self._calls - 1) == 0
 
-    def _look(self, values: Sequence[torch.Tensor], bad: Callable[[Sequence[Number]], str]) -> None:
+    def _look(
+        self, values: Sequence[torch.Tensor], bad: Callable[[Sequence[Number]], str],
+        *, is_part: bool = False,
+    ) -> None:  # fmt: skip
         """Look at 0-d values of one device: numbers, and flags that should be False.
 
         Args:
             bad: says what is wrong, from the numbers that were read.
+            is_part: whether others may be bad though these are not.
         """
         if values and self._later is None and all(map(_is_real, values)):
-            self._later = self._calls, self._looks.at(*values), bad
+            self._later = self._calls, self._looks.at(*values), bad, is_part
 
     def _heard(self, params: Iterable[torch.Tensor]) -> str | None:
         """Take in what has arrived. Returns what is to be said, once it was bad twice in a row.
@@ -117,10 +140,11 @@ class Watch:
         later = self._later
         if later is None or (numbers := later[1].read()) is None:
             return None
-        call, _, bad = later
+        call, _, bad, is_part = later
         self._later = None
         if not any(map(_is_bad, numbers)):
-            self._fine, self._bad, self._told = call, None, _told.count
+            self._fine, self._bad = call, None
+            self._told = self._told if is_part else _told.count
             return None
         if self._bad is None:
             self._bad = call, bad(numbers)
@@ -195,17 +219,23 @@ class StepWatch(Watch):
             weights: what it trains.
             skipped: 0-d bools: whether its optimizers' steps were skipped.
         """
+        began = perf_counter()
         self._hear(weights)
-        if self._over:
-            return
+        if not self._over:
+            self._look_at(results, weights, skipped)
+            self._hear(weights)
+        self._done(began)
+
+    def _look_at(
+        self, results: Sequence[Any], weights: Sequence[torch.Tensor],
+        skipped: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
         known = [(x.detach(), "a loss that is returned is {}") for x in results if _is_scalar(x)]
         values = [(x.float() if x.element_size() < 4 else x, text) for x, text in known]
-        if weights and self._calls % WEIGHTS == 0:
-            self._turn += 1
-        if weights and (self._calls % WEIGHTS == 0 or (self._bad is not None and self._turn)):
+        if weights:
+            self._turn += self._bad is None
             weight = weights[self._turn % len(weights)]
-            text = f"{_names([weight])} is NaN"
-            values.append((weight.detach().isnan().any(), text))
+            values.append((_sum([weight.detach()]).isnan(), f"{_names([weight])} is NaN"))
         gradients = "gradients are not finite, and MPOptimizer skips each step"
         values += [(flag, gradients) for flag in skipped]
         alike = [(x, text) for x, text in values if x.device == values[0][0].device]
@@ -216,7 +246,6 @@ class StepWatch(Watch):
             return next(text.format(number) for number, text in wrong if _is_bad(number))
 
         self._look([x for x, _ in alike], bad)
-        self._hear(weights)
 
     def _hear(self, weights: Sequence[torch.Tensor]) -> None:
         if (text := self._heard(weights)) is not None:
@@ -231,7 +260,6 @@ def _is_scalar(value: Any) -> bool:
 
 # By `id`: trained parameters of graphs without a loss scale, and the names in their models.
 _reached: dict[int, tuple[weakref.ref[torch.Tensor], Names]] = {}
-_watches: weakref.WeakKeyDictionary[Optimizer, _OptimizerWatch] = weakref.WeakKeyDictionary()
 
 
 def _reach(params: Sequence[torch.Tensor], names: Names) -> None:
@@ -255,8 +283,9 @@ def _is_reached(param: torch.Tensor) -> bool:
 def _before_step(optimizer: Optimizer) -> None:
     if not _reached:
         return
-    if (watch := _watches.get(optimizer)) is None:
-        watch = _watches[optimizer] = _OptimizerWatch(optimizer)
+    state = optimizers.state_of(optimizer)
+    if (watch := state.watch) is None:
+        watch = state.watch = _OptimizerWatch(optimizer)
     if watch.comes():
         watch.see(optimizer)
 
@@ -270,22 +299,31 @@ class _OptimizerWatch(Watch):
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        held = _held(optimizer)
-        if not any(map(_is_reached, held)) or any(map(parameters.scales_of, held)):
-            return  # it isn't ours, or a loss scale judges its gradients
-        self._hear(optimizer, held)
+        began, held = perf_counter(), _held(optimizer)
+        # Else it isn't ours, or a loss scale judges its gradients.
+        if any(map(_is_reached, held)) and not any(map(parameters.scales_of, held)):
+            self._hear(optimizer, held)
+            if not self._over:
+                self._look_at(optimizer, held)
+                self._hear(optimizer, held)
+        self._done(began)
+
+    def _look_at(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
         gradients = [p.grad for p in held if p.grad is not None]
-        if not gradients or self._over:
+        if not gradients or isinstance(gradients[0], FakeTensor):
             return
-        if self._is_due:
+        sees_all = self._sees_all
+        if sees_all:
             gradients = [g for g in gradients if g.device == gradients[0].device]
         else:
             self._turn += 1
             gradients = [gradients[self._turn % len(gradients)]]
-        if isinstance(gradients[0], FakeTensor):
-            return
-        self._look([_not_finite(gradients)], lambda _: _named(held, optimizer))
-        self._hear(optimizer, held)
+        values = [_sum(gradients)]
+        if self._bad is None and optimizers.state_of(optimizer).skips_by_itself:
+            skipped = getattr(optimizer, "skipped", None)  # of an MPOptimizer, for the step before
+            if skipped is not None and skipped.device == values[0].device:
+                values.append(skipped)
+        self._look(values, lambda _: _named(held, optimizer), is_part=not sees_all)
 
     def _hear(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
         if (text := self._heard(held)) is not None:
@@ -296,15 +334,27 @@ def _held(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of what this rank holds of some tensors of one device: 0-d, finite if they are.
+
+    Of all that tells so, a sum takes the least time: a largest magnitude takes 20 times as long on
+    a CPU. (Only numbers near the end of FP32's range make one infinite that are finite.)
+    """
+    sums = [_dense(x).sum(dtype=torch.float32) for x in tensors]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    own = local(tensor)
     # To bring together what a sparse gradient holds of one place would wait for the device.
-    return any_nonfinite([sparse_values(g) if g.is_sparse else g for g in gradients])
+    own = sparse_values(own) if own.is_sparse else own
+    return torch.view_as_real(own) if own.is_complex() else own
 
 
 def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
     """Which gradients are not finite now, and what comes of it; waits for the device."""
     known = [p for p in held if p.grad is not None]
-    wrong = [p for p in known if bool(_not_finite([p.grad]))]  # type: ignore[list-item]
+    wrong = [p for p in known if p.grad is not None and not bool(_sum([p.grad]).isfinite())]
     skips = optimizers.state_of(optimizer).skips_by_itself
     then = "each step is skipped" if skips else "the weights become NaN"
     if len(wrong) in (0, len(known)) and len(known) > 1:

@@ -21,6 +21,7 @@ class OptimizerState:
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`no_gradient.py`).
+        watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `reductions.beside`, and when that was derived.
         nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
@@ -31,6 +32,7 @@ class OptimizerState:
         self.skips_by_itself = self.calls_closure_again = False
         self.poisoned = False
         self.looked_for_scaler = self.looked_for_gradient = False
+        self.watch: Any = None
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
             weakref.WeakKeyDictionary()
         )
