@@ -10,10 +10,10 @@ many places, three times over, as the uncompiled ones are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .reference import Pair
 
@@ -22,6 +22,14 @@ __all__ = ["Errors", "errors_of", "is_vacuous", "off"]
 TIMES = 3.0
 _FEW = 64
 """Elements up to which a value's own error is luck: a sum of many that nearly cancelled."""
+_FP32 = 32
+"""Units in the last place, of what is usual in its row, that an FP32 value may be off in any case:
+sums are added up in another order. What is further off is compared with FP64.
+"""
+_ROWS = 16
+"""Elements from which on the mean error of a row says something."""
+_LARGE, _APART = 1 << 20, 13
+"""Elements from which on some rows are compared, and how far apart these are at most."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,10 @@ class Errors:
 
 def errors_of(compiled: torch.Tensor, pair: Pair) -> Errors:
     """Compare a compiled value with the uncompiled and the exact one, all of one shape."""
-    low, wide, eps = pair
+    low, wide, eps, _ = pair
     if compiled.numel() == 0:
         return Errors((), ())
+    compiled, low, wide = (v if v.dim() else v.reshape(1) for v in (compiled, low, wide))
     if compiled.is_complex():
         compiled, low, wide = map(torch.view_as_real, (compiled, low, wide))
     if not compiled.dtype.is_floating_point:
@@ -69,36 +78,63 @@ def errors_of(compiled: torch.Tensor, pair: Pair) -> Errors:
         # Where nothing is rounded nothing may differ; else some of what is nearly equal may.
         free = math.ceil(4 * eps * compiled.numel()) if eps > 1e-5 else 0
         return Errors((float(max(0, mine - free)),), (float(theirs),))
-    dtype = compiled.dtype
-    exact = torch.promote_types(wide.dtype, torch.float32)
-    c, u, w = (value.to(exact) for value in (compiled, low, wide))
-    rounded = w.to(dtype)
-    must = rounded.isfinite() & low.isfinite()
-    finite = bool(compiled.isfinite()[must].all()) if not bool(compiled.isfinite().all()) else True
-    meant = rounded.isfinite()
-    zero = w.new_zeros(())
-    scale = torch.where(meant, w.abs(), zero)
-    unit = torch.finfo(dtype).eps * scale + torch.finfo(dtype).tiny
-    off_c = torch.where(meant & c.isfinite(), ((c - w).abs() - unit).clamp_min(0), zero)
-    off_u = torch.where(meant & u.isfinite(), (u - w).abs(), zero)
-    if compiled.numel() <= _FEW:
-        off_c = (off_c - 2 * eps * scale).clamp_min(0)
-    mine = [off_c.max().item(), *_relative(off_c, scale)]
-    return Errors(tuple(mine), (off_u.max().item(), *_relative(off_u, scale)), finite)
+    return _Compared(compiled, low, wide, eps).errors()
 
 
-def _relative(off: torch.Tensor, scale: torch.Tensor) -> Iterator[float]:
-    """The largest error of a row and of a column, relative to what stands in it."""
-    if off.dim() < 2:
-        return
-    off, scale = (value.reshape(-1, value.shape[-1]) for value in (off, scale))
-    for dim in (0, 1):
-        if off.shape[dim] < 16:
-            yield 0.0
-            continue
-        size = scale.square().mean(dim).sqrt()
-        found = off.square().mean(dim).sqrt() / size
-        yield torch.where(size > 0, found, 0.0).max().item()
+class _Compared:
+    """Two floating values against the exact one, as rows.
+
+    Of a large value some rows are compared: of each 16, and so of each tile that a kernel moves, at
+    least one.
+    """
+
+    def __init__(self, compiled: Tensor, low: Tensor, wide: Tensor, eps: float) -> None:
+        width = compiled.shape[-1] if compiled.dim() > 1 else compiled.numel()
+        each = min(_APART, max(1, compiled.numel() // _LARGE))
+        self._given = [_rows(v.reshape(-1, width), each) for v in (compiled, low, wide)]
+        self._free = 2 * eps if compiled.numel() <= _FEW else 0.0
+
+    def errors(self) -> Errors:
+        """The errors of elements, rows and columns."""
+        compiled, low, wide = self._given
+        dtype = compiled.dtype
+        exact = torch.promote_types(wide.dtype, torch.float32)
+        c, u, w = (value.to(exact) for value in (compiled, low, wide))
+        scale = w.abs()
+        finite = True
+        if not bool((c + u + w).isfinite().all()):
+            rounded = w.to(dtype)
+            must = rounded.isfinite() & low.isfinite()
+            finite = bool((compiled.isfinite() | ~must).all())
+            # What isn't finite is judged by that alone; elsewhere the others are.
+            meant = rounded.isfinite()
+            c, u = (torch.where(meant & v.isfinite(), v, w) for v in (c, u))
+            c, u, w = (torch.where(meant, v, 0.0) for v in (c, u, w))
+            scale = w.abs()
+        size = scale.square().mean(1, keepdim=True)
+        info = torch.finfo(dtype)
+        free = scale * (info.eps + self._free)
+        if dtype is torch.float32:
+            free += _FP32 * info.eps * size.sqrt()
+        off_c = c.sub(w).abs_().sub_(free).clamp_min_(0)
+        off_u = u.sub(w).abs_()
+        most = [off.max().item() for off in (off_c, off_u)]
+        squares = off_c.square_(), off_u.square_(), scale.square_()
+        for dim in (0, 1):
+            if c.shape[dim] >= _ROWS:
+                mine, theirs, size = (square.mean(dim) for square in squares)
+                most += [_ratio(mine, size).max().item(), _ratio(theirs, size).max().item()]
+        return Errors(tuple(most[::2]), tuple(most[1::2]), finite)
+
+
+def _rows(value: Tensor, each: int) -> Tensor:
+    """Each n-th row, and the last one."""
+    return value if each == 1 else torch.cat([value[::each], value[-1:]])
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """The errors relative to what stands there; both squared."""
+    return torch.where(size > 0, error / size, 0.0).sqrt()
 
 
 def is_vacuous(value: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ PRODUCTS = frozenset(
     for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 )
 _RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
@@ -41,11 +42,13 @@ class Pair(NamedTuple):
     Attributes:
         low, wide: the two; one object if they are the same.
         eps: of the least precise dtype that it was computed in; 0 for what isn't floating.
+        same: whether they are equal, in any dtypes.
     """
 
     low: Any
     wide: Any
     eps: float = 0.0
+    same: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Reference:
 
     def pair(self, value: Any, eps: float = 0.0) -> Pair:
         """A value that both runs begin with."""
-        return Pair(value, self._widened(value), max(eps, _eps(value)))
+        return Pair(value, self._widened(value), max(eps, _eps(value)), same=True)
 
     def run(
         self,
@@ -112,7 +115,8 @@ class Reference:
     def _known(self, value: Any) -> Pair:
         """A value that the compiled program has rounded, though it may go on with it unrounded."""
         pair = self.pair(value)
-        return pair._replace(low=self._moved(value)) if self.jitter is not None else pair
+        moved = self._moved(value) if self.jitter is not None else value
+        return pair if moved is value else pair._replace(low=moved, same=False)
 
     def _call(self, node: fx.Node, env: Mapping[fx.Node, Pair]) -> Pair:
         read = [env[arg] for arg in node.all_input_nodes]
@@ -127,8 +131,11 @@ class Reference:
             return self.pair(self.draw(node, args, kwargs), eps)
         low = self._low(node, args, kwargs)
         eps = max(eps, *map(_eps, tree_leaves(low)), 0.0)
-        if all(pair.wide is pair.low for pair in read) and not self._widens(low):
-            return Pair(low, low, eps)
+        same = all(pair.same for pair in read)
+        keeps = same and (not _is_new(node) or node.target in _CASTS) and not _narrows(read, low)
+        if (keeps or all(pair.wide is pair.low for pair in read)) and not self._widens(low):
+            moved = self.jitter is not None and _is_new(node)
+            return Pair(low, low, eps, same and not moved)
         wide_args, wide_kwargs = map_aggregate(_arguments(node, env, 1), self._dtype)  # type: ignore[misc]
         try:
             wide = _called(node, wide_args, wide_kwargs)
@@ -137,7 +144,7 @@ class Reference:
         except (RuntimeError, TypeError, NotImplementedError, IndexError):
             # It takes no other dtype, or is about the bits: it gets what the graph would give it.
             wide = tree_map(self._widened, _called(node, *_narrowed(node, env)))
-        return Pair(low, wide, eps)
+        return Pair(low, wide, eps, keeps and self.jitter is None)
 
     def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         halves = {v.dtype for v in tree_leaves(args) if _is_half(v)}
@@ -173,6 +180,11 @@ class Reference:
         if self.wide is torch.float64 and isinstance(value, torch.dtype):
             return _WIDER.get(value, value)
         return value
+
+
+def _narrows(read: Sequence[Pair], low: Any) -> bool:
+    """Whether a result is of a less precise dtype than what it is made of."""
+    return _is_tensor(low) and any(_eps(pair.low) < _eps(low) for pair in read)
 
 
 def ancestors(nodes: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
@@ -237,7 +249,7 @@ def _narrowed(node: fx.Node, env: Mapping[fx.Node, Pair]) -> Any:
     def value(arg: Any) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
-        low, wide, _ = env[arg]
+        low, wide, *_ = env[arg]
         return tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
 
     return map_aggregate((node.args, node.kwargs), value)

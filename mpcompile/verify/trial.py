@@ -23,6 +23,8 @@ from .reference import PRODUCTS, Pair, Reference, ancestors, is_random, written_
 __all__ = ["Found", "Trial"]
 
 _JITTERED = 4
+_DEPTH = 6
+"""Operators in a row by which two values are of one kind."""
 
 
 @dataclass
@@ -177,18 +179,19 @@ class Trial:
         for what is no value of the graph's.
         """
         edge = {n for n in self.nodes if isinstance(n, fx.Node)}
-        kinds: dict[fx.Node, int] = {}
-        types: dict[fx.Node, int] = {}
-        for node in self.gm.graph.nodes:
-            types[node] = hash((ir.type_text(node.meta.get("val")), node.target in PRODUCTS))
-            is_edge = node.op in ("placeholder", "get_attr")
-
-            def seen(n: fx.Node) -> int:
-                return types[n] if n in edge or n.target in PRODUCTS else kinds[n]
-
-            of = [seen(n) for n in node.all_input_nodes]
-            literal = str(fx.node.map_arg((node.args, node.kwargs), lambda _: 0))
-            kinds[node] = types[node] if is_edge else hash((node.target, literal, *of))
+        types = {n: hash(ir.type_text(n.meta.get("val"))) for n in self.gm.graph.nodes}
+        own = {
+            n: hash((n.target, str(fx.node.map_arg((n.args, n.kwargs), lambda _: 0))))
+            for n in self.gm.graph.nodes
+            if n.op == "call_function"
+        }
+        kinds = types
+        for _ in range(_DEPTH):
+            seen = {n: types[n] if n in edge or n.target in PRODUCTS else k for n, k in kinds.items()}
+            kinds = {
+                n: hash((own[n], *(seen[i] for i in n.all_input_nodes))) if n in own else types[n]
+                for n in self.gm.graph.nodes
+            }
         return [
             kinds[n] if isinstance(n, fx.Node) and n.op == "call_function" else None
             for n in self.nodes
