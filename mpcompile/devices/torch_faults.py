@@ -18,10 +18,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..torch_inside.amp import autocast_off
+from .cxx import GCC_FLAG, was_seen_to_miscopy
 from .instructions import cpu_flags
 
 __all__ = [
     "FAULTS",
+    "GCC_FLAG",
+    "GCC_MISCOPIES_TILES",
+    "MAXIMA_DECLARED_TWICE",
+    "POOLS_COUNT_OTHERWISE",
     "SCHEDULER_FORGETS_WRITES",
     "SHALLOW_VOLUMES",
     "WRITTEN_INPUT_KEPT",
@@ -146,14 +151,49 @@ def _recomputed_from_a_written_input() -> bool:
     return not bool((mine - exact).norm() < 0.1 * exact.norm())
 
 
+def _two_maxima_do_not_compile() -> bool:
+    """Two equal maxima in BF16, compiled by torch alone: its C++ is refused."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.amax(1), x.transpose(1, 2).amax(2)
+
+    with torch.no_grad(), autocast_off():
+        try:
+            torch.compile(program)(torch.linspace(-1, 1, 2**15).view(4, 64, 128).bfloat16())
+        except RuntimeError as error:
+            return "conflicting declaration" in str(error)
+    return False
+
+
+def _pool_counts_otherwise() -> bool:
+    """The places of maxima in a volume whose height and width are transposed in memory."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool3d(x, 3, stride=2, return_indices=True)[1]
+
+    volume = torch.linspace(-60, 60, 2 * 2 * 6 * 6 * 5).sin().view(2, 2, 6, 5, 6).mT
+    with torch.no_grad(), autocast_off():
+        return not torch.equal(torch.compile(program)(volume), program(volume))
+
+
+def _tiles_are_miscopied() -> bool:
+    """Tiles of BF16 that are transposed twice in one loop, compiled by torch alone."""
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.t() + y, x.t() * y
+
+    x = torch.linspace(-9, 9, 128 * 64).sin().view(128, 64).bfloat16()
+    y = torch.linspace(-5, 5, 64 * 128).cos().view(64, 128).bfloat16()
+    with torch.no_grad(), autocast_off():
+        found = torch.compile(program)(x, y)
+        return not all(map(torch.equal, found, program(x, y)))
+
+
 def _has_bf16_vectors() -> bool:
     """Whether oneDNN takes its kernels for AVX512: where no tile instructions take their place."""
     flags = cpu_flags()
     return bool(flags.get("avx512_f")) and not flags.get("amx_bf16")
 
-
-GCC_FLAG = "-fno-tree-loop-distribute-patterns"
-"""A flag of g++'s that costs no time, and cures its copies of tiles (`verify/cures.py`)."""
 
 SCHEDULER_FORGETS_WRITES = TorchFault(
     name="Inductor's C++ forgets an order of writes",
@@ -210,4 +250,47 @@ WRITTEN_INPUT_KEPT = TorchFault(
     probe=_recomputed_from_a_written_input,
 )
 
-FAULTS = (SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES, ZEROS_ARE_REUSED, WRITTEN_INPUT_KEPT)
+MAXIMA_DECLARED_TWICE = TorchFault(
+    name="Inductor's C++ declares maxima twice",
+    wrong="Two equal maxima of BF16 or FP16 values in one loop, such as x.amax(1) and "
+    "x.mT.amax(2), do not compile: 'conflicting declaration'.",
+    since="2.11",
+    until=None,
+    shows="2.13",  # not tried in older releases
+    way_round="`passes/joint/widen_maxima.py` takes them in FP32, which gives the same values and "
+    "costs nothing.",
+    where=lambda: True,
+    probe=_two_maxima_do_not_compile,
+)
+
+POOLS_COUNT_OTHERWISE = TorchFault(
+    name="Inductor counts places in a large pool otherwise",
+    wrong="Indices of max_pool2d and max_pool3d with a window of more than 25 elements, and "
+    "gradients, are those of other elements, in any dtype, where depth, height and width don't lie "
+    "in this order in memory.",
+    since="2.11",
+    until=None,
+    shows="2.13",  # not tried in older releases
+    way_round="`passes/joint/order_pools.py` lays out in order what such a pool reads: a copy.",
+    where=lambda: True,
+    probe=_pool_counts_otherwise,
+)
+
+GCC_MISCOPIES_TILES = TorchFault(
+    name="g++ miscopies Inductor's tiles",
+    wrong="g++ 11 and 12, on a CPU with AVX512 that they don't know and so tune for none: a tile "
+    "of 32x32 BF16 or FP16 elements that is transposed twice in a loop holds what was on the "
+    "stack.",
+    since="2.11",
+    until=None,
+    shows="2.13",  # not tried in older releases
+    way_round=f"`mpcompile/lower/write_order.py` hands g++ {GCC_FLAG} where it tunes for no CPU. "
+    "It costs no time.",
+    where=was_seen_to_miscopy,
+    probe=_tiles_are_miscopied,
+)
+
+FAULTS = (
+    SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES, ZEROS_ARE_REUSED, WRITTEN_INPUT_KEPT,
+    MAXIMA_DECLARED_TWICE, POOLS_COUNT_OTHERWISE, GCC_MISCOPIES_TILES,
+)  # fmt: skip

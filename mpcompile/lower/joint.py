@@ -121,17 +121,17 @@ def with_joint_passes(
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
-        given[OPTION] = _behind(setting(OPTION), passes.joint)
+        given[OPTION] = behind(setting(OPTION), passes.joint)
     refused = () if setting("layout_optimization") else _LAYOUTS
     refused = (*refused, *_WITH_OPERATORS) if setting("cpp_wrapper") else refused
     if lowered := [one for one in passes.lowered if one not in refused]:
-        given[LOWERED] = _behind(setting(LOWERED), lowered)
+        given[LOWERED] = behind(setting(LOWERED), lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves, passes.keeps_casts)
     return given or None
 
 
-def _behind(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
+def behind(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
     """The user's pass or passes, if there are any, and then ours."""
     theirs = theirs or ()
     theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)

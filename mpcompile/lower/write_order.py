@@ -1,4 +1,10 @@
-"""Keep the order of reads and writes in Inductor's scheduler, which some releases of torch forget.
+"""Keep the order of reads and writes in Inductor's scheduler, which some releases of torch forget,
+and go round other faults below the graph (`mpcompile/devices/torch_faults.py`), in any graph that
+we compile: also in one that was left in FP32.
+
+Two passes run on a graph as it is lowered. Where the C++ compiler makes wrong code without a flag
+(`GCC_MISCOPIES_TILES`), it gets it: Inductor has one setting whose text it hands on as it stands,
+that of `-ffp-contract`.
 
 A buffer that is written in place (a scatter, as in the backward of a pool) has a new name in the
 scheduler after each write, so that a reader depends on the write before it. Inductor's C++ works
@@ -15,13 +21,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..devices.torch_faults import SCHEDULER_FORGETS_WRITES
+from ..devices.cxx import GCC_FLAG, miscopies_tiles
+from ..devices.torch_faults import (
+    GCC_MISCOPIES_TILES,
+    MAXIMA_DECLARED_TWICE,
+    POOLS_COUNT_OTHERWISE,
+    SCHEDULER_FORGETS_WRITES,
+)
+from ..passes.joint.order_pools import order_pools
+from ..passes.joint.widen_maxima import widen_maxima
 from ..torch_inside import inductor
+from .joint import LOWERED, behind
 
 
 def inductor_for(mode: str | None, options: Mapping[str, Any] | None) -> Any:
     """Inductor as torch.compile itself calls it for `mode` and `options` (options beat mode), with
-    the order of writes kept. Its attribute `config` holds the settings.
+    faults below the graph gone round. Its attribute `config` holds the settings.
     """
     return inductor.InductorBackend(mode, _kept(options), None)
 
@@ -31,7 +46,17 @@ def _kept(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if SCHEDULER_FORGETS_WRITES.is_here():
         theirs = given.get(inductor.PRE_FUSION, inductor.setting(inductor.PRE_FUSION))
         given[inductor.PRE_FUSION] = KeepOrder(theirs)
+    faults = {order_pools: POOLS_COUNT_OTHERWISE, widen_maxima: MAXIMA_DECLARED_TWICE}
+    if passes := [pass_ for pass_, fault in faults.items() if fault.is_here()]:
+        given[LOWERED] = behind(given.get(LOWERED, inductor.setting(LOWERED)), passes)
+    if GCC_MISCOPIES_TILES.is_here() and miscopies_tiles():
+        contract = str(given.get(_CONTRACT, inductor.setting(_CONTRACT)))
+        if GCC_FLAG not in contract:
+            given[_CONTRACT] = f"{contract} {GCC_FLAG}"
     return given or None
+
+
+_CONTRACT = "cpp.enable_floating_point_contract_flag"
 
 
 class KeepOrder(inductor.CustomSchedulerPass):  # type: ignore[misc]

@@ -15,10 +15,11 @@ _NEEDED = "keeps the order of reads and writes"
 
 if TYPE_CHECKING:
     from torch import _TorchCompileInductorWrapper as InductorBackend
-    from torch._inductor import config
     from torch._dynamo.repro.after_aot import save_graph_repro
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import (
         CustomGraphPass,
         CustomPartitionerFn,
@@ -37,7 +38,9 @@ else:
         "torch._inductor.compile_fx:compile_fx_inner", "compiles one graph", Part.INDUCTOR
     )
     cache_dir = private(
-        "torch._inductor.runtime.cache_dir_utils:cache_dir", "holds what was compiled", Part.INDUCTOR
+        "torch._inductor.runtime.cache_dir_utils:cache_dir",
+        "holds what was compiled",
+        Part.INDUCTOR,
     )
     save_graph_repro = private(
         "torch._dynamo.repro.after_aot:save_graph_repro", "writes a program for a report", Part.SAY
@@ -46,6 +49,9 @@ else:
     CustomGraphPass = private(f"{_PASSES}:CustomGraphPass", "is a pass of ours", Part.INDUCTOR)
     CustomPartitionerFn = private(f"{_PASSES}:CustomPartitionerFn", "parts graphs", Part.INDUCTOR)
     get_hash_for_files = private(f"{_PASSES}:get_hash_for_files", "keys caches", Part.INDUCTOR)
+    get_cpp_compiler = private(
+        "torch._inductor.cpp_builder:get_cpp_compiler", "finds the C++ compiler", Part.INDUCTOR
+    )
     StarDep = private("torch._inductor.dependencies:StarDep", _NEEDED, Part.INDUCTOR)
     WeakDep = private("torch._inductor.dependencies:WeakDep", _NEEDED, Part.INDUCTOR)
     OrderedSet = private("torch.utils._ordered_set:OrderedSet", _NEEDED, Part.INDUCTOR)
@@ -74,6 +80,7 @@ __all__ = [
     "compile_inner",
     "computes_reads",
     "config",
+    "cpp_compiler",
     "get_hash_for_files",
     "has_setting",
     "results_of",
@@ -87,6 +94,14 @@ __all__ = [
 def setting(name: str) -> Any:
     """The value of a setting of Inductor's, such as `"cpp.cxx"`."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+def cpp_compiler() -> str | None:
+    """The command of the C++ compiler that Inductor finds; None: there is none."""
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:
+        return None
 
 
 def has_setting(name: str) -> bool:

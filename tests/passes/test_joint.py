@@ -173,7 +173,7 @@ def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(inside, "InductorBackend", spy)
     mpcompile(nn.Linear(4, 4))(torch.randn(2, 4))
     assert len(seen) == 1
-    assert seen[0].keys() <= {PARTITIONER, PRE_FUSION}
+    assert seen[0].keys() <= {PARTITIONER, PRE_FUSION, LOWERED}
     given = seen[0][PARTITIONER]
     assert given.passes == (keep_sources, keep_written_inputs, *ON_CPU.halves)
 

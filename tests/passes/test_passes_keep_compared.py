@@ -143,7 +143,7 @@ def numbers(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     result = run(x)
     (result.double() * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum().backward()
-    return [result, *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+    return [result.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
 
 
 def matches_op_by_op(of: Program, dtype: torch.dtype, level: str) -> None:

@@ -1,0 +1,50 @@
+"""The C++ compiler that Inductor uses on CPUs: what is wrong with it on this one."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+
+import torch
+
+from ..torch_inside.inductor import cpp_compiler
+
+__all__ = ["GCC_FLAG", "miscopies_tiles", "tuning", "was_seen_to_miscopy"]
+
+GCC_FLAG = "-fno-tree-loop-distribute-patterns"
+"""A flag of g++'s that costs no time, and cures its copies of tiles (`GCC_MISCOPIES_TILES`)."""
+
+
+def miscopies_tiles() -> bool:
+    """Whether Inductor's compiler may be a g++ that has the fault: one that tunes for no CPU in
+    particular, as it doesn't know this one, which has AVX512.
+    """
+    has_vectors = bool(torch.cpu.get_capabilities().get("avx512_f"))
+    return has_vectors and tuning(cpp_compiler()) == "generic"
+
+
+def was_seen_to_miscopy() -> bool:
+    """Whether it is of a version in which the fault was seen (11.3 and 12.2), too."""
+    return miscopies_tiles() and _said(cpp_compiler(), "-dumpversion").split(".")[0] in ("11", "12")
+
+
+def tuning(compiler: str | None) -> str | None:
+    """The CPU that a g++ tunes for where it is told to take this one; None of other compilers."""
+    said = _said(compiler, "-march=native", "-Q", "--help=target")
+    found = re.search(r"^\s*-mtune=\s+(\S+)", said, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+@functools.cache
+def _said(compiler: str | None, *asked: str) -> str:
+    """What a compiler says; nothing if it doesn't understand."""
+    if compiler is None:
+        return ""
+    try:
+        told = subprocess.run(
+            [compiler, *asked], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout

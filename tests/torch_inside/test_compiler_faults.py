@@ -1,0 +1,208 @@
+"""Faults of Inductor and of the C++ compiler: right values through mpcompile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from mpcompile.devices import cxx
+from mpcompile.devices.cxx import GCC_FLAG
+from mpcompile.lower import write_order
+from mpcompile.lower.write_order import inductor_for
+from mpcompile.passes.joint.order_pools import order_pools
+from mpcompile.passes.joint.widen_maxima import widen_maxima
+
+pytestmark = pytest.mark.inside
+
+Program = Callable[..., Any]
+PLAIN: Any = {"verify": False}  # nothing is compared at the first call
+
+
+def traced(program: Program, *inputs: torch.Tensor) -> fx.GraphModule:
+    return make_fx(program, tracing_mode="fake")(*inputs)
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def same_values(gm: fx.GraphModule, program: Program, *inputs: torch.Tensor) -> None:
+    gm.graph.lint()
+    gm.recompile()
+    for mine, true in zip(gm(*inputs), program(*inputs), strict=True):
+        assert torch.equal(mine, true)
+        assert mine.dtype is true.dtype
+
+
+# -- maxima ---------------------------------------------------------------------------------------
+
+
+def maxima(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.amax(1), x.transpose(1, 2).amax(2, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_maxima_are_taken_in_fp32(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 6, 8).to(dtype)
+    gm = traced(maxima, x)
+    assert widen_maxima(gm.graph)
+    assert not widen_maxima(gm.graph)
+    assert targets(gm).count("prims.convert_element_type.default") == 4
+    same_values(gm, maxima, x)
+
+
+def test_one_maximum_and_those_in_fp32_stay() -> None:
+    assert not widen_maxima(traced(maxima, torch.randn(4, 6, 8)).graph)
+    one = traced(lambda x: x.amax(1), torch.randn(4, 6, 8).half())
+    assert not widen_maxima(one.graph)
+
+
+@pytest.mark.slow("compiles by Inductor")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_maxima_compile(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64, 128).to(dtype)
+    results = torch.compile(maxima, backend="mpcompile", options=PLAIN)(x)
+    assert all(map(torch.equal, results, maxima(x)))
+
+
+# -- pools ----------------------------------------------------------------------------------------
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
+
+
+def pool3(x: torch.Tensor) -> Any:
+    return torch.ops.aten.max_pool3d_with_indices(x, [3], [2])
+
+
+def pool2(x: torch.Tensor) -> Any:
+    return torch.ops.aten.max_pool2d_with_indices(x, [6, 6])
+
+
+@pytest.mark.parametrize(
+    ("pool", "x", "strides"),
+    [
+        (pool3, transposed(2, 2, 6, 6, 5), (360, 180, 30, 5, 1)),
+        (pool2, transposed(1, 2, 12, 13), (312, 156, 13, 1)),
+        (pool3, torch.randn(2, 2, 6, 6, 5).to(memory_format=torch.channels_last_3d), None),
+        (pool3, torch.randn(2, 2, 6, 6, 5), None),
+    ],
+    ids=["volume", "image", "channels_last", "contiguous"],
+)
+def test_what_a_large_pool_reads_lies_in_order(
+    pool: Program, x: torch.Tensor, strides: tuple[int, ...] | None
+) -> None:
+    gm = traced(pool, x)
+    assert order_pools(gm.graph)
+    (laid,) = (n for n in gm.graph.nodes if "force_stride_order" in str(n.target))
+    assert laid.meta["val"].stride() == (strides or x.stride())
+    same_values(gm, pool, x)
+
+
+def test_small_windows_are_written_out() -> None:
+    def pool(x: torch.Tensor) -> Any:
+        return torch.ops.aten.max_pool2d_with_indices(x, [5, 5])
+
+    assert not order_pools(traced(pool, transposed(1, 2, 12, 13)).graph)
+
+
+@pytest.mark.slow("compiles by Inductor")
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+def test_places_and_gradients_of_large_pools(low: torch.dtype) -> None:
+    def program(x: torch.Tensor) -> Any:
+        return F.max_pool3d(x * 2, 3, stride=2, ceil_mode=True, return_indices=True)
+
+    def gradient(run: Program) -> torch.Tensor:
+        y = x.clone().requires_grad_()
+        run(y)[0].float().sin().sum().backward()
+        return y.grad  # type: ignore[return-value]
+
+    x = transposed(2, 2, 6, 6, 5).to(low)
+    run = torch.compile(program, backend="mpcompile", options=PLAIN)
+    assert all(map(torch.equal, run(x), program(x)))
+    assert torch.equal(gradient(run), gradient(program))
+
+
+# -- the C++ compiler -----------------------------------------------------------------------------
+
+CONTRACT = "cpp.enable_floating_point_contract_flag"
+
+
+@pytest.mark.parametrize("miscopies", [True, False])
+def test_the_flag_is_for_such_compilers(miscopies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_order, "miscopies_tiles", lambda: miscopies)
+    given = inductor_for(None, {CONTRACT: "fast"}).config.get(CONTRACT)
+    assert given == (f"fast {GCC_FLAG}" if miscopies else "fast")
+    ours = inductor_for(None, None).config.get(CONTRACT)
+    assert ours == (f"off {GCC_FLAG}" if miscopies else None)
+    if ours:
+        assert inductor_for(None, {CONTRACT: ours}).config[CONTRACT] == ours  # once is enough
+    assert torch._inductor.config.cpp.enable_floating_point_contract_flag == "off"
+
+
+@pytest.mark.parametrize(
+    ("says", "vectors", "miscopies"),
+    [
+        ("  -mtune=                     \t\tgeneric\n", True, True),
+        ("  -mtune=                     \t\tgeneric\n", False, False),
+        ("  -mtune=                     \t\tznver3\n", True, False),
+        ("", True, False),
+    ],
+)
+def test_which_compilers(
+    says: str, vectors: bool, miscopies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cxx, "_said", lambda compiler, *asked: says if len(asked) > 1 else "12")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": vectors})
+    assert cxx.miscopies_tiles() is miscopies
+    assert cxx.was_seen_to_miscopy() is miscopies
+
+
+def test_what_is_no_compiler_says_nothing() -> None:
+    assert cxx.tuning(None) is None
+    assert cxx.tuning("/no/such/compiler") is None
+    assert cxx.tuning(sys.executable) is None
+
+
+_TILES = """
+import sys, torch, mpcompile
+def f(x, y): return x.t() + y, x.t() * y
+torch.manual_seed(0)
+x, y = torch.randn(128, 64).bfloat16(), torch.randn(64, 128).bfloat16()
+for backend, options in (("mpcompile", {"verify": False}), ("inductor", None)):
+    torch._dynamo.reset()
+    found = torch.compile(f, backend=backend, options=options)(x, y)
+    print(sum(int((a != b).sum()) for a, b in zip(found, f(x, y))))
+"""
+
+
+@pytest.mark.slow("compiles by Inductor, in a process of its own")
+def test_tiles_where_gcc_does_not_know_the_cpu(tmp_path: Path) -> None:
+    """A g++ that is told to tune for no CPU: ours are right; torch's own need not be."""
+    gcc = shutil.which("g++")
+    if gcc is None:
+        pytest.skip("no g++")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {gcc} "$@" -mtune=generic\n')
+    wrapper.chmod(0o755)
+    run = subprocess.run(
+        [sys.executable, "-c", _TILES], capture_output=True, text=True, check=True,
+        env={**os.environ, "CXX": str(wrapper), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    ours, theirs = map(int, run.stdout.split())
+    assert ours == 0
+    version = cxx._said(gcc, "-dumpversion").strip()
+    if torch.cpu.get_capabilities().get("avx512_f") and version == "12":
+        assert theirs > 0, "this g++ is right: see GCC_MISCOPIES_TILES in torch_faults.py"
