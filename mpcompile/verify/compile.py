@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -18,7 +18,7 @@ __all__ = ["compile_verified"]
 def compile_verified(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    patches: Mapping[str, Any] | None,
+    patches: dict[str, Any] | None,
     asked: Verify,
 ) -> Any:
     """Compile a graph as `compile_fx` does.

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..devices.torch_faults import GCC_FLAG
 from ..torch_inside.inductor import setting
+
 if TYPE_CHECKING:
     from .first_call import Case
 
@@ -185,4 +186,3 @@ def _strided(value: Any, like: Any) -> Any:
     return torch.empty_strided(
         like.shape, like.stride(), dtype=value.dtype, device=value.device
     ).copy_(value)
-

@@ -20,8 +20,8 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
-from ..torch_inside.aot import donated_inputs
 from ..torch_inside.amp import autocast_off
+from ..torch_inside.aot import donated_inputs
 from ..torch_inside.fakes import FakeTensor, TracingContext, tracing
 from ..torch_inside.inductor import compile_inner, config
 from .cures import CURES, Cure, laid_out
@@ -35,7 +35,7 @@ __all__ = ["Case", "Verifier"]
 
 Function = Callable[[list[Any]], Any]
 
-_SHARE, _LEAST = 0.08, 1.0
+_SHARE, _LEAST = 0.1, 0.5
 """What verifying may take: of the time in which Inductor compiled, and in seconds."""
 
 _CALLS = 4

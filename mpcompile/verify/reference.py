@@ -20,7 +20,16 @@ from torch.fx.node import map_aggregate
 from ..ir.dtypes import HALF
 from ..torch_inside.pytree import tree_leaves, tree_map
 
-__all__ = ["PRODUCTS", "Draw", "Pair", "Reference", "ancestors", "is_random", "why_not", "written_inputs"]
+__all__ = [
+    "PRODUCTS",
+    "Draw",
+    "Pair",
+    "Reference",
+    "ancestors",
+    "is_random",
+    "why_not",
+    "written_inputs",
+]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -136,7 +145,7 @@ class Reference:
         if (keeps or all(pair.wide is pair.low for pair in read)) and not self._widens(low):
             moved = self.jitter is not None and _is_new(node)
             return Pair(low, low, eps, same and not moved)
-        wide_args, wide_kwargs = map_aggregate(_arguments(node, env, 1), self._dtype)  # type: ignore[misc]
+        wide_args, wide_kwargs = map_aggregate(_arguments(node, env, 1), self._dtype)
         try:
             wide = _called(node, wide_args, wide_kwargs)
             if not _alike(low, wide):

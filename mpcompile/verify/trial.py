@@ -6,6 +6,7 @@ no error adds up, and what is looked at is what one kernel, or a few, make.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Found:
         vacuous: the numbers of those that prove nothing.
         left_out: how many depend on random numbers that can't be drawn again.
         rest: how many weren't compared, since another of the same kind was.
+        late: how many weren't compared since it would have taken too long.
     """
 
     verified: int = 0
@@ -46,6 +48,7 @@ class Found:
     vacuous: set[int] = field(default_factory=set)
     left_out: int = 0
     rest: int = 0
+    late: int = 0
 
 
 class Trial:
@@ -85,22 +88,23 @@ class Trial:
 
         Args:
             results: one for each of `nodes`.
-            only: the numbers to compare; None: one of each kind, and all if that takes no longer.
+            only: the numbers to compare, whatever it takes; None: one of each kind, and all if
+                there is time.
             seconds: what it may take.
         """
-        found, start = Found(), time.perf_counter()
+        found, end = Found(), time.perf_counter() + seconds
         if only is not None:
-            self._compare(found, results, only)
+            self._compare(found, results, only, math.inf)
             return found
         kinds = self._kinds()
         first = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
-        self._compare(found, results, first)
+        self._compare(found, results, first, end)
         rest = [number for number, kind in enumerate(kinds) if kind and number not in first]
-        took = time.perf_counter() - start
-        if rest and took * (1 + len(rest) / len(first)) > seconds:
+        left = end - time.perf_counter()
+        if rest and (found.late or (seconds - left) * (1 + len(rest) / len(first)) > left):
             found.rest = len(rest)
         elif rest:
-            self._compare(found, results, rest)
+            self._compare(found, results, rest, end)
         return found
 
     def uncompiled(self) -> list[Any]:
@@ -109,11 +113,18 @@ class Trial:
         low = {node: pair.low for node, pair in values}
         return [low[n] if isinstance(n, fx.Node) else n for n in self.nodes]
 
-    def _compare(self, found: Found, results: Sequence[Any], only: Collection[int]) -> None:
+    def _compare(
+        self, found: Found, results: Sequence[Any], only: Collection[int], end: float
+    ) -> None:
         known, numbers = self._known(results), self._numbers(only)
         doubtful: dict[int, Errors] = {}
         reference = self._reference(torch.float32)
+        compared = 0
         for node, pair in self._values(reference, set(numbers), known):
+            compared += len(numbers[node])
+            if time.perf_counter() > end:
+                found.late += sum(map(len, numbers.values())) - compared
+                break
             for number in numbers[node]:
                 errors = _errors(results[number], pair)
                 if errors is not None and not errors.right:
@@ -187,7 +198,9 @@ class Trial:
         }
         kinds = types
         for _ in range(_DEPTH):
-            seen = {n: types[n] if n in edge or n.target in PRODUCTS else k for n, k in kinds.items()}
+            seen = {
+                n: types[n] if n in edge or n.target in PRODUCTS else k for n, k in kinds.items()
+            }
             kinds = {
                 n: hash((own[n], *(seen[i] for i in n.all_input_nodes))) if n in own else types[n]
                 for n in self.gm.graph.nodes

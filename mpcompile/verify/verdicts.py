@@ -70,6 +70,7 @@ class Verdict:
         unproven: how many were constant, or a gradient of zeros.
         drawn: how many depend on random numbers that can't be drawn again.
         rest: how many weren't compared, since others of their kind were.
+        late: how many weren't compared since it would have taken too long.
         of: how many values there are, where memory was there for some only.
         left: why nothing was compared.
         cure: the name of what put it right.
@@ -81,6 +82,7 @@ class Verdict:
     unproven: int = 0
     drawn: int = 0
     rest: int = 0
+    late: int = 0
     of: int | None = None
     left: str | None = None
     cure: str | None = None
@@ -143,7 +145,8 @@ class Verdicts:
         before = self.known.get(name, Verdict())
         self.known[name] = Verdict(
             before.values + found.verified, max(before.worst, found.worst),
-            len(found.vacuous), max(before.drawn, found.left_out), max(before.rest, found.rest), of,
+            len(found.vacuous), max(before.drawn, found.left_out), max(before.rest, found.rest),
+            max(before.late, found.late), of,
         )  # fmt: skip
 
     def left(self, name: str, why: str) -> None:
@@ -245,9 +248,10 @@ def _lines(gm: fx.GraphModule) -> list[str]:
     return lines
 
 
-def _named(node: Any) -> fx.Node:
+def _named(node: fx.Node) -> fx.Node:
     """A node that comes from a line of the program: this, or the nearest that it is computed of."""
-    ahead, seen = [node], set()
+    ahead: list[fx.Node] = [node]
+    seen: set[fx.Node] = set()
     while ahead:
         one = ahead.pop(0)
         if ir.source(one):
@@ -274,13 +278,13 @@ def _text(name: str, verdict: Verdict | None) -> str:
         return f"{name}: not verified, {verdict.left}"
     if verdict.wrong is not None:
         return f"{name}: compiled wrongly ({verdict.wrong}); cured by {verdict.cure}"
-    more = [
-        f"{count} {what}"
-        for count, what in (
-            (verdict.rest, "more of the same kinds"), (verdict.unproven, "constant so far"),
-            (verdict.drawn, "by random numbers not compared"),
-        ) if count
-    ]  # fmt: skip
+    counts = {
+        "more of the same kinds": verdict.rest,
+        "not for time": verdict.late,
+        "constant so far": verdict.unproven,
+        "by random numbers that can't be drawn again": verdict.drawn,
+    }
+    more = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     some = f" of {verdict.of}, for memory" if verdict.of is not None else ""
-    rest = f" ({', '.join(more)})" if more else ""
-    return f"{name}: verified {verdict.values} values{some}, at most {verdict.worst:.2g} of a rounding off{rest}"
+    values = f"verified {verdict.values} values{some}, at most {verdict.worst:.2g} of a rounding off"
+    return f"{name}: {values}{f' ({more})' if more else ''}"
