@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..devices.torch_faults import GCC_FLAG
 from ..torch_inside.inductor import setting
-
-if TYPE_CHECKING:
-    from .first_call import Case
+from .case import Case
+from .reference import is_product
 
 __all__ = ["CURES", "Cure", "laid_out"]
-
-aten, prims = torch.ops.aten, torch.ops.prims
 
 Function = Callable[[list[Any]], Any]
 
@@ -101,11 +98,6 @@ def _one_by_one(gm: fx.GraphModule) -> Function:
     return run
 
 
-_KERNELS = frozenset({
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
-    aten.embedding, aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-})  # fmt: skip
 _MOST = 400
 """Operators that are left out at most; more is no part of a graph."""
 
@@ -152,9 +144,8 @@ def _around(case: Case, wrong: Collection[str]) -> Function | None:
 
 
 def _may_be_apart(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
     drawn = str(node.target).startswith(("prims.inductor_", "inductor_prims"))
-    return node.op == "call_function" and packet not in _KERNELS and not drawn
+    return node.op == "call_function" and not is_product(node) and not drawn
 
 
 def _returning(gm: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:

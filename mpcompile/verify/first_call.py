@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.aot import donated_inputs
-from ..torch_inside.fakes import FakeTensor, TracingContext, tracing
-from ..torch_inside.inductor import compile_inner, config
+from ..torch_inside.fakes import FakeTensor, TracingContext
+from ..torch_inside.inductor import compile_inner
+from .case import Case, copied
 from .cures import CURES, Cure, laid_out
 from .draws import state_of
 from .fits import part_that_fits
@@ -31,7 +31,7 @@ from .reference import why_not, written_inputs
 from .trial import Found, Trial
 from .verdicts import Verdicts
 
-__all__ = ["Case", "Verifier"]
+__all__ = ["Verifier"]
 
 Function = Callable[[list[Any]], Any]
 
@@ -40,39 +40,6 @@ _SHARE, _LEAST = 0.1, 0.5
 
 _CALLS = 4
 """Calls in which is looked again at what proved nothing: constants, a gradient of zeros."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One graph that Inductor compiles, and how.
-
-    Attributes:
-        name: "forward", "backward" or "graph".
-        gm: the graph, before Inductor changes it.
-        fakes: the inputs that it is compiled for.
-        kwargs: further arguments of Inductor's.
-        patches: the settings of Inductor's that the caller has set.
-        context: what Dynamo knows of the compile.
-        donated: the numbers of inputs whose memory the compiled code may use for others.
-    """
-
-    name: str
-    gm: fx.GraphModule
-    fakes: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    patches: Mapping[str, Any]
-    context: Any
-    donated: Collection[int] = ()
-
-    def compiled(self, settings: Mapping[str, Any], gm: fx.GraphModule | None = None) -> Any:
-        """Compile it, or another graph of the same inputs, with further settings of Inductor's."""
-        with config.patch({**self.patches, **settings}), tracing(self.context):
-            return compile_inner(_copy(gm or self.gm), self.fakes, **self.kwargs)
-
-    @property
-    def outputs(self) -> list[Any]:
-        """What the graph returns: nodes and constants."""
-        return list(self.gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 class Verifier:
@@ -97,7 +64,7 @@ class Verifier:
         name = "backward" if kwargs.get("is_backward") else name
         context = TracingContext.try_get()
         donated = donated_inputs(context) if name == "backward" else ()
-        case = Case(name, _copy(gm), fakes, dict(kwargs), self._patches, context, donated)
+        case = Case(name, copied(gm), fakes, dict(kwargs), self._patches, context, donated)
         start = time.perf_counter()
         compiled = compile_inner(gm, fakes, **kwargs)
         took = time.perf_counter() - start
@@ -174,7 +141,8 @@ class FirstCall:
             if function is not None:
                 self._run = _laying_out(function, outputs)
                 break
-        verdicts.wrong(case, trial, found, cure)
+        nodes = [trial.nodes[number] for number in found.wrong]
+        verdicts.wrong(case, nodes, list(found.wrong.values()), cure, found.verified)
         self._finish()
         return laid_out(right[:count], outputs)
 
@@ -222,18 +190,6 @@ def _laying_out(function: Function, like: Sequence[Any]) -> Function:
         return laid_out(function(inputs), metas)
 
     return run
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, env)
-    graph.output(result).meta.update(gm.graph.output_node().meta)
-    for old, new in env.items():
-        new.name = old.name
-    copied = fx.GraphModule(gm, graph)
-    copied.meta.update(gm.meta)
-    return copied
 
 
 def _are_real(inputs: Sequence[Any]) -> bool:

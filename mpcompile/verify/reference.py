@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.utils.flop_counter import flop_registry
 
 from ..ir.dtypes import HALF
 from ..torch_inside.pytree import tree_leaves, tree_map
 
 __all__ = [
-    "PRODUCTS",
     "Draw",
     "Pair",
     "Reference",
@@ -36,10 +36,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 Draw = Callable[[fx.Node, Sequence[Any], Mapping[str, Any]], Any]
 """Gives the random numbers that the compiled program drew at a node."""
 
-PRODUCTS = frozenset(
-    getattr(aten, name).default
-    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
-)
 _RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -157,10 +153,11 @@ class Reference:
 
     def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         halves = {v.dtype for v in tree_leaves(args) if _is_half(v)}
-        if node.target in PRODUCTS and halves and halves <= self.slow:
-            (half,) = halves
+        if is_product(node) and halves and halves <= self.slow:
             up = tree_map(lambda v: v.float() if _is_half(v) else v, args)
-            low = tree_map(lambda v: v.to(half) if _is_tensor(v) else v, _called(node, up, kwargs))
+            meant = node.meta["val"]
+            low = tree_map(lambda v, like: v.to(like.dtype) if _is_tensor(v) else v,
+                           _called(node, up, kwargs), meant)  # fmt: skip
         else:
             low = _called(node, args, kwargs)
         return tree_map(self._moved, low) if self.jitter and _is_new(node) else low
@@ -209,6 +206,11 @@ def ancestors(nodes: Collection[fx.Node], known: Collection[fx.Node] = ()) -> se
     return found
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether an operator multiplies matrices, convolves or attends: a library does it."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether an operator draws random numbers, or seeds for them."""
     tags = getattr(node.target, "tags", ())
@@ -242,6 +244,16 @@ def _writes_input(node: fx.Node) -> bool:
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What an operator gives; where it is about strides, those that the graph was traced with."""
+    if node.target is aten.view.default:
+        return args[0].reshape(args[1])
+    if node.target is aten.as_strided.default:
+        meant = node.args[0].meta["val"]  # type: ignore[union-attr]
+        if args[0].stride() != meant.stride():
+            args = (
+                args[0].new_empty_strided(meant.shape, meant.stride()).copy_(args[0]),
+                *args[1:],
+            )
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -19,7 +19,7 @@ from .. import ir
 from . import judge
 from .draws import State, draw, drawing_from
 from .judge import Errors
-from .reference import PRODUCTS, Pair, Reference, ancestors, is_random, written_inputs
+from .reference import Pair, Reference, ancestors, is_product, is_random, written_inputs
 
 __all__ = ["Found", "Trial"]
 
@@ -198,9 +198,7 @@ class Trial:
         }
         kinds = types
         for _ in range(_DEPTH):
-            seen = {
-                n: types[n] if n in edge or n.target in PRODUCTS else k for n, k in kinds.items()
-            }
+            seen = {n: types[n] if n in edge or is_product(n) else k for n, k in kinds.items()}
             kinds = {
                 n: hash((own[n], *(seen[i] for i in n.all_input_nodes))) if n in own else types[n]
                 for n in self.gm.graph.nodes

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,12 +27,10 @@ from .._version import __version__
 from ..errors import MPCompileError, MPCompileWarning
 from ..logs import event
 from ..torch_inside.inductor import cache_dir, write_program
+from .case import Case
+from .cures import Cure
 from .toolchain import toolchain
-
-if TYPE_CHECKING:
-    from .cures import Cure
-    from .first_call import Case
-    from .trial import Found, Trial
+from .trial import Found
 
 __all__ = ["Verdict", "Verdicts", "Verify", "key_of", "say_again"]
 
@@ -168,19 +166,29 @@ class Verdicts:
                 json.dump(data, file)
             os.replace(file.name, self._file)
 
-    def wrong(self, case: Case, trial: Trial, found: Found, cure: Cure | None) -> None:
+    def wrong(
+        self,
+        case: Case,
+        nodes: Sequence[fx.Node],
+        off: Sequence[str],
+        cure: Cure | None,
+        right: int,
+    ) -> None:
         """A graph was compiled wrongly: say so once.
+
+        Args:
+            case: the graph.
+            nodes: whose values are wrong.
+            off: how far each is off, in a few words.
+            cure: what puts it right.
+            right: how many other values are right.
 
         Raises:
             MPCompileError: strict=True.
         """
-        number, how = next(iter(found.wrong.items()))
-        node = _named(trial.nodes[number])
-        more = f" (and {len(found.wrong) - 1} other values)" if len(found.wrong) > 1 else ""
-        what = f"{_of(case.name)}{_at(node)}{more}: {how}"
-        self.known[case.name] = Verdict(
-            values=found.verified, worst=found.worst, cure=cure.name if cure else None, wrong=what
-        )
+        more = f" (and {len(nodes) - 1} other values)" if len(nodes) > 1 else ""
+        what = f"{_of(case.name)}{_at(_named(nodes[0]))}{more}: {off[0]}"
+        self.known[case.name] = Verdict(values=right, cure=cure.name if cure else None, wrong=what)
         program = self._file.with_suffix(f".{case.name}.py")
         with contextlib.suppress(Exception):  # it is for a report alone
             write_program(program, case.gm, case.fakes)
@@ -286,5 +294,7 @@ def _text(name: str, verdict: Verdict | None) -> str:
     }
     more = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     some = f" of {verdict.of}, for memory" if verdict.of is not None else ""
-    values = f"verified {verdict.values} values{some}, at most {verdict.worst:.2g} of a rounding off"
-    return f"{name}: {values}{f' ({more})' if more else ''}"
+    values = f"verified {verdict.values} values{some}"
+    return f"{name}: {values}, at most {verdict.worst:.2g} of a rounding off" + (
+        f" ({more})" if more else ""
+    )

@@ -35,7 +35,7 @@ LAYERS = (
     {"profile"},
     {"rules"},
     {"ir"},
-    {"padding"},
+    {"padding", "verify"},
     {"planner"},
     {"passes"},
     {"plans", "scaling"},
