@@ -35,11 +35,13 @@ __all__ = ["Verifier"]
 
 Function = Callable[[list[Any]], Any]
 
-_SHARE, _LEAST = 0.1, 0.5
-"""What verifying may take: of the time in which Inductor compiled, and in seconds."""
+_SHARE, _LEAST = 0.08, 0.5
+"""What verifying may take in the first call: of the time in which Inductor compiled, and in
+seconds. What is left then is verified in the next call.
+"""
 
 _CALLS = 4
-"""Calls in which is looked again at what proved nothing: constants, a gradient of zeros."""
+"""Calls at most in which is looked again at what proved nothing: constants, a gradient of zeros."""
 
 
 class Verifier:
@@ -120,8 +122,8 @@ class FirstCall:
         if found.wrong:
             return self._cured(trial, found, outputs, targets)
         verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)
-        self._open = found.vacuous
-        if self._calls >= _CALLS or not found.vacuous:
+        self._open = found.vacuous | found.late
+        if self._calls >= _CALLS or not self._open:
             self._finish()
         return outputs
 

@@ -39,7 +39,7 @@ class Found:
         vacuous: the numbers of those that prove nothing.
         left_out: how many depend on random numbers that can't be drawn again.
         rest: how many weren't compared, since another of the same kind was.
-        late: how many weren't compared since it would have taken too long.
+        late: the numbers of those that weren't compared since it would have taken too long.
     """
 
     verified: int = 0
@@ -48,7 +48,7 @@ class Found:
     vacuous: set[int] = field(default_factory=set)
     left_out: int = 0
     rest: int = 0
-    late: int = 0
+    late: set[int] = field(default_factory=set)
 
 
 class Trial:
@@ -119,12 +119,12 @@ class Trial:
         known, numbers = self._known(results), self._numbers(only)
         doubtful: dict[int, Errors] = {}
         reference = self._reference(torch.float32)
-        compared = 0
+        compared: set[int] = set()
         for node, pair in self._values(reference, set(numbers), known):
-            compared += len(numbers[node])
-            if time.perf_counter() > end:
-                found.late += sum(map(len, numbers.values())) - compared
+            if compared and time.perf_counter() > end:
+                found.late = {n for some in numbers.values() for n in some} - compared
                 break
+            compared.update(numbers[node])
             for number in numbers[node]:
                 errors = _errors(results[number], pair)
                 if errors is not None and not errors.right:

@@ -144,7 +144,7 @@ class Verdicts:
         self.known[name] = Verdict(
             before.values + found.verified, max(before.worst, found.worst),
             len(found.vacuous), max(before.drawn, found.left_out), max(before.rest, found.rest),
-            max(before.late, found.late), of,
+            len(found.late), of,
         )  # fmt: skip
 
     def left(self, name: str, why: str) -> None:
