@@ -51,10 +51,12 @@ test: $(VENV)/.stamp-test
 test-all: $(VENV)/.stamp-test
 	$(PYTEST) -m 'not sweep and not gpu' $(PYTEST_ARGS)
 
-# What takes longer: operators' tables, zoos, random programs. It writes tests/sweeps.md.
+# What takes longer: operators' tables, zoos, random programs. It writes tests/sweeps.md,
+# and what was compiled wrongly, and cured, into tests/verify/cured.md.
 sweep: $(VENV)/.stamp-test
 	$(PYTEST) -m 'sweep and not gpu' --junitxml=build/sweep.xml $(PYTEST_ARGS); \
 		status=$$?; $(BIN)/python tests/support/durations.py build/sweep.xml --sweeps --page tests/sweeps.md; \
+		$(BIN)/python tests/support/verified_page.py build/sweep.xml --page tests/verify/cured.md || status=1; \
 		exit $$status
 
 # Of the slow lane what a change touches and a share of the rest, for so many minutes (tests/support/share.py).
