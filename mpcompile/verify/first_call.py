@@ -122,7 +122,7 @@ class FirstCall:
         if found.wrong:
             return self._cured(trial, found, outputs, targets)
         verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)
-        self._open = found.vacuous | found.late
+        self._open = None if verdicts.always else found.vacuous | found.late
         if self._calls >= _CALLS or not self._open:
             self._finish()
         return outputs
@@ -159,7 +159,8 @@ class FirstCall:
             inputs = [_kept(value) for value in trial.inputs]
             written = [inputs[number] for number in trial.written]
             results = [*function(list(inputs)), *written]
-            return None if trial.compare(results).wrong else function
+            found = trial.compare(results, range(len(results)))
+            return None if found.wrong else function
         except MPCompileError:
             raise
         except Exception:  # a cure that doesn't compile is none

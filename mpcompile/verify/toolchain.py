@@ -6,8 +6,10 @@ import functools
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,9 +32,9 @@ class Toolchain:
     facts: tuple[str, ...]
 
 
-def toolchain() -> Toolchain:
-    """This machine's, with the C++ compiler that Inductor is set to now."""
-    cxx = setting("cpp.cxx")
+def toolchain(patches: Mapping[str, Any] | None = None) -> Toolchain:
+    """This machine's, with the C++ compiler that Inductor is set to; `patches` go over that."""
+    cxx = (patches or {}).get("cpp.cxx", setting("cpp.cxx"))
     cxx = cxx if isinstance(cxx, str) else next(filter(None, reversed(cxx)), "")
     return _toolchain(str(cxx))
 

@@ -193,7 +193,7 @@ class Verdicts:
         with contextlib.suppress(Exception):  # it is for a report alone
             write_program(program, case.gm, case.fakes)
         text = (
-            f"{what}. This is a fault of the compiler's ({toolchain().names}), not of your "
+            f"{what}. This is a fault of the compiler's ({toolchain(case.patches).names}), not of your "
             f"program. This call uses right values; from now on {cure.about if cure else ''} does. "
             f"To report it: python {program}"
         )
@@ -231,7 +231,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
     """A hash of all that a verdict about a graph depends on."""
     text = [
         torch.__version__, __version__, str(torch.is_grad_enabled()), str(torch.get_num_threads()),
-        repr(sorted((k, _plain(v)) for k, v in (patches or {}).items())), *toolchain().facts,
+        repr(sorted((k, _plain(v)) for k, v in (patches or {}).items())), *toolchain(patches).facts,
         *(ir.type_text(x) + str(_layout(x)) for x in inputs), *_lines(gm),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(text).encode()).hexdigest()

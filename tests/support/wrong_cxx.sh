@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A C++ compiler that computes wrong: in Inductor's kernels it turns one kind of operator, named by
-# WRONG_CXX, into another one.
-case "$WRONG_CXX" in
+# A C++ compiler that computes wrong: in Inductor's kernels it turns one kind of operator, the one
+# that this file is called, into another one.
+case "$(basename "$0")" in
   sum) edit='s/(auto tmp[0-9]+ = tmp[0-9]+) \+ (tmp[0-9]+;)/\1 - \2/' ;;
   product) edit='s/(auto tmp[0-9]+ = tmp[0-9]+) \* (tmp[0-9]+;)/\1 + \2/' ;;
   exp) edit='s/\.exp\(\)/.sin()/; s/std::exp\(/std::sin(/; s/\.exp_u20\(\)/.sin()/' ;;

@@ -1,0 +1,117 @@
+"""A C++ compiler that computes wrong: trainings end as in FP32, with one warning that names the
+line.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpcompile as package
+from mpcompile import MPCompileWarning, MPOptimizer, mpcompile, train_step
+
+WRONG = Path(__file__).parents[1] / "support" / "wrong_cxx.sh"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 64)
+        self.second = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.first(x))
+        hidden = hidden + torch.tanh(self.second(hidden)) * torch.exp(-hidden)
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(64, 32, generator=generator),
+        torch.randint(10, (64,), generator=generator),
+    )
+
+
+def losses_of(model: nn.Module, how: str, options: dict[str, Any] | None = None) -> list[float]:
+    x, y = batch()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if how == "MPOptimizer":
+        optimizer = MPOptimizer(optimizer, options=options)
+    step = train_step(model, optimizer, F.cross_entropy) if how == "train_step" else None
+    losses = []
+    for _ in range(4):
+        if step is not None:
+            losses.append(step(x, y).item())
+        elif how == "evaluation":
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model(x), y).item())
+        else:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def compiler(kind: str, folder: Path) -> dict[str, Any]:
+    """Options of Inductor for a compiler that computes this wrongly."""
+    shutil.copy(WRONG, folder / kind)
+    return {"cpp.cxx": (None, str(folder / kind))}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("how", ["a plain optimizer", "MPOptimizer", "train_step", "evaluation"])
+@pytest.mark.parametrize("kind", ["sum", "product", "exp"])
+@pytest.mark.slow(
+    "a compiler that is wrong has each kernel compiled several times: up to a minute a row"
+)
+def test_a_wrong_compiler_is_seen_and_cured(
+    kind: str, how: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    options = compiler(kind, tmp_path)
+    plain = "a plain optimizer" if how in ("MPOptimizer", "train_step") else how
+    right = losses_of(made(), plain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = mpcompile(made(), dtype=torch.bfloat16, level=level, options=options)
+        found = losses_of(model, how, options)
+    assert found == pytest.approx(right, rel=0.02)
+    said = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
+    assert len(said) == 1, said
+    assert "compiled wrongly" in said[0]
+    if how != "train_step":  # the first graph of a step may be its update
+        assert "test_verify_planted.py" in said[0]
+    plans = package.compiled_plans(model)
+    assert any("compiled wrongly" in p.verification.text() for p in plans if p.verification)
+
+
+@pytest.mark.slow_rows("Inductor")
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_option(verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    model = mpcompile(made(), dtype=torch.bfloat16, verify=verify)
+    model(batch()[0]).square().mean().backward()
+    (plan,) = package.compiled_plans(model)
+    text = str(plan)
+    if verify:
+        assert "Compiled code: backward: verified" in text
+        assert "forward: verified" in text
+    else:
+        assert "Compiled code: not verified: verify=False" in text
