@@ -189,6 +189,11 @@ class Capabilities:
         """Bytes of memory, or None if unknown."""
         return int(self._module.get_device_properties(self.device).total_memory)
 
+    def free_memory(self) -> int | None:
+        """Bytes of memory that are free now, or None if unknown."""
+        ask = getattr(self._module, "mem_get_info", None)
+        return int(ask(self.device)[0]) if ask is not None else None
+
     def libraries(self) -> Mapping[str, str]:
         """The math libraries torch was built with or found: name -> version, "yes" or "no"."""
         return {}

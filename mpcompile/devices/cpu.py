@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -104,6 +105,15 @@ class CPU(Capabilities):
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):  # not a POSIX system
+            return None
+
+    def free_memory(self) -> int | None:
+        """What the host could give without swapping; None where it doesn't tell as Linux does."""
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            facts = dict(line.split(":", 1) for line in lines)
+            return 1024 * int(facts["MemAvailable"].split()[0])
+        except (OSError, KeyError, ValueError):
             return None
 
     def libraries(self) -> Mapping[str, str]:

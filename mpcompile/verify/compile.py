@@ -23,7 +23,8 @@ def all_verdicts() -> Iterator[list[Verdicts]]:
     """In this context, the list takes what is found of all that is compiled, whoever asked for it:
     also of an optimizer's step, which is in no plan.
     """
-    _listening.append(found := [])
+    found: list[Verdicts] = []
+    _listening.append(found)
     try:
         yield found
     finally:

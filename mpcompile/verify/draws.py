@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..devices.generators import RandomState, unchanged
 from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
 from ..torch_inside.inductor import compile_inner
 from .reference import is_random
@@ -26,35 +27,27 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 _SEEDS = (-(2**63), 2**63 - 1)  # as Inductor's code draws them
 
-State = tuple[torch.Tensor, torch.Tensor | None]
 
-
-def state_of(graph: fx.Graph, inputs: Sequence[Any]) -> State | None:
+def state_of(graph: fx.Graph, inputs: Sequence[Any]) -> RandomState | None:
     """The generators' states, where a graph draws from them."""
     if not any(is_random(node) for node in graph.nodes if node.op == "call_function"):
         return None
-    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None
+    return RandomState(_devices(inputs))
 
 
 @contextlib.contextmanager
-def drawing_from(state: State | None) -> Iterator[None]:
+def drawing_from(state: RandomState | None, inputs: Sequence[Any]) -> Iterator[None]:
     """In this context, the generators begin at a state; afterwards they are as they were."""
     if state is None:
         yield
         return
-    before = torch.get_rng_state(), torch.cuda.get_rng_state() if state[1] is not None else None
-    try:
-        _set(state)
+    with unchanged(_devices(inputs)):
+        state.restore()
         yield
-    finally:
-        _set(before)
 
 
-def _set(state: State) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+def _devices(inputs: Sequence[Any]) -> list[torch.device]:
+    return [x.device for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def draw(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -200,13 +200,14 @@ def _are_real(inputs: Sequence[Any]) -> bool:
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     if any(isinstance(x, FakeTensor) or x.is_meta for x in tensors):
         return False
-    return not (any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing())
+    devices = dict.fromkeys(x.device for x in tensors)
+    return not any(capabilities(device).is_recording() for device in devices)
 
 
 def _slow(inputs: Sequence[Any]) -> frozenset[torch.dtype]:
     """The low dtypes that the inputs' device multiplies slowly."""
-    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-    if device.type != "cpu":
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    if device is None or capabilities(device).asynchronous:
         return frozenset()
     return frozenset(dtype for dtype in HALF if not capabilities(device).has_units(dtype))
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..devices.registry import capabilities
 from .reference import ancestors
 
 __all__ = ["part_that_fits"]
@@ -62,12 +63,7 @@ def _bytes(node: fx.Node) -> float:
 
 
 def _free(inputs: Sequence[Any]) -> float:
-    device = next((x.device for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda), None)
-    if device is not None:
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return math.inf
+    """Bytes that are free where the inputs lie; without end where nobody tells."""
+    first = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    free = capabilities(first).free_memory() if first is not None else None
+    return math.inf if free is None else free

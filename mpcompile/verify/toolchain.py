@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..devices.registry import capabilities
+from ..devices.registry import capabilities, is_supported
 from ..torch_inside.inductor import setting
 
 __all__ = ["Toolchain", "toolchain"]
@@ -47,10 +47,11 @@ def _toolchain(cxx: str) -> Toolchain:
     if Path(path).is_file():
         facts = Path(path).resolve().stat()
         stamp = f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     number = version.rsplit(" ", 1)[-1] if version else "?"
-    host = capabilities(torch.device("cpu")).name()
-    facts_ = (version, stamp, platform.machine(), host, gpu)
+    there = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu"), *([there] if there is not None else [])]
+    names = [capabilities(device).name() for device in devices if is_supported(device)]
+    facts_ = (version, stamp, platform.machine(), *names)
     return Toolchain(f"torch {torch.__version__}, {Path(path).name} {number}", facts_)
 
 

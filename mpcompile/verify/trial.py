@@ -16,8 +16,10 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..devices.generators import RandomState
+from ..devices.registry import capabilities
 from . import judge
-from .draws import State, draw, drawing_from
+from .draws import draw, drawing_from
 from .judge import Errors
 from .reference import Pair, Reference, ancestors, is_product, is_random, written_inputs
 
@@ -68,7 +70,7 @@ class Trial:
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        state: State | None,
+        state: RandomState | None,
         slow: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         self.gm, self.inputs, self._state, self._slow = gm, list(inputs), state, slow
@@ -174,7 +176,7 @@ class Trial:
         self, reference: Reference, wanted: Collection[fx.Node], known: Mapping[fx.Node, Any]
     ) -> Iterator[tuple[fx.Node, Pair]]:
         if wanted:
-            with drawing_from(self._state):
+            with drawing_from(self._state, self.inputs):
                 yield from reference.run(self.gm, self.inputs, wanted, known)
 
     def _known(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
@@ -224,9 +226,7 @@ class Trial:
         torch's own generator, or on a GPU.
         """
         drawn = filter(is_random, ancestors({node}))
-        return any(
-            str(n.target).startswith("aten") or _device(n) not in (None, "cpu") for n in drawn
-        )
+        return any(str(n.target).startswith("aten") or _is_on_device(n) for n in drawn)
 
 
 def _errors(result: Any, pair: Pair) -> Errors | None:
@@ -243,6 +243,6 @@ def _depends_on_data(node: fx.Node) -> bool:
     return any(n.op == "placeholder" for n in ancestors({node}))
 
 
-def _device(node: fx.Node) -> str | None:
+def _is_on_device(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return value.device.type if isinstance(value, torch.Tensor) else None
+    return isinstance(value, torch.Tensor) and capabilities(value.device).asynchronous

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import ir
+from .. import ir, logs
 from .._version import __version__
 from ..errors import MPCompileError, MPCompileWarning
-from ..logs import event
 from ..torch_inside.inductor import cache_dir, write_program
 from .case import Case
 from .cures import Cure
@@ -150,7 +149,7 @@ class Verdicts:
     def left(self, name: str, why: str) -> None:
         """A graph isn't verified."""
         self.known[name] = Verdict(left=why)
-        event("verify", logging.INFO, "left", "%(graph)s isn't verified: %(why)s",
+        logs.event("verify", logging.INFO, "left", "%(graph)s isn't verified: %(why)s",
               graph=name, why=why)  # fmt: skip
 
     def finish(self, name: str) -> None:
@@ -192,12 +191,13 @@ class Verdicts:
         program = self._file.with_suffix(f".{case.name}.py")
         with contextlib.suppress(Exception):  # it is for a report alone
             write_program(program, case.gm, case.fakes)
+        names = toolchain(case.patches).names
         text = (
-            f"{what}. This is a fault of the compiler's ({toolchain(case.patches).names}), not of your "
-            f"program. This call uses right values; from now on {cure.about if cure else ''} does. "
+            f"{what}. This is a fault of the compiler's ({names}), not of your program. This "
+            f"call uses right values; from now on {cure.about if cure else ''} does. "
             f"To report it: python {program}"
         )
-        event("verify", logging.INFO, "wrong", "%(what)s", what=what, cure=cure and cure.name,
+        logs.event("verify", logging.INFO, "wrong", "%(what)s", what=what, cure=cure and cure.name,
               program=str(program))  # fmt: skip
         if self.asked.strict:
             raise MPCompileError(f"strict=True: compiled wrongly: {text}")

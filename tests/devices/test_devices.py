@@ -204,6 +204,8 @@ MAY_NAME = {
     "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
     "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
     "mpcompile/torch_inside/tensors.py": ("meta", "a probe asks which memory a tensor has"),
+    "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),
+    "mpcompile/verify/toolchain.py": ("cpu", "what a C++ compiler makes runs on the host"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}

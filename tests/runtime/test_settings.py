@@ -18,6 +18,7 @@ import torch
 from mpcompile import LossScale, MPCompileError, cli, explain, mpcompile
 from mpcompile.rules.policy import Level, Policy
 from mpcompile.settings import OPTIONS, Option, Options, Settings
+from mpcompile.verify.verdicts import Verify
 
 PLANNED = {name: option for name, option in OPTIONS.items() if option.plans}
 
@@ -75,6 +76,7 @@ def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPat
         disable_passes=(),
         repair=False,
         strict=False,
+        verify=Verify(),
         mode=None,
         options=None,
         scale_any_dtype=False,
