@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import warnings
@@ -10,10 +11,18 @@ from typing import NoReturn
 
 from .errors import MPCompileError, MPCompileWarning
 
-__all__ = ["NEWEST", "OLDEST", "RANGE", "check_torch_version", "is_untested", "warn_of_version"]
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "RANGE",
+    "check_torch_version",
+    "is_untested",
+    "warn_if_untested",
+    "warn_of_version",
+]
 
 OLDEST = (2, 11)
-NEWEST = (2, 14)  # that mpcompile was tested with: a newer one is checked (torch_inside/checked.py)
+NEWEST = (2, 14)  # that mpcompile was tested with; a newer one is warned of
 RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 
 
@@ -28,6 +37,20 @@ def check_torch_version(version: str) -> None:
 def is_untested(version: str) -> bool:
     """Whether a torch is newer than `NEWEST`."""
     return _release(version) > NEWEST
+
+
+@functools.lru_cache(maxsize=1)
+def warn_if_untested(version: str) -> None:
+    """Warn of a torch that is newer than `NEWEST`: once, before the first compile."""
+    if is_untested(version):
+        newest = ".".join(map(str, NEWEST))
+        warnings.warn(
+            f"mpcompile: torch {version} is newer than {newest}, the newest that mpcompile was "
+            "tested with. What is compiled is verified at its first call; `mpcompile check` tries "
+            "some models at once",
+            MPCompileWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_version(version: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from . import pipeline, rules
-from ._torch import NEWEST, check_torch_version
+from ._torch import NEWEST, check_torch_version, warn_if_untested
 from .capture.provenance import Names, nobody
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
@@ -290,9 +290,11 @@ class Settings:
 
         Raises:
             MPCompileError: an unknown key, level, dtype, operator or choice; options that
-                contradict each other; a torch outside the supported range, or found wrong.
+                contradict each other; a torch outside the supported range, or one that
+                lacks what mpcompile needs.
         """
         check_torch_version(torch.__version__)
+        warn_if_untested(torch.__version__)
         refuse(Part.COMPILE, "mpcompile", _OTHER_TORCH)
         check_ranks()
         for key in request:

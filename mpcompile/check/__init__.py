@@ -1,9 +1,5 @@
-"""Does mpcompile work with this torch? Behind `mpcompile check`.
+"""Does mpcompile compute on this machine what was meant? Behind `mpcompile check`.
 
-programs.py     tiny trainings, as data: what each is about, and what is off if it is wrong
-sides.py        one program run twice: compiled in a low dtype, and as plain torch in FP64
-models.py       what is trained
-steps.py        how it is trained
-studies.py      what is said about a model, or repaired in it
-run.py          tries all private names of torch's and all programs: a `Health`
+models.py       small models at sizes that real kernels have, and how each is trained
+run.py          trains them with all that is compiled verified: a `Result` of each
 """

@@ -20,8 +20,6 @@ from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
-from ..torch_inside.checked import last
-from .check import verdict
 from .common import Commands, Help, above_zero, known_device, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -77,7 +75,6 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         "mpcompile": __version__,
         "torch": f"{torch.__version__} ({within}{newer})",
         "tested with torch": tested,
-        "mpcompile check": _last_check(),
         "python": f"{platform.python_version()} on {platform.platform()}",
         "device": f"{facts.device}: {facts.name}",
         "memory": facts.memory,
@@ -92,14 +89,6 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         table.add_row(f"[b]{escape(name)}[/b]", escape(value))
     console.print(table)
     return 0 if supported else 1
-
-
-def _last_check() -> str:
-    """What the last check of this torch has found."""
-    if (health := last()) is None:
-        return "not made for this torch"
-    off = [f"{part.value} ({why})" for part, why in health.off().items()]
-    return "; ".join([verdict(health), *off])
 
 
 def _profile(options: argparse.Namespace, console: Console) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from .autograd import function_of
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch._dynamo.backends.common import aot_autograd
@@ -101,32 +99,7 @@ class CopiedContext:
         return getattr(self._ctx, name)
 
 
-@probe("torch._functorch:_aot_id", "marks what AOTAutograd compiled", Part.COMPILE)
-def _makes_classes() -> None:
-    saved: list[Any] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop)(gm, inputs)
-
-    x = torch.ones((), requires_grad=True)
-    with torch.enable_grad():
-        result = torch.compile(lambda x: x.sin(), backend=backend, dynamic=False)(x)
-    function = function_of(result.grad_fn)
-    assert is_compiled(function)
-    assert not is_compiled(torch.autograd.Function)
-    saved.append(result.grad_fn._tensors_no_vc_check)
-    facts = function.metadata
-    saved.append((function.compiled_bw, facts.bw_donated_idxs, facts.num_symints_saved_for_bw))
-    result.backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(()).cos())
-
-
-@probe("torch._functorch.config:enable_autograd_cache", "sets AOTAutograd's options", Part.COMPILE)
-def _knows_settings() -> None:
-    with settings(
-        enable_autograd_cache=False,
-        force_non_lazy_backward_lowering=True,
-        ban_recompute_materialized_backward=False,
-    ):
-        pass
+attribute("torch._functorch:_aot_id", "marks what AOTAutograd compiled", Part.COMPILE)
+attribute(
+    "torch._functorch.config:enable_autograd_cache", "sets AOTAutograd's options", Part.COMPILE
+)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch._C import _current_autograd_node as current_node
@@ -114,59 +114,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-class _Twice(torch.autograd.Function):
-    """For probes: 2 * x, which asks in its backward what the engine tells."""
-
-    told: list[Any]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        call_after_backward(lambda: _Twice.told.append("after"))
-        _Twice.told.append((running_backward() >= 0, current_node() is not None, keeps_graph()))
-        return gradients[0] * 2
-
-
-@probe("torch.autograd:Variable._execution_engine", "calls when a backward ends", Part.COMPILE)
-def _tells_of_backwards() -> None:
-    x = torch.ones((), requires_grad=True)
-    with torch.enable_grad():
-        y: torch.Tensor = _Twice.apply(x)  # type: ignore[no-untyped-call]
-    _Twice.told = []
-    y.backward(retain_graph=True)
-    assert function_of(y.grad_fn) is _Twice
-    assert running_backward() == -1
-    assert _Twice.told == [(True, True, True), "after"]
-
-
-@probe("torch:Tensor._version", "tells that a tensor was written", Part.COMPILE)
-def _counts_writes() -> None:
-    x = torch.zeros(2)
-    before = version(x)
-    x[0].add_(1)
-    assert version(x) == before + 1
-    with keep_versions((x,)):
-        x.add_(1)
-    assert version(x) == before + 1
-
-
-@probe("torch:Tensor._post_accumulate_grad_hooks", "tells who reads a gradient", Part.OPTIMIZER)
-def _knows_hooks() -> None:
-    x, y, z = (torch.ones((), requires_grad=True) for _ in range(3))
-    x.register_hook(lambda g: g)
-    y.register_post_accumulate_grad_hook(lambda p: None)
-    assert [[*map(bool, hooks_on(t))] for t in (x, y, z)] == [
-        [True, False],
-        [False, True],
-        [False, False],
-    ]
-
-
-@probe("torch:Tensor._base", "tells a view from what it views", Part.COMPILE)
-def _knows_views() -> None:
-    x = torch.zeros(2)
-    assert base_of(x[:1]) is x
-    assert base_of(x) is None
+attribute("torch.autograd:Variable._execution_engine", "calls when a backward ends", Part.COMPILE)
+attribute("torch:Tensor._version", "tells that a tensor was written", Part.COMPILE)
+attribute("torch:Tensor._post_accumulate_grad_hooks", "tells who reads a gradient", Part.OPTIMIZER)
+attribute("torch:Tensor._base", "tells a view from what it views", Part.COMPILE)

@@ -6,15 +6,13 @@ Without torch.distributed, or without a name of these, the import still works: s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch.distributed._composable_state import _get_module_state as engine_of
@@ -166,89 +164,18 @@ def overlaps_backward(optimizer: Any) -> bool:
     return bool(optimizer._overlap_with_ddp)
 
 
-# -- probes: a world of one process ----------------------------------------------------------------
-
-
-@contextmanager
-def _alone() -> Iterator[bool]:
-    """A world of one process; False where the process is in another already: all of that world's
-    ranks would have to probe together.
-    """
-    if not dist.is_available() or dist.is_initialized():
-        yield False
-        return
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield True
-    finally:
-        dist.destroy_process_group()
-
-
-@probe(
+attribute(
     "torch.nn.parallel:DistributedDataParallel._module_parameters",
     "averages gradients over ranks",
     Part.RANKS,
 )
-def _ddp() -> None:
-    seen: list[Any] = []
-
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(active_ddp())
-            return super().forward(x)
-
-    with _alone() as alone:
-        if alone:
-            ddp = nn.parallel.DistributedDataParallel(Layer(1, 1))
-            assert [*map(id, parameters_of(ddp))] == [*map(id, ddp.parameters())]
-            asked = (reduces_in_python(ddp), is_joined(ddp), has_comm_hook(ddp))
-            assert asked == (False, False, False)
-            loss = ddp(torch.ones(1, 1)).sum()
-            assert seen == [ddp]
-            reducing: list[bool] = []
-            for parameter in ddp.parameters():
-                parameter.register_hook(lambda _: reducing.append(is_reducing(ddp)))
-            loss.backward()
-            assert (reducing, is_reducing(ddp), active_ddp()) == ([False, True], False, None)
-
-
-@probe(
+attribute(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_comm",
     "gathers parameters and reduces gradients",
     Part.RANKS,
 )
-def _fsdp() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    with _alone() as alone:
-        if alone:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-            module: Any = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh)
-            state: Any = engine_of(module)
-            assert isinstance(state, FSDPState)
-            assert modules_of(state) == (module,)
-            assert engine_states[module]() is state
-            assert getattr(module, FSDP_MARK)
-            (group,) = groups_of(state)
-            (holder,) = group.fsdp_params
-            assert [*map(type, comms_of(group))] == [DefaultAllGather, DefaultReduceScatter]
-            assert shard_of(holder).tolist() == getattr(module.weight, LOCAL).flatten().tolist()
-            module.unshard()
-            assert whole_of(holder) is module.weight
-
-
-@probe(
+attribute(
     "torch.distributed.optim:ZeroRedundancyOptimizer._overlap_with_ddp",
     "tells if ZeRO updates inside of the backward",
     Part.RANKS,
 )
-def _zero() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    with _alone() as alone:
-        if alone:
-            weights = [nn.Parameter(torch.zeros(1))]
-            optimizer = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=0.1)
-            assert not overlaps_backward(optimizer)
-            assert isinstance(optimizer.optim, torch.optim.SGD)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .private_names import MissingInTorch, Part, private, probe
+from .private_names import MissingInTorch, Part, attribute, private
 from .replace import Replacement, Spot, method, put
 
 if TYPE_CHECKING:
@@ -204,12 +204,5 @@ def _translator() -> Any:
     return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
 
 
-@probe("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
-def _hides() -> None:
-    assert "grad" in torch_function.banned_attrs
-
-
-@probe("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)
-def _is_said() -> None:
-    with compile_session():
-        pass
+attribute("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
+attribute("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 from .replace import Spot, put
 
 if TYPE_CHECKING:
@@ -100,24 +100,12 @@ def safe_grad_as(wrap: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-@probe("torch._dynamo.config:recompile_limit", "limits how often Dynamo compiles", Part.EXPLAIN)
-def _limits() -> None:
-    before = recompile_limit()
-    with no_recompile_limit():
-        inside = recompile_limit()
-    assert inside == 1000
-    assert recompile_limit() == before
-
-
-@probe(
+attribute("torch._dynamo.config:recompile_limit", "limits how often Dynamo compiles", Part.EXPLAIN)
+attribute(
     "torch._dynamo.config:skip_tensor_guards_with_matching_dict_tags",
     "lets Dynamo overlook a frozen parameter",
     Part.COMPILE,
 )
-def _may_skip() -> bool:
-    return config.skip_tensor_guards_with_matching_dict_tags
-
-
-@probe("torch._dynamo.variables.builder:safe_grad", "reads a gradient to trace it", Part.OPTIMIZER)
-def _reads_grad() -> tuple[Any, Any]:
-    return _builder.safe_grad, _meta_utils.safe_grad
+attribute(
+    "torch._dynamo.variables.builder:safe_grad", "reads a gradient to trace it", Part.OPTIMIZER
+)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch._dynamo.source import ConstantSource
@@ -59,20 +59,4 @@ def set_sources(gm: fx.GraphModule, sources: Mapping[str, Any]) -> None:
     gm._param_name_to_source = sources  # type: ignore[assignment]
 
 
-@probe("torch._dynamo:_dynamo_source", "says where an input comes from", Part.COMPILE)
-def _notes() -> None:
-    import torch
-
-    found: list[tuple[Any, Any]] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        (placeholder,) = gm.graph.find_nodes(op="placeholder")
-        found.append((source_of(placeholder), gm._param_name_to_source))
-        found.append((placeholder.meta["tensor_dict"][STATIC_INPUT], None))
-        return gm.forward
-
-    x = torch.ones(())
-    torch._dynamo.mark_static_address(x)
-    torch.compile(lambda x: x + 1, backend=backend)(x)
-    assert found[0][0] is not None
-    assert found[1][0] is not None
+attribute("torch._dynamo:_dynamo_source", "says where an input comes from", Part.COMPILE)

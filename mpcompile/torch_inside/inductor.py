@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 _NEEDED = "keeps the order of reads and writes"
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.utils import fresh_cache
     from torch.utils._ordered_set import OrderedSet
 else:
     InductorBackend = private(
@@ -41,6 +42,9 @@ else:
         "torch._inductor.runtime.cache_dir_utils:cache_dir",
         "holds what was compiled",
         Part.INDUCTOR,
+    )
+    fresh_cache = private(
+        "torch._inductor.utils:fresh_cache", "compiles without what was compiled", Part.SAY
     )
     save_graph_repro = private(
         "torch._dynamo.repro.after_aot:save_graph_repro", "writes a program for a report", Part.SAY
@@ -81,6 +85,7 @@ __all__ = [
     "computes_reads",
     "config",
     "cpp_compiler",
+    "fresh_cache",
     "get_hash_for_files",
     "has_setting",
     "results_of",
@@ -142,23 +147,10 @@ def wrap_reads(node: Any, wrap: Callable[[Any], Any]) -> None:
     node._compute_attrs = wrap(node._compute_attrs)
 
 
-@probe("torch._inductor.scheduler:SchedulerNode._compute_attrs", _NEEDED, Part.INDUCTOR)
-def _computes() -> None:
-    from torch._inductor.scheduler import SchedulerNode
-
-    assert computes_reads(SchedulerNode)
-
-
-@probe("torch._inductor.config:joint_custom_post_pass", "runs passes of ours", Part.INDUCTOR)
-def _knows_settings() -> Sequence[Any]:
-    names = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
-             "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
-    return [*map(setting, names)]
-
-
-@probe("torch._inductor.output_code:CompiledFxGraph.output_strides", "is called without wrappers",
-       Part.CALLS)  # fmt: skip
-def _tells_results() -> None:
-    from torch._inductor.output_code import CompiledFxGraph
-
-    assert {"output_strides", "current_callable"} <= CompiledFxGraph.__annotations__.keys()
+attribute("torch._inductor.scheduler:SchedulerNode._compute_attrs", _NEEDED, Part.INDUCTOR)
+attribute("torch._inductor.config:joint_custom_post_pass", "runs passes of ours", Part.INDUCTOR)
+attribute(
+    "torch._inductor.output_code:CompiledFxGraph.output_strides",
+    "is called without wrappers",
+    Part.CALLS,
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .private_names import Part, probe
+from .private_names import Part, attribute
 
 __all__ = [
     "COMPILED_CALL",
@@ -55,28 +55,8 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-@probe("torch.nn:Module._compiled_call_impl", "is run by a call of a module", Part.COMPILE)
-def _runs() -> None:
-    module = nn.Identity()
-    before = compiled_call(module)
-    set_compiled_call(module, lambda x: x + 1)
-    assert (before, module(1), plain_call(module)(1)) == (None, 2, 1)
-    assert plain_call(nn.Identity)(module, 3) == 3
-    assert COMPILED_CALL in vars(module)
-    assert COMPILED_CALL not in module.__getstate__()
-
-
-@probe("torch.nn:Module._forward_hooks", "tells that a module must be compiled anew", Part.COMPILE)
-def _knows_hooks() -> None:
-    module = nn.Identity()
-    module.register_forward_pre_hook(lambda *_: None)
-    module.register_forward_hook(lambda *_: None)
-    module.register_full_backward_pre_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    assert [*map(len, hooks_around(module))] == [1, 1, 1, 1]
-
-
-@probe("torch.nn:Module._buffers", "holds a module's buffers", Part.EXPLAIN)
-def _holds() -> None:
-    module = nn.BatchNorm1d(1)
-    assert list(buffers_of(module)) == [name for name, _ in module.named_buffers()]
+attribute("torch.nn:Module._compiled_call_impl", "is run by a call of a module", Part.COMPILE)
+attribute(
+    "torch.nn:Module._forward_hooks", "tells that a module must be compiled anew", Part.COMPILE
+)
+attribute("torch.nn:Module._buffers", "holds a module's buffers", Part.EXPLAIN)

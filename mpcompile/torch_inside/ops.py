@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch import FunctionSchema
@@ -44,20 +44,5 @@ def packet_name(op: OpOverloadPacket) -> str:
     return op._qualified_op_name
 
 
-@probe("torch._ops:OpOverload._schema", "declares an operator's arguments", Part.COMPILE)
-def _declares() -> None:
-    import torch
-
-    declared = schema(torch.ops.aten.add_.Tensor)
-    written = [a.name for a in declared.arguments if a.alias_info is not None]
-    assert (declared.name, written, declared.is_mutable) == ("aten::add_", ["self"], True)
-
-
-@probe("torch._ops:OpOverload._overloadname", "names an operator's rule", Part.COMPILE)
-def _names() -> None:
-    import torch
-
-    packet = torch.ops.aten.add
-    names = [overload_name(getattr(packet, overload)) for overload in ("Tensor", "out")]
-    assert [*names, packet_name(packet)] == ["Tensor", "out", "aten::add"]
-    assert overload_name(torch.ops.aten.relu.default) == "default"
+attribute("torch._ops:OpOverload._schema", "declares an operator's arguments", Part.COMPILE)
+attribute("torch._ops:OpOverload._overloadname", "names an operator's rule", Part.COMPILE)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -91,47 +90,7 @@ def unhooked(cls: type[Optimizer]) -> type[Optimizer]:
     return below
 
 
-def _one() -> Optimizer:
-    import torch
-
-    return torch.optim.SGD([torch.zeros((), requires_grad=True)])
-
-
-@probe("torch.optim:Optimizer._optimizer_step_pre_hooks", "run before a step", Part.OPTIMIZER)
-def _knows_hooks() -> None:
-    plain, before, after = _one(), _one(), _one()
-    before.register_step_pre_hook(lambda *_: None)
-    after.register_step_post_hook(lambda *_: None)
-    assert [*map(has_hooks, (plain, before, after))] == [False, True, True]
-
-
-@probe("torch.optim:SGD._init_group", "makes state before a first step", Part.OPTIMIZER)
-def _makes_state() -> None:
-    init = init_group(_one())
-    assert init is not None
-    assert init.__module__.startswith("torch.optim.")
-
-
-@probe("torch.optim:Optimizer._opt_called", "is what schedulers ask", Part.OPTIMIZER)
-def _is_asked() -> None:
-    import torch
-
-    def warned(stepped: bool) -> bool:
-        optimizer = _one()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            if stepped:
-                note_step(optimizer)
-            scheduler.step()
-        return any("before `optimizer.step()`" in str(warning.message) for warning in heard)
-
-    assert (warned(False), warned(True)) == (True, False)
-
-
-@probe("torch.optim:Optimizer.step.hooked", "marks a step that runs hooks", Part.OPTIMIZER)
-def _is_unwrapped() -> None:
-    step = type(_one()).step
-    assert is_hooked(step)
-    assert not is_hooked(without_wrappers(step))
-    assert without_wrappers(step).__code__.co_name == "step"
+attribute("torch.optim:Optimizer._optimizer_step_pre_hooks", "run before a step", Part.OPTIMIZER)
+attribute("torch.optim:SGD._init_group", "makes state before a first step", Part.OPTIMIZER)
+attribute("torch.optim:Optimizer._opt_called", "is what schedulers ask", Part.OPTIMIZER)
+attribute("torch.optim:Optimizer.step.hooked", "marks a step that runs hooks", Part.OPTIMIZER)

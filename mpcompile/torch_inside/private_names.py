@@ -14,13 +14,12 @@ from __future__ import annotations
 import enum
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "private", "probe", "take_all"]
+__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "attribute", "private", "take_all"]
 
 
 class Part(enum.Enum):
@@ -53,19 +52,19 @@ class Name:
         path: `"torch._dynamo.variables:TensorVariable.method_backward"`.
         why: what it is for, as a phrase.
         part: what can't do without it.
-        probe: raises if it is gone or does something else.
         others: what other releases call it.
+        taken: whether it is taken once, by its path; else it is read where it is used.
     """
 
     path: str
     why: str
     part: Part
-    probe: Callable[[], Any]
     others: tuple[str, ...] = ()
+    taken: bool = True
 
 
 NAMES: dict[str, Name] = {}
-"""All names that were taken or probed so far, by their paths."""
+"""All names that were taken or noted so far, by their paths."""
 
 GONE: list[Name] = []
 """Those of them that this torch lacks, as was seen when they were taken."""
@@ -80,22 +79,21 @@ def private(path: str, why: str, part: Part, *others: str) -> Any:
         part: what can't do without it.
         *others: what other releases call it, in the order to try them.
     """
-    paths = (path, *others)
+    name = NAMES[path] = Name(path, why, part, others)
+    for candidate in (path, *others):
+        try:
+            return _resolved(candidate)
+        except (ImportError, AttributeError):
+            continue
+    GONE.append(name)
+    return _Absent(path, (), {"_why": why})
 
-    def look() -> Any:
-        for candidate in paths:
-            try:
-                return _resolved(candidate)
-            except (ImportError, AttributeError):
-                continue
-        raise _missing(path, why)
 
-    name = NAMES[path] = Name(path, why, part, look, others)
-    try:
-        return look()
-    except MissingInTorch:
-        GONE.append(name)
-        return _Absent(path, (), {"_why": why})
+def attribute(path: str, why: str, part: Part) -> None:
+    """Note a name that can't be taken by its path, such as an attribute of an object, for the page
+    of names. `tests/torch_inside/test_attributes.py` tries it.
+    """
+    NAMES[path] = Name(path, why, part, taken=False)
 
 
 def take_all() -> None:
@@ -103,18 +101,6 @@ def take_all() -> None:
     room = importlib.import_module(__package__)
     for file in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
         importlib.import_module(file.name)
-
-
-def probe(path: str, why: str, part: Part) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a function that tries a name that can't be taken by its path, such as an attribute
-    of an object, or what a name does. Any exception of its says that it isn't as it was read.
-    """
-
-    def register(function: Callable[[], Any]) -> Callable[[], Any]:
-        NAMES[path] = Name(path, why, part, function)
-        return function
-
-    return register
 
 
 def _resolved(path: str) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .private_names import Part, private, probe
+from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch import _check as check
@@ -69,28 +69,6 @@ def sparse_values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values()
 
 
-@probe("torch:UntypedStorage._cdata", "tells what shares memory", Part.COMPILE)
-def _tells_views() -> None:
-    with torch.device("meta"):
-        x, y = torch.empty(2), torch.empty(2)
-    assert storage_of(x) == storage_of(x[1:]) != storage_of(y)
-
-
-@probe("torch._C:_storage_Use_Count()", "tells whether memory is in use", Part.OPTIMIZER)
-def _counts_holders() -> None:
-    x = torch.ones(())
-    memory = x.untyped_storage()
-    alone = holders(memory)
-    view = x.detach()
-    product = torch.ones((), requires_grad=True) * view.detach()  # saves what it reads
-    assert holders(memory) == alone + 2
-    del view, product
-    assert holders(memory) == alone
-
-
-@probe("torch:Tensor._values", "reads sparse gradients", Part.COMPILE)
-def _reads_values() -> None:
-    places = torch.tensor([[0, 0]])
-    with torch.sparse.check_sparse_tensor_invariants():  # else torch 2.11 warns
-        twice = torch.sparse_coo_tensor(places, torch.ones(2), (2,))
-    assert sparse_values(twice).tolist() == [1.0, 1.0]
+attribute("torch:UntypedStorage._cdata", "tells what shares memory", Part.COMPILE)
+attribute("torch._C:_storage_Use_Count()", "tells whether memory is in use", Part.OPTIMIZER)
+attribute("torch:Tensor._values", "reads sparse gradients", Part.COMPILE)

@@ -51,7 +51,8 @@ LAYERS = (
     {"whole_step", "records"},
     {"api", "entry_point"},
     {"diagnosis", "finalize", "integrations", "preview", "steps"},
-    {"check", "demo"},
+    {"demo"},
+    {"check"},
     {"cli"},
     {"__main__"},
 )

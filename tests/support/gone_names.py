@@ -30,8 +30,8 @@ class Seen:
     Attributes:
         how: "deleted"; "hidden": torch needs it itself, so only mpcompile can't find it; "kept": it
             can't be taken away.
-        found: what the check says of the names that it tried.
-        steps: a program of the check -> what is wrong with it, or None.
+        found: what is said of the names that are gone.
+        steps: a part of mpcompile -> what is wrong with a training by it, or None.
         error: an exception that came up elsewhere, or None.
     """
 
@@ -42,25 +42,63 @@ class Seen:
 
 
 def seen(path: str) -> Seen:
-    """Take the name away, import mpcompile, have it try all names, and train."""
+    """Take the name away, import mpcompile with all names, and train."""
     how = take_away(path)
-    from mpcompile.check import run
-    from mpcompile.check.programs import PROGRAMS
     from mpcompile.torch_inside import private_names
+    from mpcompile.torch_inside.health import why_off
     from mpcompile.torch_inside.private_names import NAMES, Part
 
-    if how == "hidden" and NAMES[path].probe.__module__ != private_names.__name__:
-        return Seen("kept")  # an attribute that is read where it is used
-
     private_names.take_all()
-    found = [str(f) for name in NAMES.values() if (f := run._tried_name(name)) is not None]
-    parts = {Part.COMPILE, NAMES[path].part}
-    programs = [next((p for p in PROGRAMS if p.part is part), None) for part in parts]
+    if how == "hidden" and not NAMES[path].taken:
+        return Seen("kept")  # an attribute that is read where it is used
+    found = [str(why_off(name.part)) for name in private_names.GONE]
     steps: dict[str, str | None] = {}
-    for program in filter(None, programs):
-        failure = run.tried(program)
-        steps[program.about] = None if failure is None or failure.part is None else failure.why
+    for part in {Part.COMPILE, NAMES[path].part}:
+        try:
+            steps[part.name] = wrong(part.name)
+        except Exception as error:  # what torch raises without it, or mpcompile, which names it
+            steps[part.name] = f"{type(error).__name__}: {error}"
     return Seen(how, found, steps)
+
+
+def wrong(part: str) -> str | None:
+    """Train by what the part is for, and by torch in FP64. How they differ, if they do."""
+    results = [trained(part, low=low) for low in (True, False)]
+    pairs = zip(*results, strict=True)
+    far = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return None if far < 0.02 else f"differs from FP64 by {far:.2g}"
+
+
+def trained(part: str, *, low: bool) -> list[torch.Tensor]:
+    """How far the parameters of a model have moved after two steps; `low`: by mpcompile."""
+    from mpcompile import MPOptimizer, explain, mpcompile
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    recurrent = part == "RECURRENT"
+    net: Any = nn.LSTM(6, 8) if recurrent else nn.Sequential(nn.Linear(6, 8), nn.GELU())
+    x = torch.randn(5, 3, 6)
+    net, x = (net, x) if low else (net.double(), x.double())
+    start = [p.detach().clone() for p in net.parameters()]
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    emit = "inductor" if part == "INDUCTOR" else "aot_eager"
+    if low and part == "OPTIMIZER":
+        optimizer = MPOptimizer(optimizer, emit=emit)
+    if low and part == "EXPLAIN":
+        explain(net, x)
+    options: Any = {"dtype": torch.float16, "emit": emit, "loss_scale": 1024.0}
+    model = mpcompile(net, **options) if low and part != "WHOLE_STEP" else net
+
+    def step() -> None:
+        result = model(x)
+        (result[0] if recurrent else result).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = mpcompile(step, **options) if low and part == "WHOLE_STEP" else step
+    for _ in range(2):
+        run()
+    return [now.detach() - then for now, then in zip(net.parameters(), start, strict=True)]
 
 
 def take_away(path: str) -> str:

@@ -1,7 +1,8 @@
-"""What is known to be wrong on a torch is off: said, and never silently wrong."""
+"""What can't do without a name that is gone is off: said, and never silently wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,16 +29,22 @@ from mpcompile import (
     plan_for,
 )
 from mpcompile.records import repairs_of
-from mpcompile.torch_inside.failures import Failure, Health
-from mpcompile.torch_inside.health import assumed, why_off
-from mpcompile.torch_inside.private_names import GONE, NAMES, MissingInTorch, Part, private
+from mpcompile.torch_inside.health import why_off
+from mpcompile.torch_inside.private_names import GONE, NAMES, MissingInTorch, Name, Part, private
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "aot_eager"}
-WHY = "a program: it differs"
+WHY = "torch._never_was.name: it is gone; it does something"
 
 
-def without(part: Part) -> Any:
-    return assumed(Health((Failure("a program", part, "it differs"),), tried=1))
+@contextlib.contextmanager
+def without(part: Part) -> Iterator[None]:
+    """A name that this part can't do without is gone."""
+    name = Name("torch._never_was:name", "does something", part)
+    GONE.append(name)
+    try:
+        yield
+    finally:
+        GONE.remove(name)
 
 
 def net() -> nn.Module:
@@ -59,22 +66,11 @@ def test_why_a_part_is_off() -> None:
 def test_a_name_that_is_gone_switches_its_part_off() -> None:
     private("torch._never_was:name", "does something", Part.EXPLAIN)
     try:
-        why = "torch._never_was.name: it is gone; it does something"
-        assert why_off(Part.EXPLAIN) == why
-        with pytest.raises(MPCompileError, match=why):
+        assert why_off(Part.EXPLAIN) == WHY
+        with pytest.raises(MPCompileError, match=WHY):
             explain(net(), torch.randn(3, 6))
     finally:
         del NAMES["torch._never_was:name"], GONE[-1]
-
-
-def test_what_only_says_less_switches_nothing_off() -> None:
-    health = Health((Failure("a", Part.SAY, "b"), Failure("c", None, "d")))
-    assert health.off() == {}
-
-
-def test_a_health_survives_json() -> None:
-    health = Health((Failure("a", Part.RANKS, "b"), Failure("c", None, "d")), tried=3)
-    assert Health.of(health.to_dict()) == health
 
 
 # -- what follows ----------------------------------------------------------------------------------

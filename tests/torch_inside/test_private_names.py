@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import pytest
 from repository import PACKAGE, sources
 
-from mpcompile.torch_inside.private_names import NAMES, take_all
-
 pytestmark = pytest.mark.inside
 
 ROOM = PACKAGE / "torch_inside"
@@ -104,17 +102,6 @@ def test_only_the_room_takes_private_names() -> None:
     outside = {path: names for path, names in found.items() if names and ROOM not in path.parents}
     assert outside == {}
     assert any(found.values()), "it sees those that the room takes"
-
-
-def test_each_is_as_it_was_read() -> None:
-    take_all()
-    wrong = {}
-    for path, name in [*NAMES.items()]:
-        try:
-            name.probe()
-        except Exception as error:
-            wrong[path] = error
-    assert wrong == {}
 
 
 def test_the_room_takes_no_name_twice() -> None:

@@ -32,7 +32,7 @@ def names() -> Iterator[None]:
 
 def test_a_name_that_is_there_is_torchs_own() -> None:
     assert private("torch.utils._pytree:tree_map", "maps", Part.SAY) is pytree.tree_map
-    assert NAMES["torch.utils._pytree:tree_map"].probe() is pytree.tree_map
+    assert NAMES["torch.utils._pytree:tree_map"].taken
 
 
 def test_another_spelling_is_taken() -> None:
@@ -51,7 +51,7 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
     for use in (
         absent, Below, lambda: absent.field, lambda: isinstance(1, absent),
         lambda: issubclass(int, absent), lambda: len(absent), lambda: [*absent],
-        lambda: 1 in absent, lambda: setattr(absent, "field", 1), NAMES[path].probe,
+        lambda: 1 in absent, lambda: setattr(absent, "field", 1),
     ):  # fmt: skip
         with pytest.raises(MissingInTorch, match=path.replace(":", ".") + ", which counts leaves"):
             use()
