@@ -201,9 +201,6 @@ MAY_NAME = {
     "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
-    "mpcompile/torch_inside/amp.py": ("cpu", "a probe runs on the host"),
-    "mpcompile/torch_inside/distributed.py": ("cpu", "the same"),
-    "mpcompile/torch_inside/tensors.py": ("meta", "a probe asks which memory a tensor has"),
     "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),
     "mpcompile/verify/toolchain.py": ("cpu", "what a C++ compiler makes runs on the host"),
 }
