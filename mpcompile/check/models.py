@@ -187,14 +187,13 @@ _OTHERS = (
 
 MODELS = (
     Model("a GPT in BF16", _gpt, _TOKENS, _ADAMW, BF16),
-    Model("a GPT at O2 in FP16, a whole step", _gpt, _TOKENS, _ADAMW, FP16, "O2", whole=True),
     Model("a block of a ResNet in BF16", _Residual, _numbers(4, 3, 64, 64), _SGD, BF16),
     Model("an LSTM in BF16", _Recurrent, _numbers(8, 32, 128), _ADAMW, BF16),
     Model("an embedding bag in FP16", _Bag, _places(512, (64, 32)), _ADAMW, FP16),
     Model("attention and masks in BF16", _Attention, _ROWS, _SGD, BF16),
     Model("norms in BF16", _Norms, _ROWS, _SGD, BF16),
     Model("pools at O2 in FP16", _Pools, _numbers(4, 3, 32, 32), _SGD, FP16, "O2"),
-    Model("transposed tiles in BF16, a whole step", _Mixer, _ROWS, _SGD, BF16, whole=True),
-    Model("transposed tiles in FP16", _Mixer, _ROWS, _SGD, FP16),
+    Model("transposed tiles in BF16", _Mixer, _ROWS, _SGD, BF16),
+    Model("tiles at O2 in FP16, a whole step", _Mixer, _ROWS, _ADAMW, FP16, "O2", whole=True),
     *(Model(f"{kind.__name__}'s step", _Mixer, _ROWS, _of(kind), None) for kind in _OTHERS),
 )

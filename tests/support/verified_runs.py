@@ -310,7 +310,7 @@ def ratio(
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:
-    value = torch.view_as_real(value) if value.is_complex() else value
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return value.double().reshape(-1, value.shape[-1] if value.dim() else 1)
 
 
