@@ -2,9 +2,10 @@
 
 Right is what is off from the exact value by at most three times what an uncompiled value is: the
 largest error of an element, and of a row and of a column relative to what stands in it (a mean over
-all hides a wrong tile). A unit in the last place of the value's dtype is always allowed. What isn't
-finite where both other values are is wrong at once. Decisions (masks, indices) may be others in as
-many places, three times over, as the uncompiled ones are.
+all hides a wrong tile). A unit in the last place of the value's dtype is always allowed. Where
+only the compiled value isn't finite, it is wrong at once; where FP16 overflows uncompiled, too, it
+may do so in three times as many places. Decisions (masks, indices) may be others in as many places,
+three times over, as the uncompiled ones are.
 """
 
 from __future__ import annotations
@@ -39,17 +40,26 @@ class Errors:
     Attributes:
         compiled: of the compiled value: the largest error of an element, row and column.
         uncompiled: of the uncompiled one.
-        finite: whether the compiled one is finite wherever it has to be.
+        holes: in how many places the compiled and the uncompiled one aren't finite where the exact
+            one is.
     """
 
     compiled: tuple[float, ...]
     uncompiled: tuple[float, ...]
-    finite: bool = True
+    holes: tuple[int, int] = (0, 0)
 
     def __or__(self, other: Errors) -> Errors:
         """With another uncompiled value taken into account: the larger error is what may be."""
         most = tuple(map(max, self.uncompiled, other.uncompiled))
-        return Errors(self.compiled, most, self.finite)
+        holes = self.holes[0], max(self.holes[1], other.holes[1])
+        return Errors(self.compiled, most, holes)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the compiled value is finite where it has to be. Where FP16 overflows anyway, the
+        order of a sum decides in which places it does.
+        """
+        return self.holes[0] <= TIMES * self.holes[1]
 
     @property
     def ratio(self) -> float:
@@ -101,13 +111,12 @@ class _Compared:
         exact = torch.promote_types(wide.dtype, torch.float32)
         c, u, w = (value.to(exact) for value in (compiled, low, wide))
         scale = w.abs()
-        finite = True
+        holes = 0, 0
         if not bool((c + u + w).isfinite().all()):
             rounded = w.to(dtype)
-            must = rounded.isfinite() & low.isfinite()
-            finite = bool((compiled.isfinite() | ~must).all())
             # What isn't finite is judged by that alone; elsewhere the others are.
             meant = rounded.isfinite()
+            holes = _count(meant & ~compiled.isfinite()), _count(meant & ~low.isfinite())
             c, u = (torch.where(meant & v.isfinite(), v, w) for v in (c, u))
             c, u, w = (torch.where(meant, v, 0.0) for v in (c, u, w))
             scale = w.abs()
@@ -124,7 +133,11 @@ class _Compared:
             if c.shape[dim] >= _ROWS:
                 mine, theirs, size = (square.mean(dim) for square in squares)
                 most += [_ratio(mine, size).max().item(), _ratio(theirs, size).max().item()]
-        return Errors(tuple(most[::2]), tuple(most[1::2]), finite)
+        return Errors(tuple(most[::2]), tuple(most[1::2]), holes)
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.sum().item())
 
 
 def _rows(value: Tensor, each: int) -> Tensor:

@@ -59,6 +59,15 @@ def test_not_finite_is_wrong_at_once(wide: torch.Tensor) -> None:
     assert not errors.right
 
 
+def test_where_fp16_overflows_uncompiled_it_may_in_other_places(wide: torch.Tensor) -> None:
+    """The order of a sum decides in which: of a bilinear layer's gradients 9 and 6 were."""
+    low, compiled = wide.clone(), wide.clone()
+    low[3, :4] = compiled[5, :6] = torch.inf
+    assert errors_of(compiled, Pair(low, wide, BF16_EPS)).right
+    compiled[7:9] = torch.nan
+    assert not errors_of(compiled, Pair(low, wide, BF16_EPS)).right
+
+
 def test_overflow_that_the_uncompiled_value_has_too_is_not_wrong() -> None:
     wide = torch.tensor([1.0, 1e5, -1e5, 3.0])
     low = wide.half()
