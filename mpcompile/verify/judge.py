@@ -81,7 +81,7 @@ def errors_of(compiled: torch.Tensor, pair: Pair) -> Errors:
         return Errors((), ())
     compiled, low, wide = (v if v.dim() else v.reshape(1) for v in (compiled, low, wide))
     if compiled.is_complex():
-        compiled, low, wide = map(torch.view_as_real, (compiled, low, wide))
+        compiled, low, wide = (torch.view_as_real(v.resolve_conj()) for v in (compiled, low, wide))
     if not compiled.dtype.is_floating_point:
         wide = wide.to(low.dtype)
         mine, theirs = ((value != wide).sum().item() for value in (compiled, low))

@@ -116,3 +116,9 @@ def test_what_proves_nothing() -> None:
     assert not is_vacuous(torch.tensor(1.0))
     assert not is_vacuous(torch.tensor([1.0, 2.0]))
     assert not is_vacuous(torch.ones(0))
+
+
+def test_a_conjugate_view_is_compared(wide: torch.Tensor) -> None:
+    exact = torch.view_as_complex(wide.view(64, 64, 2)).conj()
+    assert errors_of(exact.clone(), Pair(exact, exact, BF16_EPS)).right
+    assert not errors_of(exact.conj(), Pair(exact, exact, BF16_EPS)).right
