@@ -3,7 +3,7 @@
 What verification says of each is compared with the truth (`verified_runs.py`): code that it calls
 wrong is wrong, and none further off than three times eager's rounding gets past it.
 
-    pytest -m sweep tests/verify/test_verify_sweep.py -n 2        (about 6 hours on 2 cores)
+    pytest -m sweep tests/verify/test_verify_sweep.py -n 2        (about 2.5 hours on 2 cores)
 
 `make sweep` writes what was cured into tests/verify/cured.md (`verified_page.py`), which fails
 where more than 2% of the cases end uncompiled.
