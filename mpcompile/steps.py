@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from .api import mpcompile
 from .errors import MPCompileError, kind_of
 from .optim.checks import needs_closure
+from .records import records
 from .settings import Options
 
 
@@ -35,7 +36,7 @@ def train_step(
         loss_fn: called with what the model returns and the last argument; returns a scalar.
         accumulate: split each batch along dim 0 into so many equal parts, one forward and backward
             each; the loss is the mean of theirs. Needs memory for one part's activations only.
-        **options: of `mpcompile()`.
+        **options: of `mpcompile()`; those that aren't given are the model's, if it is compiled.
 
     Returns:
         `step(*inputs, target) -> loss`: 0-d, detached. It leaves no gradients behind.
@@ -59,7 +60,9 @@ def train_step(
         assert total is not None
         return total
 
-    compiled: Callable[..., torch.Tensor] = mpcompile(step, **options)
+    known = records.get(model)
+    like_model = dict(known.request) if known is not None else {}
+    compiled: Callable[..., torch.Tensor] = mpcompile(step, **{**like_model, **options})
     return compiled
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..devices.registry import capabilities
-from ..errors import MPCompileError
+from ..errors import MPCompileError, in_one_line
 from ..ir.dtypes import HALF
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.aot import donated_inputs
@@ -106,19 +106,20 @@ class FirstCall:
         written = written_inputs(graph)
         at = [places.index(node) for node in written]
         targets = [inputs[number] for number in at]
-        before = list(inputs)
-        for number, node in enumerate(places):
-            if node in written or number in self._case.donated:
-                before[number] = _kept(inputs[number])
+        changed = {*(places.index(node) for node in written), *self._case.donated}
+        before = [_kept(x) if number in changed else x for number, x in enumerate(inputs)]
         trial = Trial(self._case.gm, before, state_of(graph, inputs), _slow(inputs))
         outputs = list(self._run(inputs))
-        part = part_that_fits(self._case.gm, trial.nodes, before)
         try:
-            found = trial.compare(
-                [*outputs, *targets], part if self._open is None else self._open, self._seconds
-            )
+            part = part_that_fits(self._case.gm, trial.nodes, before)
+            only = part if self._open is None else self._open
+            found = trial.compare([*outputs, *targets], only, self._seconds)
         except torch.OutOfMemoryError:
             return self._unverified(inputs, "there is too little memory", outputs)
+        except Exception as error:  # an operator that can't be run again is no error of the user's
+            if verdicts.always:
+                raise
+            return self._unverified(inputs, in_one_line(error), outputs)
         if found.wrong:
             return self._cured(trial, found, outputs, targets)
         verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)

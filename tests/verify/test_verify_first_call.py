@@ -183,6 +183,38 @@ def test_a_constant_is_looked_at_again(inductor: Inductor) -> None:
     torch.testing.assert_close(results[0], (x + 1) * w)
 
 
+def test_a_count_of_what_seldom_happens_is_looked_at_once(inductor: Inductor) -> None:
+    """Such as a backward's count of overflows: zero in nearly each call."""
+
+    def counts(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ((x.float() + w).isinf().any().float(),)
+
+    inputs = inputs_of()
+    owner, found = compiled(inputs, run=counts)
+    call(owner, inputs)
+    assert found.known["graph"].values == 1
+    assert not isinstance(owner.current_callable, first_call.FirstCall)
+
+
+def test_an_error_of_the_verification_is_none_of_the_program(
+    inductor: Inductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("an operator has no kernel")
+
+    monkeypatch.setattr(first_call, "part_that_fits", fails)
+    inputs = inputs_of()
+    owner, found = compiled(inputs)
+    results, said = call(owner, inputs)
+    torch.testing.assert_close(results, list(program(*inputs)))
+    assert not said
+    assert "not verified, ValueError: an operator has no kernel" in found.text()
+    assert not isinstance(owner.current_callable, first_call.FirstCall)
+    owner, _ = compiled(inputs, Verify(always=True))
+    with pytest.raises(ValueError, match="no kernel"):
+        owner.current_callable(list(inputs))
+
+
 def test_always_is_every_call(inductor: Inductor) -> None:
     x, w = inputs_of()
     owner, found = compiled([x, w], Verify(always=True))

@@ -47,7 +47,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def losses_of(model: nn.Module, how: str, options: dict[str, Any] | None = None) -> list[float]:
+def trained(
+    model: nn.Module, how: str, options: dict[str, Any] | None = None
+) -> tuple[list[float], Any]:
+    """The losses, and what has the plans."""
     x, y = batch()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if how == "MPOptimizer":
@@ -66,7 +69,7 @@ def losses_of(model: nn.Module, how: str, options: dict[str, Any] | None = None)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return losses
+    return losses, step or model
 
 
 def compiler(kind: str, folder: Path) -> dict[str, Any]:
@@ -87,18 +90,18 @@ def test_a_wrong_compiler_is_seen_and_cured(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     options = compiler(kind, tmp_path)
     plain = "a plain optimizer" if how in ("MPOptimizer", "train_step") else how
-    right = losses_of(made(), plain)
+    right, _ = trained(made(), plain)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = mpcompile(made(), dtype=torch.bfloat16, level=level, options=options)
-        found = losses_of(model, how, options)
+        found, has_plans = trained(model, how, options)
     assert found == pytest.approx(right, rel=0.02)
     said = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
     assert len(said) == 1, said
     assert "compiled wrongly" in said[0]
     if how != "train_step":  # the first graph of a step may be its update
         assert "test_verify_planted.py" in said[0]
-    plans = package.compiled_plans(model)
+    plans = package.compiled_plans(has_plans)
     assert any("compiled wrongly" in p.verification.text() for p in plans if p.verification)
 
 

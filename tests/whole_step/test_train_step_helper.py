@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcompile import LossScale, MPCompileError, MPOptimizer, mpcompile, train_step
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPOptimizer,
+    compiled_plans,
+    mpcompile,
+    train_step,
+)
 
 
 class TwoInputs(nn.Module):
@@ -65,3 +72,19 @@ def test_a_batch_that_cannot_be_split() -> None:
     with pytest.raises(MPCompileError, match="accumulate=3 can't split a batch of 4 into"):
         step(torch.zeros(4, 4), torch.zeros(4, 4))
     assert model.weight.grad is None
+
+
+def test_a_compiled_model_keeps_its_options() -> None:
+    """Without options of the step's own: dtype=torch.bfloat16 isn't the default of a CPU."""
+    model = mpcompile(TwoInputs(), dtype=torch.bfloat16, level="O2", emit="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batch = torch.randn(8, 16), torch.randn(8, 32), torch.randint(0, 8, (8,))
+    for step, low, level in (
+        (train_step(model, optimizer, F.cross_entropy), "bfloat16", "O2"),
+        (train_step(model, optimizer, F.cross_entropy, dtype="fp16"), "float16", "O2"),
+        (train_step(model, optimizer, F.cross_entropy, level="O0"), "bfloat16", "O0"),
+    ):
+        step(*batch)
+        plans = compiled_plans(step)
+        assert {plan.level for plan in plans} == {level}
+        assert {plan.dtype for plan in plans} == {low}
