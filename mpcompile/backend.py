@@ -23,7 +23,7 @@ from .ir.updates import is_update
 from .lower.tracing_settings import or_broken
 from .plan_graph import Facts, Planned, plan_graph
 from .planner.target import place_of
-from .plans.graph_plan import GraphPlan, plan_of_left
+from .plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from .plans.log_graph import log_graph
 from .plans.trace import trace_graph
 from .rules.policy import Level
@@ -105,7 +105,7 @@ def _compile_or_fall_back(
 def why_left(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> str | None:
     """Why a graph stays in FP32 whatever is in it, or None."""
     if settings.level is Level.O0:
-        return 'level="O0" was asked for'
+        return O0_ASKED
     if is_update(gm, example_inputs):
         return "it updates parameters in place, as an optimizer's step does; no update is rounded"
     return None

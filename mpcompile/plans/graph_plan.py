@@ -63,6 +63,9 @@ class GraphPlan(GraphData):
         return as_rich(graph_text.parts(self))
 
 
+O0_ASKED = 'level="O0" was asked for'
+
+
 def plan_of_left(reason: str, device: torch.device) -> GraphPlan:
     """The plan of a graph that is compiled unchanged, in FP32."""
     return GraphPlan(level="O0", dtype="float32", device=str(device), left=reason)

@@ -99,7 +99,7 @@ class WholeBackend:
         run = one_graph.compiled(program, traced, stays, settings, verify)
         call = Call(program, traced, run, trained, self._begin)
         for forward in program.forwards:
-            if forward.plan is not None and listener is not None:
+            if listener is not None:
                 listener(replace(forward.plan, verification=verify))
         return call
 

@@ -21,7 +21,8 @@ from ..ir.inputs import GraphInputs
 from ..ir.targets import CHECKPOINT
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..plan_graph import Planned, plan_graph
-from ..plans.graph_plan import GraphPlan
+from ..planner.target import place_of
+from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
 from ..rules.policy import Level
 from ..runtime.graph_call import is_leaf
@@ -62,18 +63,18 @@ class Forward:
         scale: its loss scale, or None.
         scale_at, leaf_at: the numbers of the scale, and of the leaf whose "gradient" counts
             overflows, among the held tensors.
-        plan: None where it was left as it is.
+        plan: what was decided about it.
         recurrent: how many of its operators are recurrent layers.
         joint: passes for the graph of forward and backward.
     """
 
     graph: fx.GraphModule
     layout: GraphInputs
+    plan: GraphPlan
     reads: list[Read] = field(default_factory=list)
     scale: LossScale | None = None
     scale_at: int = -1
     leaf_at: int = -1
-    plan: GraphPlan | None = None
     recurrent: int = 0
     joint: JointPasses = NO_PASSES
 
@@ -86,7 +87,7 @@ class Forward:
         used = held[self.scale_at].clone() if self.scale is not None else None
         counter = held[self.leaf_at] if self.scale is not None else None
         scaling = () if used is None else (used, counter)
-        graph = self.graph if self.plan is None else AsPlanned(self.graph).run
+        graph = AsPlanned(self.graph).run if self.plan.left is None else self.graph
         results = graph(*self.layout.assembled(given, leaves, scaling))
         if self.scale is not None:
             check_constants(results, constants_of(self.graph))
@@ -129,14 +130,16 @@ def rewritten(
     with torch.set_grad_enabled(part.grad):
         graph = _outlined(part, gm)
         if settings.level is Level.O0:
-            return Forward(graph, GraphInputs(len(part.inputs)))
+            plan = plan_of_left(O0_ASKED, place_of(examples))
+            return Forward(graph, GraphInputs(len(part.inputs)), plan)
         known = training_of(graph, examples, settings)
         planned = plan_graph(graph, examples, known.facts, settings)
     _check(planned.graph)
     copies.read_in_full([examples[i] for i in known.read_in_full(planned)])
     scale, device = known.scale_in(planned), known.facts.target.device
-    forward = Forward(planned.graph, planned.inputs, _reads(known, planned, held), scale)
-    forward.plan, forward.joint = planned.plan, joint_passes(settings.level, device, whole=True)
+    reads = _reads(known, planned, held)
+    forward = Forward(planned.graph, planned.inputs, planned.plan, reads, scale)
+    forward.joint = joint_passes(settings.level, device, whole=True)
     forward.recurrent = sum(n.target in RNN_OPS for n in planned.graph.graph.nodes)
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
