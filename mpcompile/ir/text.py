@@ -26,7 +26,8 @@ def module_path(node: fx.Node) -> str:
     return rest.partition(".")[2] if head in ("L", "G") else path
 
 
-_OURS = str(Path(__file__).parents[1] / "runtime")  # the functions that call a compiled module
+# Functions of ours that call what is compiled.
+_OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("runtime", "steps.py"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)')
 
 

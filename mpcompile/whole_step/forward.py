@@ -87,8 +87,8 @@ class Forward:
         used = held[self.scale_at].clone() if self.scale is not None else None
         counter = held[self.leaf_at] if self.scale is not None else None
         scaling = () if used is None else (used, counter)
-        graph = AsPlanned(self.graph).run if self.plan.left is None else self.graph
-        results = graph(*self.layout.assembled(given, leaves, scaling))
+        run_by = AsPlanned if self.plan.left is None else fx.Interpreter
+        results = run_by(self.graph).run(*self.layout.assembled(given, leaves, scaling))
         if self.scale is not None:
             check_constants(results, constants_of(self.graph))
         return Ran(self, leaves, used, counter, results)

@@ -81,7 +81,9 @@ def trace(program: Program) -> Traced:
 
     context = TracingContext.get()
     assert context.fake_mode is not None
-    with autocast_off(), context.fake_mode, torch.enable_grad():
+    # With the lines of the program that its nodes come from, for a report of what is wrong.
+    lines = fx.traceback.preserve_node_meta()
+    with autocast_off(), context.fake_mode, torch.enable_grad(), lines:
         graph = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(
             *program.given, *program.fakes()
         )
