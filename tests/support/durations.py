@@ -136,12 +136,12 @@ def by_file(tests: list[Ran]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--page", type=Path, required=True)
     parser.add_argument("--files", type=Path)
     parser.add_argument("--sweeps", action="store_true")
     given = parser.parse_args()
-    tests = ran(given.report)
+    tests = [test for report in given.reports for test in ran(report)]
     if given.sweeps:
         before = given.page.read_text() if given.page.exists() else ""
         given.page.write_text(swept(tests, before))

@@ -82,10 +82,10 @@ def _row(*cells: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--page", type=Path, required=True)
     given = parser.parse_args()
-    if cases := outcomes(given.report):
+    if cases := [case for report in given.reports for case in outcomes(report)]:
         given.page.write_text(page(cases))
         if len(uncompiled(cases)) > UNCOMPILED * len(cases):
             sys.exit(f"{len(uncompiled(cases))} of {len(cases)} cases end uncompiled")
