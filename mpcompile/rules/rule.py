@@ -99,6 +99,7 @@ class Rule:
         fill: the argument that holds this number.
         copies_constant: of a constant it makes a constant.
         makes_positions: its result holds positions or whole numbers: 0, 1, 2, ...
+        zeros_and_ones: its result holds nothing else.
         converts: changes the dtype, as the program asks.
 
         elementwise: computes each element of the result from the elements at the same place.
@@ -150,6 +151,7 @@ class Rule:
     fill: str | None = None
     copies_constant: bool = False
     makes_positions: bool = False
+    zeros_and_ones: bool = False
     converts: bool = False
 
     elementwise: bool = False

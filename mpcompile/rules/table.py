@@ -296,9 +296,10 @@ _overloads(FOLLOW, _WHY, "nanmedian.dim", kind=Kind.MOVE)
 _WHY = "makes a tensor of numbers, in the dtype that the program names"
 _row(KEEP, _WHY, "full full_like new_full", creates=True, fill="fill_value", fuses=False)
 _row(KEEP, _WHY, "scalar_tensor", creates=True, fill="s", fuses=False)
-_row(KEEP, _WHY, """
-     zeros ones empty zeros_like ones_like empty_like new_zeros new_ones new_empty eye""",
-     creates=True, fuses=False)
+_row(KEEP, _WHY, "zeros ones zeros_like ones_like new_zeros new_ones eye", creates=True,
+     zeros_and_ones=True, fuses=False)
+_row(KEEP, _WHY, "empty empty_like new_empty", creates=True, fuses=False)
+_row(KEEP, "one at a place, zeros elsewhere", "one_hot", fuses=False, zeros_and_ones=True)
 _row(KEEP, "positions, in the dtype that the program names", "arange linspace logspace",
      makes_positions=True, fuses=False)
 _WHY = "the program asks for this dtype"

@@ -18,6 +18,9 @@ bound, and get no gradient.
 A LOW node takes a wide operand as autocast would, unless this is *exact*: integers, positions past
 the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
 node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
+Exact is no more what was computed from data, too (`h * mask`, `h / length`): rounding it loses no
+more than rounding `h`. Nor is the result of a product, unless it is read digit by digit.
+Integers that are zeros and ones (a mask, a one-hot) are exact in any dtype, and not wide.
 
 The user's policy is never overruled.
 """
@@ -57,10 +60,14 @@ _INTEGERS = Wide("integers that the low dtype can't tell apart", position=True)
 def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     wide: dict[fx.Node, Wide] = {}
     by_digit = ir.read_by_digit(gm.graph)
+    data = _computed_from_data(gm.graph)
     for node in gm.graph.nodes:
         found = _origin(node, gm, config)
         if found is None and ir.is_marked(node):
             found = _through(node, wide, read_by_digit=node in by_digit)
+            mixed = any(n in data for _, n in ir.float_args(node))
+            if found is not None and mixed and not _copies(node):
+                found = replace(found, exact=False)
         if found is not None and any(True for _ in ir.tensors_of(node.meta.get("mp_captured"))):
             wide[node] = found
     return False
@@ -120,11 +127,50 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
         return _positions(node, config.low)
     if rule.converts and value is not None and value.is_floating_point():
         source = ir.captured(node.args[0])  # type: ignore[arg-type]
-        if source is not None and source.dtype in _WIDE_INTEGERS:
+        if source is not None and _is_wide_integer(node.args[0]):
             return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
     return None
+
+
+def _is_wide_integer(node: fx.Node) -> bool:
+    """Whether it holds integers, and others than zeros and ones for all that the graph says."""
+    value = ir.captured(node)
+    return value is not None and value.dtype in _WIDE_INTEGERS and not _zeros_and_ones(node)
+
+
+def _zeros_and_ones(node: fx.Node) -> bool:
+    """Whether all elements are: copies, in whatever shape and dtype, of such as make them."""
+    value = ir.captured(node)
+    if value is not None and value.dtype is torch.bool:
+        return True
+    if not ir.is_op(node):
+        return False
+    rule = ir.rule(node)
+    copies = _copies(node) or rule.converts or rule.zero_absorbs
+    operands = [n for n in node.all_input_nodes if ir.captured(n) is not None]
+    return rule.zeros_and_ones or (
+        copies and bool(operands) and all(map(_zeros_and_ones, operands))
+    )
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether each element of the result is one of an operand's."""
+    return ir.kind(node) in (rules.Kind.VIEW, rules.Kind.MOVE) or ir.rule(node).picks
+
+
+def _computed_from_data(graph: fx.Graph) -> set[fx.Node]:
+    """The floating values that depend on inputs or parameters that are floating."""
+    data: set[fx.Node] = set()
+    for node in graph.nodes:
+        begins = node.op == "placeholder" or ir.is_parameter(node)
+        value = ir.captured(node)
+        if (begins and value is not None and value.is_floating_point()) or any(
+            n in data for _, n in ir.float_args(node)
+        ):
+            data.add(node)
+    return data
 
 
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:
@@ -172,7 +218,8 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -
         return None
     first = next((w for w in operands if w.exact), operands[0])
     _pin(node, f"an input is wide: {first.why}")
-    return None if rule.bounded else first
+    ends = rule.bounded or (decision.precision is Precision.LOW and not read_by_digit)
+    return None if ends else first
 
 
 def _operands(node: fx.Node, wide: dict[fx.Node, Wide]) -> list[Wide]:
@@ -183,8 +230,7 @@ def _operands(node: fx.Node, wide: dict[fx.Node, Wide]) -> list[Wide]:
         wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
     ]
     if ir.rule(node).promotes:
-        values = map(ir.captured, node.all_input_nodes)
-        found += [_INTEGERS for v in values if v is not None and v.dtype in _WIDE_INTEGERS]
+        found += [_INTEGERS for n in node.all_input_nodes if _is_wide_integer(n)]
     return found
 
 

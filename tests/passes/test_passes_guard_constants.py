@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,3 +211,76 @@ add: LOW [policy]
 relu_1: FOLLOW [table]
 """,
     )
+
+
+# -- products behind integers ---------------------------------------------------------------------
+
+BEHIND_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
+    "a mask": lambda h, n: h * (n > 2).to(h.dtype),
+    "a mask that comes in": lambda h, n: h * n.to(h.dtype),
+    "without a conversion": lambda h, n: h * n,
+    "where it is zero": lambda h, n: h * (1.0 - n.float()),
+    "an additive mask": lambda h, n: h + (1.0 - (n > 2).float()) * -1e4,
+    "a length": lambda h, n: h / n.sum(1, keepdim=True).float(),
+    "a clamped length": lambda h, n: h.cumsum(0) / n.sum(1, keepdim=True).clamp(min=1).float(),
+    "a degree": lambda h, n: h * n.sum(1, keepdim=True).float().rsqrt(),
+    "a share of the time": lambda h, n: h + n.float() / 1000,
+    "a one-hot": lambda h, n: F.one_hot(n[:, 0], 4).float(),
+    "beside a one-hot": lambda h, n: torch.cat([h[:, 2:], F.one_hot(n[:, 0] % 2, 2).float()], 1),
+    "times a one-hot": lambda h, n: h * F.one_hot(n[:, 0], 4).type_as(h),
+    "one of a diagonal": lambda h, n: torch.eye(4, dtype=torch.long)[n[:, 0]].float() + h,
+    "a triangle": lambda h, n: h * torch.ones(4, 4, dtype=torch.long).tril()[:3].to(h.dtype),
+    "a count of matches": lambda h, n: h / (n[:, None] == n[None]).sum(1).float(),
+    "ranks of a sort": lambda h, n: h / (1 + h.argsort(-1)).float(),
+    "an in-place mask": lambda h, n: h.clone().mul_(n.to(h.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_INTEGERS)
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_products_behind_integers_are_low(name: str, low: torch.dtype, level: str) -> None:
+    """What was computed from data, too, is rounded as the data is."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        h = BEHIND_INTEGERS[name](F.linear(x, w), n)
+        return F.linear(F.linear(h, w).relu(), w)
+
+    numbers = torch.tensor([[0, 1, 2, 3], [1, 1, 1, 1], [3, 1, 0, 2]])
+    stage = Stage(guard_constants, program, leaf(3, 4), leaf(4, 4), numbers, low=low, level=level)
+    stage.run()
+    products = [n.name for n in stage.gm.graph.nodes if n.name.startswith("linear")]
+    assert len(products) >= 2
+    assert {stage.mark(name).precision for name in products} == {Precision.LOW}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda h, n: n.float(),
+        lambda h, n: n.float() / 1000,
+        lambda h, n: torch.cat([h[:, 1:], n[:, :1].float()], 1),
+        lambda h, n: torch.where(n > 1, n.float(), h),
+        lambda h, n: (n * 3 + 1).float().unsqueeze(0)[0],
+    ],
+)
+def test_integers_themselves_are_exact_for_one_product(program: Any) -> None:
+    def whole(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(program(x.relu(), n), w).relu(), w)
+
+    stage = Stage(guard_constants, whole, leaf(3, 4), leaf(4, 4), torch.ones(3, 4).long())
+    stage.run()
+    assert stage.mark("linear").precision is Precision.FULL
+    assert stage.mark("linear_1").precision is Precision.LOW
+
+
+def test_an_angle_stays_exact_behind_a_product() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        angles = torch.einsum("i,j->ij", n.float(), w[0])
+        return F.linear(x, w) * torch.cat([angles[:, :2], angles[:, 2:]], 1).cos()
+
+    stage = Stage(guard_constants, program, leaf(3, 4), leaf(4, 4), torch.ones(3).long())
+    stage.run()
+    assert stage.mark("linear").precision is Precision.LOW
+    full = {n.name for n in stage.gm.graph.nodes if "mp" in n.meta} & set(pinned(stage))
+    assert {"einsum", "cat"} <= full
