@@ -23,7 +23,7 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, overload_name, schema
+from mpcompile.torch_inside.ops import OpOverload, schema
 
 
 def functionalize(gm: fx.GraphModule, config: Config) -> bool:
@@ -52,11 +52,13 @@ def _functional_form(node: fx.Node) -> OpOverload | None:
     if not name.endswith("_") or rules.written_args(node.target) != {0}:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = getattr(packet, overload_name(node.target), None)
+    # By its arguments: pow_.Scalar's is pow.Tensor_Scalar; polygamma(n, self) is none of
+    # polygamma_(self, n).
+    meant = _arguments(node.target)
+    known = (getattr(packet, one) for one in (packet.overloads() if packet is not None else ()))
+    overload = next((one for one in known if _arguments(one) == meant), None)
     if overload is None or rules.rule_for(overload).precision is Precision.KEEP:
         return None
-    if _argument_names(overload) != _argument_names(node.target):
-        return None  # polygamma(n, self), but polygamma_(self, n)
     written, *others = (t for n in node.all_input_nodes if (t := ir.captured(n)) is not None)
     after = ir.captured(node)
     if after is None or written.shape != after.shape:
@@ -67,8 +69,9 @@ def _functional_form(node: fx.Node) -> OpOverload | None:
     return overload  # type: ignore[no-any-return]
 
 
-def _argument_names(op: OpOverload) -> list[str]:
-    return [argument.name for argument in schema(op).arguments]
+def _arguments(op: OpOverload) -> list[tuple[str, str]]:
+    """Names and types of what it takes."""
+    return [(argument.name, str(argument.type)) for argument in schema(op).arguments]
 
 
 def _is_private(

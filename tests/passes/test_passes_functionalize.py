@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ import torch.nn.functional as F
 from compare import leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
+from op_db_support import OPS, samples_of
 
+from mpcompile import MPCompileWarning, compiled_plans, mpcompile
 from mpcompile.passes.graph.functionalize import functionalize
 
 pytestmark = pytest.mark.inside
@@ -146,3 +151,62 @@ add: f32[s0] = add(relu_, 1)
 return add
 """,
     )
+
+
+# -- every in-place operator ----------------------------------------------------------------------
+
+IN_PLACE = [name for name, op in OPS.items() if op.inplace_variant is not None]
+
+# The first is no operator of a value that autograd follows; the others raise by themselves.
+REFUSED = {"resize_", "resize_as_", "float_power"}
+
+
+def products_around(change: Callable[[torch.Tensor], Any], like: torch.Tensor) -> list[str]:
+    """The precisions of a product before, and of one behind what changes its result."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = (x @ w).sigmoid().view(-1)[: like.numel()].reshape(like.shape) * 0.4 + 0.3
+        change(h)
+        return h.reshape(-1, 1) @ w[:1]
+
+    x, w = torch.randn(64, 64), leaf(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of betas
+        warnings.simplefilter("error", MPCompileWarning)
+        compiled = mpcompile(program, dtype=torch.bfloat16, emit="eager", strict=True)
+        found, wanted = compiled(x, w), program(x, w)
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05, equal_nan=True)
+    nodes = [node for plan in compiled_plans(compiled) for node in plan.nodes]
+    return [node.precision for node in nodes if node.op in ("aten::matmul", "aten::mm")]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.pow_(2),
+        lambda h: h.pow_(h.detach()),
+        lambda h: operator.ipow(h, 2),
+        lambda h: operator.itruediv(h, 2),
+        lambda h: operator.imul(h, h.detach()),
+        lambda h: h.xlogy_(2),
+        lambda h: h.ldexp_(torch.tensor(1)),
+    ],
+)
+def test_products_around_it_are_low(change: Callable[[torch.Tensor], Any]) -> None:
+    assert products_around(change, torch.ones(16, 16)) == ["LOW", "LOW"]
+
+
+@pytest.mark.slow("every in-place operator that torch has")
+@pytest.mark.parametrize("name", sorted(set(IN_PLACE) - REFUSED))
+def test_products_around_each_are_low(name: str) -> None:
+    op = OPS[name]
+    samples = [s for s in samples_of(op, first=12) if s.input.dim() and s.input.numel()]
+    sample = next((s for s in samples if s.input.dtype is torch.float32), None)
+    if sample is None:
+        pytest.skip("it takes no FP32")
+
+    def change(h: torch.Tensor) -> None:
+        torch.manual_seed(0)
+        op.inplace_variant(h, *sample.args, **sample.kwargs)
+
+    assert products_around(change, sample.input) == ["LOW", "LOW"]
