@@ -134,15 +134,13 @@ class ModuleCall:
         self._sharded = self._sharded_now()
         self._engines: Any = None  # asked anew at the first call, whatever has changed
         self._compiled = self._compile(divides=False)
-        why = "mpcompile() has compiled this module by itself"
-        self._apart = torch.compiler.disable(self._call, reason=why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # TorchScript traces operators: those of the plain module.
         if torchscript_trace() is not None:
             return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
-            return self._apart(*args, **kwargs)
+            return _APART(self, *args, **kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,3 +277,10 @@ class ModuleCall:
 
     def _sharded_now(self) -> list[bool]:
         return [fsdp.is_sharded(m) for m in self._module.modules()]
+
+
+# Of the class: one of `self` would be a cycle, and a module whose call is replaced tells so at once
+# (`uncalled.py`) only if nothing else holds the call.
+_APART = torch.compiler.disable(
+    ModuleCall._call, reason="mpcompile() has compiled this module by itself"
+)

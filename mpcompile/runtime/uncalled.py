@@ -1,9 +1,10 @@
-"""Warn of a compiled module that is trained without being called: it gains nothing.
+"""Warn of a compiled module that is trained without its compiled call: it gains nothing.
 
 `mpcompile(module)` compiles a call of the module, and the steps of a LightningModule
 (`trainer_steps.py`). A trainer that calls another method never runs it. This shows when an
 optimizer steps: the module's parameters have gradients, but no graph that we compiled held one of
-them. Once a module is called in training, or the warning is given, nothing is checked any more.
+them. Once a module is called in training, or the warning is given, this is not checked any more.
+Nor is a call ours after `module.compile()`, which puts another one in its place.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
 from ..scaling import hooks
+from ..torch_inside.modules import compiled_call
 
 # compiled modules not called yet -> optimizers known to hold none of their parameters
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
+# compiled modules -> the call that is ours; it lives as long as the module calls it
+_calls: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def expect(module: nn.Module) -> None:
@@ -31,6 +35,14 @@ def expect(module: nn.Module) -> None:
     if any(True for _ in module.parameters()):
         hooks.look_before_steps(_look)
         _waiting[module] = weakref.WeakSet()
+    known = weakref.ref(module)
+
+    def gone(_: Any) -> None:
+        module = known()
+        if module is not None and _is_anothers(compiled_call(module)):
+            _warn_of_replaced(module)
+
+    _calls[module] = weakref.ref(compiled_call(module), gone)
 
 
 def called(module: nn.Module) -> None:
@@ -72,6 +84,20 @@ def _updates(optimizer: Optimizer) -> bool:
     of 0, before the model has run, to make the state that it is about to load.
     """
     return any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+
+
+def _is_anothers(call: Any) -> bool:
+    return call is not None and not type(call).__module__.startswith("mpcompile.")
+
+
+def _warn_of_replaced(module: nn.Module) -> None:
+    name = type(module).__name__
+    warnings.warn(
+        f"mpcompile: {name}.compile() was called after mpcompile() and took its place: the module "
+        "runs in FP32 from now on. Leave it out, or call mpcompile(model) behind it",
+        MPCompileWarning,
+        stacklevel=5,  # where the user calls `compile`
+    )
 
 
 def _warn(module: nn.Module, optimizer: Optimizer) -> None:

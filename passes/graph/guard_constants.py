@@ -125,10 +125,9 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
             return Wide(f"constant {number:g}")
     if rule.makes_positions and value is not None and value.is_floating_point():
         return _positions(node, config.low)
-    if rule.converts and value is not None and value.is_floating_point():
-        source = ir.captured(node.args[0])  # type: ignore[arg-type]
-        if source is not None and _is_wide_integer(node.args[0]):
-            return replace(_INTEGERS, exact=True)
+    to_float = rule.converts and value is not None and value.is_floating_point()
+    if to_float and any(map(_is_wide_integer, node.all_input_nodes[:1])):
+        return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
     return None

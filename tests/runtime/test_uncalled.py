@@ -192,3 +192,26 @@ def test_a_checkpoint_that_is_loaded_before_the_first_call(generated: bool) -> N
     _, state = get_state_dict(module, optimizer)  # a warning would be an error
     assert set(state["state"]) == {"net.weight", "net.bias"}
     assert module in uncalled._waiting  # it is still looked after
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_call_that_is_replaced_is_said_at_once(called: bool) -> None:
+    """As by a trainer that compiles what it is given."""
+    module = mpcompile(Calling(), **OPTIONS)
+    if called:
+        assert not warned(module, optimizer_of(module))
+    with pytest.warns(MPCompileWarning, match=r"Calling.compile\(\) was called after") as caught:
+        module.compile(backend="eager")
+    assert [w.filename for w in caught] == [__file__]
+    mpcompile(module, **OPTIONS)
+    assert not warned(module, optimizer_of(module))
+
+
+def test_other_ends_of_a_call_are_not_said() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = mpcompile(Calling(), **OPTIONS)
+        mpcompile(module, **OPTIONS)
+        module._compiled_call_impl = None  # plain PyTorch, on purpose
+        mpcompile(Calling(), **OPTIONS)
+        gc.collect()
