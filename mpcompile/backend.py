@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from .capture.breaks import why_it_ends
 from .capture.provenance import Names, nobody
@@ -29,7 +29,7 @@ from .plans.trace import trace_graph
 from .rules.policy import Level
 from .runtime import stalls, uncalled
 from .runtime.outside_products import counted
-from .scaling import hooks
+from .scaling import hooks, parameters
 from .settings import Settings
 from .torch_inside.dynamo_names import RestartAnalysis
 from .training import training_of
@@ -68,9 +68,34 @@ def mpcompile_backend(
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     log_graph(plan, time.perf_counter() - start)
-    if listener is not None:
-        listener(replace(plan, ends_with=why_it_ends(gm)))
-    return counted(compiled, plan.tensor_cores.flops)
+    plan = replace(plan, ends_with=why_it_ends(gm))
+    run = counted(compiled, plan.tensor_cores.flops)
+    if listener is None:
+        return _noting(run, example_inputs, request, plan)
+    listener(plan)
+    return run
+
+
+def _noting(
+    run: Callable[..., Any], inputs: Sequence[Any], request: Mapping[str, Any], plan: GraphPlan
+) -> Callable[..., Any]:
+    """Let `compiled_plans` find the plan by the parameters: those that it is compiled of, and of
+    other models, since Dynamo calls this for all modules of a class.
+    """
+    parameters.note_plan(inputs, request, plan)
+    at = next((i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)), None)
+    if at is None:
+        return run
+    last = id(inputs[at])
+
+    def noted(*args: Any) -> Any:
+        nonlocal last
+        if id(args[at]) != last:
+            last = id(args[at])
+            parameters.note_plan(args, request, plan)
+        return run(*args)
+
+    return noted
 
 
 def _compile_or_fall_back(

@@ -83,6 +83,8 @@ def recorded(model: Any) -> Record | None:
     if model in records or not isinstance(model, nn.Module):
         own: Record | None = records.get(model)
         return own
+    if (by_backend := _by_backend(model)) is not None:
+        return by_backend
     inside = [(path, records[m]) for path, m in model.named_modules() if m in records]
     if len(inside) > 1:
         names = ", ".join(path for path, _ in inside)
@@ -91,6 +93,18 @@ def recorded(model: Any) -> Record | None:
             "ask about one of them"
         )
     return inside[0][1] if inside else None
+
+
+def _by_backend(module: nn.Module) -> Record | None:
+    """What is known of a module that `torch.compile(backend="mpcompile")` has compiled."""
+    found = parameters.plans_of(module.parameters())
+    if not found:
+        return None
+    request = found[-1][0]
+    scale = parameters.scale_of(module.parameters()) or Settings.parse(request).loss_scale
+    record = Record(scale or LossScale.default(), request)
+    record.plans += [plan for _, plan in found]
+    return record
 
 
 def settings_like(model: Any, options: Mapping[str, Any]) -> Settings:
@@ -131,6 +145,10 @@ def _record_of(model: Any) -> Record:
     model = getattr(model, "__func__", model)  # of a method, its function
     if model not in records:
         model = unwrapped(model)  # of what torch.compile() returned, the module in it
+    if model not in records and isinstance(model, nn.Module):
+        by_backend = _by_backend(model)
+        if by_backend is not None:
+            return by_backend
     within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
     if model not in records and within in records:
         model = within

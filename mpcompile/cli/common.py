@@ -109,6 +109,18 @@ def made(options: argparse.Namespace) -> Made:
     return made_by(options.factory)
 
 
+def new_file(text: str) -> Path:
+    """The path of a file that a command is to write, whose folder is made now: before the work."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory: name a file")
+    return path
+
+
 def known_device(name: str) -> torch.device | None:
     """Return the device asked for; None for ``"auto"``."""
     if name == "auto":

@@ -27,6 +27,7 @@ from .common import (
     failed,
     given,
     made,
+    new_file,
     show,
     show_tables,
 )
@@ -70,7 +71,7 @@ def _add_explain(commands: Commands) -> None:
     )
     _add_options(explain, default=argparse.SUPPRESS)
     explain.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write the plan as one HTML file"
+        "--html", type=new_file, metavar="FILE", help="also write the plan as one HTML file"
     )
     instead = explain.add_mutually_exclusive_group()
     instead.add_argument(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,7 +19,7 @@ from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
-from .common import Commands, Help, above_zero, known_device, show
+from .common import Commands, Help, above_zero, known_device, new_file, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 # What changes a compile from outside of the program.
@@ -49,7 +48,10 @@ def _add_profile(commands: Commands) -> None:
     profile.add_argument("--seconds", type=_seconds, default=100.0, help="about how long it takes")
     what = profile.add_mutually_exclusive_group()
     what.add_argument(
-        "--out", type=Path, metavar="PATH", help="write there, not to the user's cache directory"
+        "--out",
+        type=new_file,
+        metavar="PATH",
+        help="write there, not to the user's cache directory",
     )
     what.add_argument(
         "--show", action="store_true", help="print the profile in use; measure nothing"

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +23,7 @@ from .common import (
     failed,
     given,
     made,
+    new_file,
     show,
     show_tables,
 )
@@ -58,10 +58,13 @@ def _add_diagnose(commands: Commands) -> None:
         add_option(diagnose, name, default=argparse.SUPPRESS, **own.get(name, {}))
     diagnose.add_argument("--steps", type=int, default=1, help="of AdamW; stops at the first fault")
     diagnose.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write the report as one HTML file"
+        "--html", type=new_file, metavar="FILE", help="also write the report as one HTML file"
     )
     diagnose.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw the histogram of activation gradients"
+        "--png",
+        type=new_file,
+        metavar="FILE",
+        help="also draw the histogram of activation gradients",
     )
     diagnose.add_argument("--json", action="store_true", help="print JSON")
     diagnose.add_argument(

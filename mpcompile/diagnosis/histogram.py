@@ -194,9 +194,10 @@ def draw(chart: Chart, path: str | Path, *, title: str) -> None:
                 transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8,
             )  # fmt: skip
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise MPCompileError(
             f"the histogram can't be written to {str(path)!r}: {error.strerror}; give the path of "
-            "a file in a directory that exists and that you may write to"
+            "a file in a directory that you may write to"
         ) from error

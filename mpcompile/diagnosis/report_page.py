@@ -8,6 +8,7 @@ from typing import Any
 
 from ..devices.registry import capabilities
 from ..observe.numbers import Shares
+from ..plans.node_text import dtype_word
 from ..plans.page import app, of_plan
 from ..plans.page.app import Note, Tile
 from .histogram import chart_of
@@ -40,7 +41,7 @@ def render(report: ReportData) -> str:
 
 
 def _tiles(report: ReportData) -> Iterator[Tile]:
-    low = of_plan.dtype_word(report.dtype)
+    low = dtype_word(report.dtype)
     losses = {side: f"{loss:.6g}" for side, loss in report.losses.items()}
     others = [f"in {side.upper()} {loss}" for side, loss in losses.items() if side != "low"]
     yield Tile(f"Loss in {low}", losses["low"], ", ".join(others))

@@ -37,6 +37,8 @@ class PlanNode(Changeable):
         source: `"model.py:12"`, or "".
         captured, planned: result types in the FP32 program and as planned, `"f32[8, 4]"`.
         precision: "LOW", "FULL" or "KEEP".
+        low: what "LOW" is of it, "bfloat16", where this isn't the graph's dtype (a policy or an
+            autocast region names it); else "".
         rule, reason: who decided, and why.
         costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
             see planner/objective.py), or None where it had nothing to decide.
@@ -58,6 +60,7 @@ class PlanNode(Changeable):
     products: int = 0
     frames: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    low: str = ""
 
     @property
     def is_added(self) -> bool:
@@ -140,6 +143,12 @@ class GraphData:
         data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
         return data
 
+    @property
+    def low_dtypes(self) -> list[str]:
+        """What is LOW in it: `["bfloat16"]`; the graph's dtype if nothing is."""
+        own = (n.low or self.dtype for n in self.nodes if n.precision == "LOW" and not n.is_added)
+        return list(dict.fromkeys(own)) or [self.dtype]
+
     def counts(self) -> dict[str, int]:
         """How many operators are LOW, FULL and KEEP, without casts and scaling."""
         return dict(Counter(n.precision for n in self.nodes if not n.is_added))
@@ -147,7 +156,8 @@ class GraphData:
     def head(self, number: str = "") -> str:
         """What the plan of a rewritten graph begins with; `number` follows the device."""
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts().items()))
-        text = f"{self.level} {self.dtype} on {self.device}{number}: {self.casts} casts, {counts}"
+        low = "/".join(self.low_dtypes)
+        text = f"{self.level} {low} on {self.device}{number}: {self.casts} casts, {counts}"
         if hidden := sum(node.products for node in self.nodes):
             text += f"; matrix products in opaque calls, all FP32: {hidden}"
         return text

@@ -10,7 +10,7 @@ from torch import fx
 
 from .. import ir
 from ..ir import hidden_products
-from ..rules.policy import Config
+from ..rules.policy import Config, Precision
 from . import graph_text
 from .graph_data import BackwardNode, GraphData, Line, PlanNode
 from .grid import as_rich, as_text
@@ -102,13 +102,14 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
             products=hidden_products.products_in(node),
             frames=ir.frames(node),
             reads=tuple(operand.name for operand in node.all_input_nodes),
+            low=_low_of_its_own(ir.mark(node), config),
         )
         for node in graph.nodes
         if ir.is_marked(node) and node.op != "placeholder"
     )
     return GraphPlan(
         level=config.level.value,
-        dtype=str(config.low).removeprefix("torch."),
+        dtype=_named(config.low),
         device=str(config.device),
         nodes=nodes,
         casts=sum(node.rule == ir.Role.CAST.value and node.op == "aten::to" for node in nodes),
@@ -117,3 +118,12 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
         before=before,
         after=lines_of(graph),
     )
+
+
+def _low_of_its_own(decision: ir.Mark, config: Config) -> str:
+    own = decision.precision is Precision.LOW and decision.low is not config.low
+    return _named(decision.low) if own else ""
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,16 +14,21 @@ def node_grid(nodes: Iterable[PlanNode], dtype: str) -> Grid:
     """One row for each node of a plan whose low dtype is `dtype`, "float16"."""
     grid = Grid(HEADS)
     for node in nodes:
-        how = runs_in(node.precision, dtype)
+        how = runs_in(node, dtype)
         what = (how, node.rule, node.module, node.source, node.reason)
         grid.add(node.name, short(node.op), types(node), *what, style=style(node))
     return grid
 
 
-def runs_in(precision: str, dtype: str) -> str:
-    """The precision of a node in words: `("LOW", "float16")` -> `"FP16"`."""
-    low = {"float16": "FP16", "bfloat16": "BF16"}.get(dtype, dtype)
-    return {"LOW": low, "FULL": "FP32", "KEEP": "as is"}.get(precision, precision)
+def runs_in(node: PlanNode, dtype: str) -> str:
+    """The precision of a node in words, "FP16", in a plan whose low dtype is `dtype`."""
+    low = dtype_word(node.low or dtype)
+    return {"LOW": low, "FULL": "FP32", "KEEP": "as is"}.get(node.precision, node.precision)
+
+
+def dtype_word(dtype: str) -> str:
+    """`"bfloat16"` -> `"BF16"`."""
+    return dtype.replace("bfloat", "BF").replace("float", "FP")
 
 
 def types(node: PlanNode) -> str:

@@ -56,6 +56,7 @@ def write(data: Any, path: str | Path) -> None:
         MPCompileError: the file can't be written.
     """
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise MPCompileError(f"{path} can't be written: {error.strerror or error}") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .graph_data import GraphData, PlanNode
 from .grid import STYLES, Grid, Part, scaled
-from .node_text import runs_in, short, types
+from .node_text import dtype_word, runs_in, short, types
 from .tensor_cores import TensorCoreOp
 
 _LISTED = 3  # reasons of the verdict
@@ -26,7 +26,10 @@ def verdict(title: str, graphs: Sequence[GraphData]) -> Iterator[str]:
         return
     low = [one for one in found if one.is_low]
     total = sum(one.op.flops for one in found)
-    words = dict.fromkeys(runs_in("LOW", graph.dtype) for graph in graphs if not graph.left)
+    lows = (one.node.low or one.dtype for one in low)
+    words = dict.fromkeys(map(dtype_word, lows)) or dict.fromkeys(
+        dtype_word(graph.dtype) for graph in graphs if not graph.left
+    )
     head = f"{title}: {len(low)} of {len(found) + hidden} products in "
     head += "/".join(words) or "FP32"
     if total:
@@ -75,6 +78,7 @@ def graph(graph: GraphData, *, units: bool) -> Iterator[Part]:
 class _Product:
     node: PlanNode
     op: TensorCoreOp
+    dtype: str
 
     @property
     def is_low(self) -> bool:
@@ -92,14 +96,15 @@ class _Product:
 
 def _products_of(graph: GraphData) -> Iterator[_Product]:
     nodes = {node.name: node for node in graph.nodes}
-    return (_Product(nodes[op.name], op) for op in graph.tensor_cores.ops if op.name in nodes)
+    ops = [op for op in graph.tensor_cores.ops if op.name in nodes]
+    return (_Product(nodes[op.name], op, graph.dtype) for op in ops)
 
 
 def _product_grid(products: Iterable[_Product], dtype: str, *, units: bool) -> Grid:
     heads = ("products", "line", "runs in", "FLOPs", "sizes", "why")
     rows = _Rows(heads if not units else (*heads[:3], "Tensor Cores", *heads[3:]))
     for one in products:
-        what = runs_in(one.node.precision, dtype)
+        what = runs_in(one.node, dtype)
         aligned = ("yes" if one.op.eligible else "no",) if units else ()
         note = one.op.reason if one.is_low and units else "" if one.is_low else one.why
         rows.add(
@@ -130,7 +135,7 @@ def _other_grid(nodes: Iterable[PlanNode], dtype: str) -> Grid:
             node.module or "-",
             node.source,
             short(node.op),
-            runs_in(node.precision, dtype),
+            runs_in(node, dtype),
             types(node),
             node.reason,
             style=STYLES.get(node.precision, ""),

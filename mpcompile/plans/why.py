@@ -75,7 +75,7 @@ def _named(graph: GraphData, number: int | None, name: str) -> Iterator[Part]:
 def _node(
     graph: GraphData, nodes: Mapping[str, PlanNode], node: PlanNode, where: str
 ) -> Iterator[Part]:
-    how = runs_in(node.precision, graph.dtype)
+    how = runs_in(node, graph.dtype)
     yield f"{node.name}{where}: {how}, decided by {node.rule}: {node.reason}"
     facts = [*_lines(graph, node.name), ("operator", node.op), ("module", node.module)]
     facts += [("source", frame) for frame in node.frames or (node.source,)]

@@ -56,6 +56,7 @@ def write(
     written = {"written_by": f"mpcompile {__version__}", **entries}
     text = _toml(written, comments) if _is_toml(path) else json.dumps(written, indent=2) + "\n"
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise MPCompileError(

@@ -187,6 +187,7 @@ def test_profile_show_has_nothing_to_show(
 def test_profile_out_must_be_a_file(
     measured: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["profile", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--device", "cpu", "--out", str(tmp_path)])
     assert "is a directory: name a file" in squeezed(capsys.readouterr().err)
     assert not measured

@@ -205,8 +205,8 @@ def test_a_real_report_is_json() -> None:
 def test_save(tmp_path: Path) -> None:
     faulty().save(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == faulty().to_dict()
-    with pytest.raises(MPCompileError, match="can't be written: No such file or directory"):
-        faulty().save(tmp_path / "nowhere" / "report.json")
+    with pytest.raises(MPCompileError, match="can't be written: "):
+        faulty().save(tmp_path / "report.json" / "report.json")
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -281,7 +281,8 @@ def test_the_page_may_load_nothing() -> None:
 
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere" / "report.html", tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "report.html", tmp_path):
         with pytest.raises(MPCompileError, match=r"page of the report can't be written to .*give"):
             faulty().to_html(path)
     faulty().to_html(str(tmp_path / "report.html"))

@@ -137,7 +137,8 @@ def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_png_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     made = report(histogram=histogram({-5: 10}))
-    for path in (tmp_path / "nowhere" / "gradients.png", tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "gradients.png", tmp_path):
         with pytest.raises(MPCompileError, match=r"can't be written to .*; give the path of a"):
             made.histogram_png(path)
 

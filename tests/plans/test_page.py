@@ -232,11 +232,12 @@ def test_the_page_may_load_nothing() -> None:
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     plan = plan_with(node("exp"))
-    for path in (tmp_path / "nowhere" / "plan.html", tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "plan.html", tmp_path):
         with pytest.raises(MPCompileError, match=r"can't be written to .*; give the path"):
             plan.to_html(path)
-    plan.to_html(str(tmp_path / "plan.html"))
-    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == render(plan)
+    plan.to_html(str(tmp_path / "new" / "plan.html"))
+    assert (tmp_path / "new" / "plan.html").read_text(encoding="utf-8") == render(plan)
 
 
 # -- size ------------------------------------------------------------------------------------------

@@ -147,5 +147,7 @@ def test_files_that_are_no_plans(tmp_path: Path, content: bytes | None, message:
 
 
 def test_a_place_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(MPCompileError, match="can't be written: No such file"):
-        plan().save(tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(MPCompileError, match="can't be written: Is a directory"):
+        plan().save(tmp_path)
+    plan().save(tmp_path / "new" / "folder" / "plan.json")
+    assert Plan.load(tmp_path / "new" / "folder" / "plan.json") == plan()

@@ -109,11 +109,12 @@ def write(text: str, path: str | Path, what: str) -> None:
         MPCompileError: the file can't be written; `what` says of what the page is.
     """
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise MPCompileError(
             f"the page of the {what} can't be written to {str(path)!r}: {error.strerror}; give the "
-            "path of a file in a directory that exists and that you may write to"
+            "path of a file in a directory that you may write to"
         ) from error
 
 

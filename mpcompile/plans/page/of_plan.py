@@ -10,6 +10,7 @@ from typing import Any
 
 from ..graph_data import BackwardNode, GraphData, Line, PlanNode
 from ..grid import scaled
+from ..node_text import dtype_word
 from ..plan_data import PlanData
 from ..plan_text import bytes_by_dtype, has_units, outside, verdict
 from . import app
@@ -20,7 +21,7 @@ VIEWS = {"decisions": "Decisions", "graph": "Before and after", "backward": "Bac
 
 def render(plan: PlanData) -> str:
     """The page of a plan; the same text for the same plan."""
-    facts = {"level": plan.level, "low dtype": plan.dtype}
+    facts = {"level": plan.level, "low dtype": ", ".join(_low_dtypes(plan.graphs))}
     facts["device"] = plan.gpu.name if plan.gpu else plan.device
     facts |= {"graphs": str(len(plan.graphs)), "casts": str(plan.casts)}
     page = app.Page(
@@ -46,7 +47,7 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
     """Nodes by precision, FLOPs by eligibility, and saved bytes by dtype."""
     nodes = Counter(node.precision for node in plan.nodes if _counts(node))
     words = {
-        "LOW": f"LOW, {dtype_word(plan.dtype)}",
+        "LOW": f"LOW, {'/'.join(map(dtype_word, _low_dtypes(plan.graphs)))}",
         "FULL": "FULL, FP32",
         "KEEP": "KEEP, as captured",
     }
@@ -64,6 +65,10 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
         copied = sum(one.bytes for one in plan.saved if one.copied)
         note = f"{scaled(copied, 'B')} of it copies of weights and inputs" if copied else ""
         yield Chart("Saved for the backward", scaled(plan.saved_bytes, "B"), {"": parts}, note)
+
+
+def _low_dtypes(graphs: Sequence[GraphData]) -> list[str]:
+    return list(dict.fromkeys(low for graph in graphs for low in graph.low_dtypes))
 
 
 def _eligible(share: float) -> list[Part]:
@@ -86,11 +91,6 @@ def _notes(plan: PlanData) -> list[Note]:
     ]
 
 
-def dtype_word(dtype: str) -> str:
-    """`"bfloat16"` -> `"BF16"`."""
-    return dtype.replace("bfloat", "BF").replace("float", "FP")
-
-
 # -- the data --------------------------------------------------------------------------------------
 
 
@@ -111,6 +111,7 @@ def _graph(graph: GraphData) -> dict[str, Any]:
             {
                 **dataclasses.asdict(node),
                 "captured": node.captured if _is_captured(node) else None,
+                "low": dtype_word(node.low or graph.dtype),
                 "added": node.is_added,
                 "counter": _is_counter(node),
                 "change": node.change,

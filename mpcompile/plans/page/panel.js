@@ -45,7 +45,7 @@ function section(title, content) {
 }
 
 function facts(node) {
-  const words = { LOW: `LOW: ${PLAN.low}`, FULL: "FULL: FP32", KEEP: "KEEP: the dtypes that it was made with" };
+  const words = { LOW: `LOW: ${node.low}`, FULL: "FULL: FP32", KEEP: "KEEP: the dtypes that it was made with" };
   const all = {
     precision: words[node.precision],
     "decided by": node.rule in RULES ? RULES[node.rule] : node.rule,
@@ -68,7 +68,7 @@ function costs(node) {
   if (!terms.length) return el("p", {}, "None: either precision costs the same here, so its neighbours decide.");
   const total = (side) => Object.values(side).reduce((sum, cost) => sum + cost, 0);
   const row = (name, one, other) => [name, scaled(one, "B"), scaled(other, "B")];
-  return table(["bytes of memory traffic", `in ${PLAN.low}`, "in FP32"],
+  return table(["bytes of memory traffic", `in ${node.low}`, "in FP32"],
     terms.map((term) => row(TERMS[term] || term, low[term] || 0, full[term] || 0)),
     row("together", total(low), total(full)));
 }
