@@ -18,7 +18,7 @@ undone and redone, so that its backward gets unscaled gradients.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -57,7 +57,8 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     written = {ir.storage(target) for node in graph.nodes for target in ir.written(node)}
     for node in reversed(trained):  # each unscale_grad is inserted before the previous one
         if ir.storage(node) in written or not history.is_as_it_came(node):
-            scaler.own(node)
+            if not scaler.unscale_behind_writes(node):
+                scaler.own(node)
         elif node in reached:
             scaler.unscale(node)
     for node in inputs:
@@ -173,11 +174,44 @@ class _Scaler:
             target, name = aten.copy_.default, f"{node.name}_back"
             ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
 
-    def unscale(self, node: fx.Node) -> fx.Node:
+    def unscale_behind_writes(self, node: fx.Node) -> bool:
+        """Unscale an input behind the last write to it, if autograd sees none of them, and nothing
+        before: such as a table that `embedding(max_norm=...)` normalises before it reads it.
+        """
+        if not self.history.is_as_it_came(node):
+            return False
+        memory, nodes = ir.storage(node), list(self.graph.nodes)
+        aliases = {n for n in nodes if ir.storage(n) == memory}
+        itself = {node}
+        for other in nodes:  # what writers give back
+            if _given_back(other) in itself:
+                itself.add(other)
+        last = max(i for i, n in enumerate(nodes) if aliases.intersection(ir.written(n)))
+        seen = [
+            i for i, n in enumerate(nodes)
+            if aliases.intersection(n.all_input_nodes)
+            and ir.grad_enabled(n) and self.history.made.get(n, False)
+        ]  # fmt: skip
+        readers = [nodes[i] for i in seen]
+        reads_another = any(
+            aliases.intersection(reader.all_input_nodes) - itself for reader in readers
+        )
+        others = any(n.op == "placeholder" for n in aliases - {node})
+        if min(seen, default=last) <= last or reads_another or others:
+            return False
+        for reader in readers:
+            for alias in itself:
+                reader.replace_input_with(alias, node)
+        if node in self.reached:
+            self.unscale(node, readers)
+        return True
+
+    def unscale(self, node: fx.Node, readers: Sequence[fx.Node] = ()) -> fx.Node:
+        """Unscale the gradient of a value for these readers, in order; for all by default."""
         # The gradient of an input that is returned as it is never enters the graph.
-        users = [user for user in node.users if user.op != "output" or node.op != "placeholder"]
+        users = readers or [u for u in node.users if u.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
-        with self.graph.inserting_before(ir.after(node)):
+        with self.graph.inserting_before(readers[0] if readers else ir.after(node)):
             target = torch.ops.mpcompile.unscale_grad.default
             args = (node, self.scale, self.found)
             name = f"{node.name}_unscale"

@@ -154,5 +154,14 @@ def test_an_input_written_behind_autograds_back() -> None:
             w.mul_(2)
         return w + 1
 
+    stage = scaled(program, leaf(4))
+    stage.run()
+    names = [node.name for node in stage.gm.graph.nodes if node.op == "call_function"]
+    assert names.index("w_unscale") > names.index("mul_")
+
+    def after_a_read(w: torch.Tensor) -> torch.Tensor:
+        other = w * 3
+        return program(w) + other
+
     with pytest.raises(CannotRewrite, match="w needs a gradient and is written without one"):
-        scaled(program, leaf(4)).run()
+        scaled(after_a_read, leaf(4)).run()
