@@ -23,8 +23,8 @@ HEAD = """\
 # What was compiled wrongly, and cured
 
 Of `tests/verify/test_verify_sweep.py` as it was run last (`make sweep`): torch's operators on
-operands of 64 x 128 and more, and random programs; each in BF16 and in FP16, at O1 or O2, forward
-and backward.
+operands of 64 x 128 and more, and random programs; in BF16 and in FP16, as far as said below, at O1
+or O2, forward and backward.
 
 """
 
@@ -41,8 +41,10 @@ def page(cases: list[dict[str, Any]]) -> str:
 
     ran = [case for case in cases if not case["failed"]]
     alarms = [(case, wrong, cure) for case in ran for wrong, cure in case["alarms"]]
+    kinds = Counter(_kind(case) for case in cases)
     counts = {
         "cases": len(cases),
+        **{f"of these {kind}": count for kind, count in sorted(kinds.items())},
         "values that verification found right": sum(case["values"] for case in ran),
         "that prove nothing (constants), or are drawn": sum(case["unclear"] for case in ran),
         "cases with something compiled wrongly": len({id(case) for case, *_ in alarms}),
@@ -70,6 +72,11 @@ def page(cases: list[dict[str, Any]]) -> str:
 def uncompiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cases of which a graph ended operator by operator."""
     return [case for case in cases if any(cure == "uncompiled" for _, cure in case["alarms"])]
+
+
+def _kind(case: dict[str, Any]) -> str:
+    what = "random programs" if str(case["subject"]).startswith("program") else "operators"
+    return f"{what} in {case['how'].split()[0]}"
 
 
 def _is_false(case: dict[str, Any]) -> bool:
