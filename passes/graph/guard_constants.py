@@ -148,6 +148,7 @@ def _zeros_and_ones(node: fx.Node) -> bool:
         return False
     rule = ir.rule(node)
     copies = _copies(node) or rule.converts or rule.zero_absorbs
+    copies &= all(number in (0, 1) for number in _numbers(node))
     operands = [n for n in node.all_input_nodes if ir.captured(n) is not None]
     return rule.zeros_and_ones or (
         copies and bool(operands) and all(map(_zeros_and_ones, operands))
@@ -256,6 +257,13 @@ def _scalars(node: fx.Node) -> list[float]:
         return []
     if not all(rules.castable(node.target, i) for i in range(len(node.args))):
         return []  # batch_norm: its eps stays FP32 inside the kernel
+    return _numbers(node)
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    """The numbers that an operator computes with: no dims, no places."""
+    if not isinstance(node.target, OpOverload):
+        return []
     declared = schema(node.target).arguments
     found = []
     for i, argument in ir.positions(node):

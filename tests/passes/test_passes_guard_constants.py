@@ -261,6 +261,9 @@ def test_products_behind_integers_are_low(name: str, low: torch.dtype, level: st
         lambda h, n: n.float() / 1000,
         lambda h, n: torch.cat([h[:, 1:], n[:, :1].float()], 1),
         lambda h, n: torch.where(n > 1, n.float(), h),
+        lambda h, n: torch.where(n > 1, 70001, 0).float(),
+        lambda h, n: (n > 1).long().masked_fill(n > 2, 70001).float(),
+        lambda h, n: (F.one_hot(n[:, 0], 4) * 70001).float(),
         lambda h, n: (n * 3 + 1).float().unsqueeze(0)[0],
     ],
 )
