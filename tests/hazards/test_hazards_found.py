@@ -52,9 +52,13 @@ def write_under_no_grad_to_a_view(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
-@pytest.mark.parametrize("program", [write_through_detach, write_under_no_grad_to_a_view])
-def test_a_leaf_that_is_written_is_left_alone(program: Any, emit: str) -> None:
-    fallback_reason(program, leaf(8, 16), leaf(16, 16), emit=emit)
+def test_a_leaf_that_is_written_is_left_alone(emit: str) -> None:
+    fallback_reason(write_under_no_grad_to_a_view, leaf(8, 16), leaf(16, 16), emit=emit)
+
+
+@SETTINGS
+def test_a_leaf_that_is_written_before_it_is_read(level: str, emit: str) -> None:
+    check(write_through_detach, leaf(8, 16), leaf(16, 16), level=level, emit=emit)
 
 
 @since("2.13", "Dynamo itself loses the history of what such a function writes")
