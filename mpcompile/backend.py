@@ -86,12 +86,11 @@ def _noting(
     at = next((i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)), None)
     if at is None:
         return run
-    last = id(inputs[at])
+    seen = {id(inputs[at])}
 
     def noted(*args: Any) -> Any:
-        nonlocal last
-        if id(args[at]) != last:
-            last = id(args[at])
+        if id(args[at]) not in seen:
+            seen.add(id(args[at]))
             parameters.note_plan(args, request, plan)
         return run(*args)
 

@@ -104,8 +104,6 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
         console.print(_profile_table(found))
         return 0
     path = options.out or store.cache_path(device)
-    if path.is_dir():  # check before the minutes of measuring
-        raise MPCompileError(f"--out {path} is a directory: name a file")
     with console.status("measuring") as status:
         profile = measure(
             device,

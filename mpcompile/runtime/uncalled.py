@@ -26,8 +26,6 @@ from ..torch_inside.modules import compiled_call
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
-# compiled modules -> the call that is ours; it lives as long as the module calls it
-_calls: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def expect(module: nn.Module) -> None:
@@ -35,14 +33,8 @@ def expect(module: nn.Module) -> None:
     if any(True for _ in module.parameters()):
         hooks.look_before_steps(_look)
         _waiting[module] = weakref.WeakSet()
-    known = weakref.ref(module)
-
-    def gone(_: Any) -> None:
-        module = known()
-        if module is not None and _is_anothers(compiled_call(module)):
-            _warn_of_replaced(module)
-
-    _calls[module] = weakref.ref(compiled_call(module), gone)
+    # Nothing but the module holds its call, which so ends as soon as another one is put there.
+    weakref.finalize(compiled_call(module), _ended, weakref.ref(module)).atexit = False
 
 
 def called(module: nn.Module) -> None:
@@ -86,6 +78,13 @@ def _updates(optimizer: Optimizer) -> bool:
     return any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
 
+def _ended(known: weakref.ref[nn.Module]) -> None:
+    """The call that was ours is no more."""
+    module = known()
+    if module is not None and _is_anothers(compiled_call(module)):
+        _warn_of_replaced(module)
+
+
 def _is_anothers(call: Any) -> bool:
     return call is not None and not type(call).__module__.startswith("mpcompile.")
 
@@ -96,7 +95,7 @@ def _warn_of_replaced(module: nn.Module) -> None:
         f"mpcompile: {name}.compile() was called after mpcompile() and took its place: the module "
         "runs in FP32 from now on. Leave it out, or call mpcompile(model) behind it",
         MPCompileWarning,
-        stacklevel=5,  # where the user calls `compile`
+        stacklevel=6,  # where the user calls `compile`
     )
 
 

@@ -27,6 +27,7 @@ The user's policy is never overruled.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,11 +61,11 @@ _INTEGERS = Wide("integers that the low dtype can't tell apart", position=True)
 def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     wide: dict[fx.Node, Wide] = {}
     by_digit = ir.read_by_digit(gm.graph)
-    data = _computed_from_data(gm.graph)
+    data, integers = _computed_from_data(gm.graph), _wide_integers(gm.graph)
     for node in gm.graph.nodes:
-        found = _origin(node, gm, config)
+        found = _origin(node, gm, config, integers)
         if found is None and ir.is_marked(node):
-            found = _through(node, wide, read_by_digit=node in by_digit)
+            found = _through(node, wide, integers, read_by_digit=node in by_digit)
             mixed = any(n in data for _, n in ir.float_args(node))
             if found is not None and mixed and not _copies(node):
                 found = replace(found, exact=False)
@@ -101,7 +102,9 @@ def _whole_numbers_up_to(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps)
 
 
-def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
+def _origin(
+    node: fx.Node, gm: fx.GraphModule, config: Config, integers: Collection[fx.Node]
+) -> Wide | None:
     """Why the node's value is wide by itself, or None."""
     value = ir.captured(node)
     if node.op == "placeholder":
@@ -126,33 +129,36 @@ def _origin(node: fx.Node, gm: fx.GraphModule, config: Config) -> Wide | None:
     if rule.makes_positions and value is not None and value.is_floating_point():
         return _positions(node, config.low)
     to_float = rule.converts and value is not None and value.is_floating_point()
-    if to_float and any(map(_is_wide_integer, node.all_input_nodes[:1])):
+    if to_float and node.args[0] in integers:
         return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
     return None
 
 
-def _is_wide_integer(node: fx.Node) -> bool:
-    """Whether it holds integers, and others than zeros and ones for all that the graph says."""
-    value = ir.captured(node)
-    return value is not None and value.dtype in _WIDE_INTEGERS and not _zeros_and_ones(node)
+def _wide_integers(graph: fx.Graph) -> set[fx.Node]:
+    """The integers that may be others than zeros and ones, for all that the graph says."""
+    wide: set[fx.Node] = set()
+    bits: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = ir.captured(node)
+        if value is None:
+            continue
+        if value.dtype is torch.bool or (ir.is_op(node) and _zeros_and_ones(node, bits)):
+            bits.add(node)
+        elif value.dtype in _WIDE_INTEGERS:
+            wide.add(node)
+    return wide
 
 
-def _zeros_and_ones(node: fx.Node) -> bool:
-    """Whether all elements are: copies, in whatever shape and dtype, of such as make them."""
-    value = ir.captured(node)
-    if value is not None and value.dtype is torch.bool:
-        return True
-    if not ir.is_op(node):
-        return False
+def _zeros_and_ones(node: fx.Node, bits: Collection[fx.Node]) -> bool:
+    """Whether a result holds nothing else, where these values don't."""
     rule = ir.rule(node)
     copies = _copies(node) or rule.converts or rule.zero_absorbs
-    copies &= all(number in (0, 1) for number in _numbers(node))
     operands = [n for n in node.all_input_nodes if ir.captured(n) is not None]
-    return rule.zeros_and_ones or (
-        copies and bool(operands) and all(map(_zeros_and_ones, operands))
-    )
+    from_bits = bool(operands) and all(n in bits for n in operands)
+    numbers = all(number in (0, 1) for number in _numbers(node))
+    return rule.zeros_and_ones or (copies and from_bits and numbers)
 
 
 def _copies(node: fx.Node) -> bool:
@@ -190,10 +196,16 @@ def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
     return None if bad is None else Wide(f"constant {bad:g}")
 
 
-def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -> Wide | None:
+def _through(
+    node: fx.Node,
+    wide: dict[fx.Node, Wide],
+    integers: Collection[fx.Node],
+    *,
+    read_by_digit: bool,
+) -> Wide | None:
     """Pin the node if a constant or a wide operand requires it. Returns why its result is wide."""
     decision, rule = ir.mark(node), ir.rule(node)
-    operands = _operands(node, wide)
+    operands = _operands(node, wide, integers)
     if decision.precision is Precision.KEEP:
         if any(rules.rule_named(name).makes_positions for name in hidden_calls(node)):
             return Wide("whole numbers", position=True)
@@ -222,7 +234,9 @@ def _through(node: fx.Node, wide: dict[fx.Node, Wide], *, read_by_digit: bool) -
     return None if ends else first
 
 
-def _operands(node: fx.Node, wide: dict[fx.Node, Wide]) -> list[Wide]:
+def _operands(
+    node: fx.Node, wide: dict[fx.Node, Wide], integers: Collection[fx.Node]
+) -> list[Wide]:
     """What is wide among the values that would be rounded to the dtype the node computes in."""
     if ir.is_getitem(node):
         return [wide[n] for n in node.all_input_nodes if n in wide]
@@ -230,7 +244,7 @@ def _operands(node: fx.Node, wide: dict[fx.Node, Wide]) -> list[Wide]:
         wide[n] for i, n in ir.float_args(node) if n in wide and rules.castable(node.target, i)
     ]
     if ir.rule(node).promotes:
-        found += [_INTEGERS for n in node.all_input_nodes if _is_wide_integer(n)]
+        found += [_INTEGERS for n in node.all_input_nodes if n in integers]
     return found
 
 

@@ -211,7 +211,8 @@ def run(
     if heads:
         torch.autograd.backward(heads, [_incoming(v, k, how) for k, v in enumerate(heads)])
     leaves = [v for v in pytree.tree_leaves(given) if isinstance(v, torch.Tensor)]
-    return [v.detach() for v in results] + [v.grad for v in leaves if v.requires_grad]
+    found = [v.detach() for v in results] + [v.grad for v in leaves if v.requires_grad]
+    return [v if v is None or v.layout is torch.strided else v.to_dense() for v in found]
 
 
 def _incoming(head: torch.Tensor, number: int, how: How) -> torch.Tensor:
@@ -311,8 +312,6 @@ def ratio(
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
     return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
