@@ -26,6 +26,8 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --di
 DOCS := .venv-docs
 EMULATED := .venv-emulated
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# By path: by setuptools' finder a script beside a clone called mpcompile would import the clone's folder.
+EDITABLE := --config-settings editable_mode=compat --editable
 
 # For `make gpu`: the longest that a call may take, in seconds; a folder with wheels of packages that
 # python3 lacks; other arguments of `python3 -m benchmarks.gpu`.
@@ -145,16 +147,16 @@ $(VENV)/.stamp-torch: $(BIN)/python FORCE
 	fi
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml
-	$(PIP) --editable .
+	$(PIP) $(EDITABLE) .
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-torch pyproject.toml
-	$(PIP) --editable '.[test]'
+	$(PIP) $(EDITABLE) '.[test]'
 	$(PIP) $(TIMM)
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
-	$(PIP) --editable '.[dev]'
+	$(PIP) $(EDITABLE) '.[dev]'
 	$(PIP) $(TIMM)
 	@touch $@
 
@@ -163,7 +165,7 @@ $(EMULATED)/.stamp-emulated: pyproject.toml
 	$(PYTHON) -m venv $(EMULATED)
 	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.7.1
-	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[test]'
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(EDITABLE) '.[test]'
 	@touch $@
 
 # The extra `docs` without the project, which would bring torch. pip brings a reader of TOML for Python 3.10.
