@@ -27,10 +27,11 @@ from .plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from .plans.log_graph import log_graph
 from .plans.trace import trace_graph
 from .rules.policy import Level
-from .runtime import stalls, uncalled
+from .runtime import given_up, stalls, uncalled
 from .runtime.outside_products import counted
 from .scaling import hooks, parameters
 from .settings import Settings
+from .torch_inside.dynamo import traced_code
 from .torch_inside.dynamo_names import RestartAnalysis
 from .training import training_of
 
@@ -65,12 +66,14 @@ def mpcompile_backend(
     uncalled.reached(example_inputs)
     if settings.level is not Level.O0:
         stalls.reached(example_inputs)
+        given_up.compiled(traced_code(), strict=settings.strict)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     log_graph(plan, time.perf_counter() - start)
     plan = replace(plan, ends_with=why_it_ends(gm))
     run = counted(compiled, plan.tensor_cores.flops)
     if listener is None:
+        hooks.look_before_steps(given_up.look_before_step)
         return _noting(run, example_inputs, request, plan)
     listener(plan)
     return run

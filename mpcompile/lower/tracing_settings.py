@@ -2,12 +2,12 @@
 
 * `allow_rnn`: at an `nn.RNN`, `LSTM` or `GRU` Dynamo breaks the graph unless it is set. If it were
   always set, Dynamo would unroll the layers of other compiled models over time.
-* `allow_unspec_int_on_nn_module`: a number that a module reads and that changes, such as the step
-  that a trainer has come to, becomes an input of the graph. Otherwise each value compiles it anew.
-* `VALUE_SIZES`: operators whose result's size depends on values (`x[mask]`, `torch.where(mask)`)
-  stay in the graph. At each of them Dynamo would break it; in a loop, as over the experts of a
-  mixture, it would leave the whole frame to Python. Not every graph with such a size can be
-  compiled: `or_broken` lets Dynamo break it after all.
+* `allow_unspec_int_on_nn_module`: a number that a module reads and that changes, such as a count of
+  its calls, becomes an input of the graph. Otherwise each value compiles it anew.
+* `capture_dynamic_output_shape_ops`: operators whose result's size depends on values (`x[mask]`,
+  `torch.where(mask)`) stay in the graph. At each of them Dynamo would break it; in a loop, as over
+  the experts of a mixture, it would leave the whole frame to Python. Not every graph with such a
+  size can be compiled: `or_broken` lets Dynamo break it after all.
 * `trace_autograd_ops`, for `torch.autograd.grad(create_graph=True)` alone: what is computed from
   such a gradient needs it in the same graph (`capture/derivatives.py`). At any other gradient, and
   at a `backward()`, the graph ends, so that the compiled backward scales its gradients.
@@ -76,7 +76,8 @@ def traced_with(
     """
 
     def set_all() -> AbstractContextManager[Any]:
-        patches: dict[str, Any] = {**settings, "ignore_logger_methods": _left_out()}
+        patches: dict[str, Any] = {"allow_unspec_int_on_nn_module": True, **settings}
+        patches["ignore_logger_methods"] = _left_out()
         patched: AbstractContextManager[Any] = config.patch(patches)
         return patched
 

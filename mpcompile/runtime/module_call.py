@@ -37,7 +37,7 @@ from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.dynamo_names import BackendCompilerFailed
 from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
-from . import uncalled
+from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import Looking, enter_by_itself, entry, shared_entry
 from .outside_products import aside
@@ -77,13 +77,17 @@ def running(
         try:
             if foreign.is_under_autocast():
                 with foreign.without_autocast():
-                    return call(*args, **kwargs)
-            return call(*args, **kwargs)
+                    result = call(*args, **kwargs)
+            else:
+                result = call(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
             if isinstance(error, MPCompileError):
                 raise error from error.__cause__  # keep our cause; drop Dynamo's wrapper
             raise
+        if not torch.compiler.is_dynamo_compiling():
+            given_up.look()
+        return result
 
     return run
 
@@ -230,8 +234,6 @@ class ModuleCall:
         settings = dict(VALUE_SIZES)
         if any(isinstance(m, nn.RNNBase) for m in self._module.modules()):
             settings["allow_rnn"] = True
-        if self._method is not None:  # a trainer's step: it may ask how far the training has come
-            settings["allow_unspec_int_on_nn_module"] = True
         compiled = compiled_by(backend, own, **self._compile_kwargs)
         ends = [self._regions.ending_graphs] if self._regions is not None else []
         run = running(compiled, own, *ends, looking=looking, **settings)

@@ -7,6 +7,7 @@ reference, and the compiled function holds ours.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,15 @@ from typing import Any
 import torch
 
 from ..lower.tracing_settings import check_set, take_back
+from ..torch_inside.dynamo_names import recompile_limit
 
 __all__ = ["compiled_by"]
+
+# Dynamo compiles a function 8 times, unless it is told another limit. Training, evaluation and
+# inference mode, each in fixed and in changing sizes, are six of these; each block that is
+# unfrozen, and each size with dynamic=False, is another.
+_LIMIT, _THEIRS, _ENOUGH = "recompile_limit", 8, 32
+_KNOWN = inspect.signature(torch.compile).parameters
 
 
 def compiled_by(
@@ -32,6 +40,8 @@ def compiled_by(
         take_back()
         return compiled_graph
 
+    if _LIMIT in _KNOWN and recompile_limit() == _THEIRS:
+        kwargs = {_LIMIT: _ENOUGH, **kwargs}
     compiled = torch.compile(function, backend=theirs, **kwargs)
     vars(compiled)["_mpcompile_backend"] = backend
     return compiled

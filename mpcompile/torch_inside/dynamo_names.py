@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TorchRuntimeError,
     )
     from torch._dynamo.pgo import get_code_state
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters, get_compilation_metrics
     from torch._logging._internal import trace_structured
 else:
     config = private("torch._dynamo:config", "holds Dynamo's settings", Part.COMPILE)
@@ -43,6 +43,9 @@ else:
         "torch._dynamo.pgo:get_code_state", "knows which sizes are dynamic", Part.EXPLAIN
     )
     counters = private("torch._dynamo.utils:counters", "counts what Dynamo did", Part.EXPLAIN)
+    get_compilation_metrics = private(
+        "torch._dynamo.utils:get_compilation_metrics", "tells what was compiled why", Part.SAY
+    )
     trace_structured = private(
         "torch._logging._internal:trace_structured", "writes into torch's trace", Part.SAY
     )
@@ -60,6 +63,7 @@ __all__ = [
     "config",
     "counters",
     "get_code_state",
+    "get_compilation_metrics",
     "guard_every_tensor",
     "no_recompile_limit",
     "recompile_limit",

@@ -1,0 +1,148 @@
+"""What Dynamo gives up at its limit of compiles is said, and what changes often isn't given up."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpcompile import MPCompileError, MPCompileWarning, compiled_plans, mpcompile
+
+OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "emit": "eager"}
+
+
+class Net(nn.Module):
+    """Ten layers, and what a user may change between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
+        self.flags = (False,) * 10
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer, flag in zip(self.layers, self.flags, strict=True):
+            x = layer(x.tanh() if flag else x)
+        return x
+
+
+class Counting(Net):
+    """It counts its calls, and reads the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 2  # Dynamo compiles 0 and 1 by themselves, whatever is dynamic
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x + self.calls)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def change_a_flag(net: Net, i: int) -> torch.Tensor:
+    net.flags = tuple(j == i for j in range(10))
+    return torch.randn(4, 8)
+
+
+def unfreeze(net: Net, i: int) -> torch.Tensor:
+    net.requires_grad_(False)
+    net.layers[9 - i :].requires_grad_(True)
+    return torch.randn(4, 8)
+
+
+def change_the_size(net: Net, i: int) -> torch.Tensor:
+    return torch.randn(2 + i, 8)
+
+
+def change_the_mode(net: Net, i: int) -> torch.Tensor:
+    net.train(i % 2 == 0)
+    return torch.randn(2 + i // 2, 8)
+
+
+CHANGES = [change_a_flag, unfreeze, change_the_size, change_the_mode]
+
+
+def by_us(net: nn.Module, **options: Any) -> Any:
+    return mpcompile(net, **OPTIONS, **options)
+
+
+def of_a_function(net: nn.Module, **options: Any) -> Any:
+    return mpcompile(lambda x: net(x), **OPTIONS, **options)
+
+
+def by_torch(net: nn.Module, *, dynamic: bool | None = None, **options: Any) -> Any:
+    options = {**OPTIONS, **options}
+    return torch.compile(net, backend="mpcompile", options=options, dynamic=dynamic)
+
+
+def train(
+    net: Net, way: Callable[..., Any], change: Callable[..., Any], **options: Any
+) -> list[bool]:
+    """Ten steps; of each, whether its products were low: then all results are numbers of BF16."""
+    model, found = way(net, **options), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for i in range(10):
+        out = model(change(net, i))
+        out.square().mean().backward()
+        optimizer.step()
+        found.append(bool((out == out.bfloat16()).all()))
+    return found
+
+
+@pytest.mark.parametrize("way", [by_us, of_a_function])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_often_stays_low(way: Callable[..., Any], change: Callable[..., Any]) -> None:
+    assert all(train(Net(), way, change, dynamic=False))
+
+
+@pytest.mark.parametrize("way", [by_us, of_a_function, by_torch])
+@pytest.mark.parametrize("change", [change_a_flag, unfreeze, change_the_size])
+def test_what_is_given_up_is_said_once(way: Callable[..., Any], change: Callable[..., Any]) -> None:
+    with (
+        torch._dynamo.config.patch(recompile_limit=4),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always", MPCompileWarning)
+        low = train(Net(), way, change, dynamic=False)
+    assert low == [True] * 4 + [False] * 6
+    (one,) = [str(w.message) for w in said if w.category is MPCompileWarning]
+    assert "was compiled 4 times" in one
+    assert {change_a_flag: "flags", unfreeze: ".bias' requires_grad", change_the_size: "size"}[
+        change
+    ] in one
+
+
+@pytest.mark.parametrize("way", [by_us, of_a_function, by_torch])
+def test_it_is_an_error_when_strict(way: Callable[..., Any]) -> None:
+    with (
+        torch._dynamo.config.patch(recompile_limit=4),
+        pytest.raises(MPCompileError, match="compiled 4 times"),
+    ):
+        train(Net(), way, unfreeze, strict=True)
+
+
+def test_what_others_compile_is_theirs() -> None:
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("error", MPCompileWarning)
+        theirs = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+        for i in range(4):
+            theirs(torch.randn(2 + i))
+        train(Net(), by_us, lambda net, i: torch.randn(4, 8))
+
+
+def test_a_count_of_calls_compiles_no_third_time() -> None:
+    seen: list[int] = []
+    model = by_us(Counting())
+    for _ in range(6):
+        model(torch.randn(4, 8)).sum().backward()
+        seen.append(len(compiled_plans(model)))
+    assert seen == [1, 2, 2, 2, 2, 2]
