@@ -31,6 +31,7 @@ from .passes.graph.guard_factorisations import guard_factorisations
 from .passes.graph.guard_kernels import guard_kernels
 from .passes.graph.keep_compared import keep_compared
 from .passes.graph.leave_unpromised import leave_unpromised
+from .passes.graph.name_squares import name_squares
 from .passes.graph.narrow_softmax import narrow_softmax
 from .passes.graph.outline import outline
 from .passes.graph.place_casts import place_casts
@@ -53,6 +54,7 @@ FOLDING: tuple[Pass, ...] = (outline,)
 PASSES: tuple[Pass, ...] = (
     drop_noop_casts,  # casts that the FP32 capture left would end every chain of low operators
     functionalize,  # before anything is decided: operators that stay in place keep their dtypes
+    name_squares,  # before classify: a square has another rule than a product
     gather_hooks,  # before any cast comes between a value and its hook
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
     guard_kernels,  # after classify, whose decisions it overrules, the user's as well
@@ -82,6 +84,7 @@ MAY_BE_DISABLED: Mapping[str, str] = {
     "drop_noop_casts": "a cast to FP32 that the capture left stays, and ends a chain in low",
     "functionalize": "what is written in place keeps its FP32, and so does all that shares its "
     "memory: classify sees to that",
+    "name_squares": "`x * x` runs low like other products of two values, and may overflow",
     "leave_unpromised": "products run low where nothing says that this is faster",
     "expand_attention": "attention stays one operator, in the same precision",
     "fuse_head": "the head and its loss stay two operators, as without fuse_head=True",

@@ -102,6 +102,12 @@ _row(FULL, _WHY, "sqrt", digits="self", keeps=RESULT, elementwise=True)
 _row(FULL, _WHY, "log10 log2 acos asin acosh asinh atanh", digits="self")
 _row(FULL, _WHY, "xlogy special_xlog1py", digits="self other")
 
+_WHY = "its backward squares what it reads, or divides by it: that leaves FP16's range"
+_row(FULL, _WHY, "atan", bounded=True, elementwise=True)
+_row(FULL, _WHY, "atan2", bounded=True)
+_row(FULL, _WHY, "addcdiv", elementwise=True)
+_row(FULL, _WHY, "scatter_reduce", fuses=False, finds="self src")
+
 _WHY = "a log-likelihood, which programs add up: little differences of large numbers count"
 _row(FULL, _WHY, "logsumexp logaddexp logaddexp2", grows=True)
 # Its backward takes the gradient's logarithm.
@@ -200,7 +206,7 @@ _row(FOLLOW, _WHY, "neg", keeps=NOTHING, elementwise=True)
 _row(FOLLOW, _WHY, "clone", keeps=NOTHING, elementwise=True, may_alias=True, copies_constant=True,
      picks=True)
 _row(FOLLOW, _WHY, "positive", elementwise=True, may_alias=True, picks=True)
-_row(FOLLOW, _WHY, "abs addcdiv addcmul lerp", elementwise=True)
+_row(FOLLOW, _WHY, "abs addcmul lerp", elementwise=True)
 _row(FOLLOW, _WHY, "threshold", elementwise=True, picks=True)
 _row(FOLLOW, _WHY, "clamp clamp_max clamp_min", elementwise=True, picks=True,
      compares="self min max")
@@ -223,9 +229,9 @@ _row(FOLLOW, _WHY, "glu rrelu")
 
 _WHY = "bounded whatever the input"
 _row(FOLLOW, _WHY, "sigmoid tanh", bounded=True, keeps=RESULT, elementwise=True)
-_row(FOLLOW, _WHY, "erf hardsigmoid atan", bounded=True, elementwise=True)
+_row(FOLLOW, _WHY, "erf hardsigmoid", bounded=True, elementwise=True)
 _row(FOLLOW, _WHY, "relu6 hardtanh", bounded=True, elementwise=True, picks=True)
-_row(FOLLOW, _WHY, "erfc atan2 special_expit special_erf special_erfc", bounded=True)
+_row(FOLLOW, _WHY, "erfc special_expit special_erf special_erfc", bounded=True)
 
 _WHY = "zeroes and rescales"
 _row(FOLLOW, _WHY, "dropout", keeps=NOTHING, elementwise=True, zero_absorbs=True, random=True,
@@ -250,7 +256,6 @@ _row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, "index_put", keeps=NOTHING, fuses=False)
 _row(FOLLOW, _WHY, "scatter_add index_add", fuses=False)
 _row(FOLLOW, _WHY, "scatter index_copy", fuses=False, picks=True)
-_row(FOLLOW, _WHY, "scatter_reduce", fuses=False, finds="self src")
 _row(FOLLOW, _WHY, """
      concat concatenate hstack vstack dstack column_stack block_diag index_fill select_scatter
      diagonal_scatter""", picks=True)

@@ -72,7 +72,7 @@ class Look:
     def seen(self) -> Seen:
         """What was not finite of the call."""
         names = [n.name for n in self.graph.captured.graph.find_nodes(op="placeholder")]
-        return Seen.of(names, self.inputs, self._results, self._received.values())
+        return Seen.of(names, self.inputs, self._results, [*self._received.values()])
 
     def watch(self, results: Sequence[Any]) -> None:
         """Note the gradients that will enter these results of the call."""

@@ -19,6 +19,7 @@ otherwise the compiled function is called directly. A search waits for the devic
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -35,6 +36,7 @@ from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..torch_inside.autograd import base_of
+from ..torch_inside.tensors import whole
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
@@ -159,20 +161,21 @@ class _Trial:
             if grad is not None and result.requires_grad
         ]
         leaves = [x for x in self.own if _is_tracked(x)]
-        found = torch.autograd.grad(
-            [result for result, _ in pairs],
-            [*leaves, self.found],
-            [grad for _, grad in pairs],
-            allow_unused=True,
-            retain_graph=is_kept(),  # what is compiled in this backward is compiled for that
-        )
+        with _overflows_are_expected():
+            found = torch.autograd.grad(
+                [result for result, _ in pairs],
+                [*leaves, self.found],
+                [grad for _, grad in pairs],
+                allow_unused=True,
+                retain_graph=is_kept(),  # what is compiled in this backward is compiled for that
+            )
         self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)
         return [next(by_leaf) if _is_tracked(x) else None for x in self.own] + [found[-1]]
 
     def fits(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether none of them overflowed; waits for the device."""
-        return not bool(any_nonfinite([g for g in gradients[:-1] if g is not None]))
+        return not bool(any_nonfinite([whole(g) for g in gradients[:-1] if g is not None]))
 
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients at the first scale, going down, at which they fit."""
@@ -187,7 +190,8 @@ class _Trial:
         if fixed:
             return gradients
         if not self.fits(gradients):
-            call = Seen.of(self.inputs.names, self._given(saved), results, grads)
+            received = [whole(g) for g in grads if g is not None]
+            call = Seen.of(self.inputs.names, self._given(saved), results, received)
             if call.hopeless:
                 scale.said.hopeless(self.number, call)
                 return self._hopeless(saved, grads, gradients)
@@ -241,6 +245,15 @@ class _Trial:
             gradient = gradients[i]
             if gradient is not None:
                 gradients[i] = gradient * (scale / self.at)
+
+
+def _overflows_are_expected() -> contextlib.AbstractContextManager[None]:
+    """In anomaly mode: a NaN of the trial's own is none of the user's. One at any scale leaves the
+    trial, and autograd finds it there.
+    """
+    if not torch.is_anomaly_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.detect_anomaly(check_nan=False)
 
 
 class _Fitted(torch.autograd.Function):
@@ -306,6 +319,7 @@ def check_two_scales(
     for i, (one, other) in enumerate(zip(higher, lower, strict=True)):
         if one is None or other is None or one.is_sparse:
             continue
+        one, other = whole(one), whole(other)
         wanted = FACTOR if i in scaled else 1.0
         one, other = _real(one) / wanted, _real(other)
         if _is_multiple(one, other, FACTOR) or _is_multiple(other, one, FACTOR):

@@ -8,7 +8,7 @@ that came back is not, then that is the loss's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Seen:
     @classmethod
     def of(
         cls, names: Sequence[str], inputs: Sequence[Any], results: Sequence[Any],
-        received: Iterable[torch.Tensor | None],
+        received: Sequence[torch.Tensor],
     ) -> Seen:  # fmt: skip
         """Look at the tensors of a call; waits for the device.
 
@@ -47,7 +47,7 @@ class Seen:
             tuple(name for name, _ in bad),
             all(x.is_leaf and x.requires_grad for _, x in bad),
             bool(any_nonfinite([x.detach() for x in results if _is_float(x)])),
-            bool(any_nonfinite([g for g in received if g is not None])),
+            bool(any_nonfinite(received)),
         )
 
     @property

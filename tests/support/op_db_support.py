@@ -46,21 +46,26 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 @dataclass(frozen=True)
 class Case:
-    """One operator in one setting at one level; `first`: only that many samples, 0 for all."""
+    """One operator in one setting at one level; `first`: only that many samples, 0 for all;
+    `times`: what the samples' FP32 numbers are multiplied by.
+    """
 
     name: str
     setting: str = "alone"
     level: str = "O1"
     first: int = 0
+    times: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.setting}-{self.level}"
+        scaled = f"-{self.times:g}" if self.times != 1 else ""
+        return f"{self.name}-{self.setting}-{self.level}{scaled}"
 
 
 def check(case: Case) -> list[Verdict]:
     """The verdict on each sample of a case, in op_db's order."""
     op = OPS[case.name]
-    samples = samples_of(op, inplace=case.setting == "inplace", first=case.first)
+    inplace = case.setting == "inplace"
+    samples = samples_of(op, inplace=inplace, first=case.first, times=case.times)
     verdicts: list[Verdict] = []
     with _quiet():
         for start in range(0, len(samples), BATCH):
@@ -105,8 +110,16 @@ class Sample:
         return self.input, self.args, self.kwargs
 
 
-def samples_of(op: Any, *, inplace: bool = False, first: int = 0) -> list[Sample]:
+def samples_of(
+    op: Any, *, inplace: bool = False, first: int = 0, times: float = 1.0
+) -> list[Sample]:
     """The FP32 samples, the same in every run."""
+
+    def scaled(value: Any) -> Any:
+        if not _is_float(value) or times == 1:
+            return value
+        return (value.detach() * times).requires_grad_(value.requires_grad)
+
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -117,7 +130,10 @@ def samples_of(op: Any, *, inplace: bool = False, first: int = 0) -> list[Sample
         found = list(itertools.islice(fitting, first or None))
     blank = op.name in UNINITIALISED
     return [
-        Sample(s.input, s.args, s.kwargs, torch.zeros_like if blank else s.output_process_fn_grad)
+        Sample(
+            *pytree.tree_map(scaled, (s.input, s.args, s.kwargs)),
+            torch.zeros_like if blank else s.output_process_fn_grad,
+        )
         for s in found
     ]
 

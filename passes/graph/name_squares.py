@@ -1,0 +1,28 @@
+"""`x * x` is named `square(x)`, the same numbers, forward and backward. A rewriting pass.
+
+    mul(h, h)    ->    square(h)
+
+A product of two values keeps their magnitude, as a rule: `mul` follows its operands. A square
+leaves FP16's range from 256 on and reaches zero from 2**-12 down, so `square` is FP32 (rules).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.rules.policy import Config
+
+aten = torch.ops.aten
+
+
+def name_squares(gm: fx.GraphModule, config: Config) -> bool:
+    changed = False
+    for node in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        value, other = node.args
+        held = ir.captured(node)
+        if value is other and held is not None and held.is_floating_point():
+            node.target, node.args = aten.square.default, (value,)
+            changed = True
+    return changed

@@ -1,0 +1,225 @@
+"""What we add to a backward lives under every mode of autograd that a user can set: the gradients
+are those of the same loop in plain FP32, twice in a row (the first call searches the loss scale).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import graph
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mpcompile import mpcompile
+
+torch.manual_seed(0)
+X, Y = torch.randn(4, 16), torch.randint(8, (4,))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.b(F.gelu(self.norm(self.a(x))))
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    return F.cross_entropy(net(X), Y)
+
+
+def gradients(net: nn.Module) -> torch.Tensor:
+    """Of all parameters that have one, in one row."""
+    own = [p.grad.float().flatten() for p in net.parameters() if p.grad is not None]
+    return torch.cat(own)
+
+
+def within(mode: Callable[[], Any], factor: float = 1.0) -> Callable[[nn.Module], None]:
+    def loop(net: nn.Module) -> None:
+        with mode():
+            (loss_of(net) * factor).backward()
+
+    return loop
+
+
+def forward_within(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
+    def loop(net: nn.Module) -> None:
+        with mode():
+            loss = loss_of(net)
+        loss.backward()
+
+    return loop
+
+
+def behind(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
+    def loop(net: nn.Module) -> None:
+        with mode():
+            net(X)
+        loss_of(net).backward()
+
+    return loop
+
+
+def batched(net: nn.Module) -> None:
+    rows = torch.eye(32).reshape(32, 4, 8)
+    found = torch.autograd.grad(net(X), list(net.parameters()), rows, is_grads_batched=True)
+    for p, gradient in zip(net.parameters(), found, strict=True):
+        p.grad = gradient.sum(0)
+
+
+def jacobian(net: nn.Module, *, vectorize: bool) -> None:
+    found = torch.autograd.functional.jacobian(net, X, vectorize=vectorize)
+    net.a.weight.grad = found.sum((0, 1, 2)).expand(32, 16).contiguous()
+
+
+def vjp(net: nn.Module) -> None:
+    _, found = torch.autograd.functional.vjp(net, X, torch.ones(4, 8))
+    net.a.weight.grad = found.sum(0).expand(32, 16).contiguous()
+
+
+def hooks_on_nodes(net: nn.Module) -> None:
+    loss, seen, node = loss_of(net), [], None
+    node = loss.grad_fn
+    while node is not None:
+        node.register_hook(lambda _, gradients: seen.append(gradients))
+        node.register_prehook(lambda gradients: seen.append(gradients))
+        node = node.next_functions[0][0] if node.next_functions else None
+    loss.backward()
+    assert seen
+
+
+def hooks_on_parameters(net: nn.Module) -> None:
+    seen: list[Any] = []
+    own = list(net.parameters())
+    handles = [
+        graph.register_multi_grad_hook(own, seen.append),
+        net.register_full_backward_hook(lambda module, into, out: None),
+        net.a.weight.register_hook(lambda gradient: gradient * 2),
+        *(p.register_post_accumulate_grad_hook(seen.append) for p in own),
+    ]
+    out = net(X.clone().requires_grad_())
+    out.register_hook(lambda gradient: gradient * 3)
+    F.cross_entropy(out, Y).backward()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 1 + len(own)
+
+
+def twice(net: nn.Module) -> None:
+    loss = loss_of(net)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def of_inputs(net: nn.Module) -> None:
+    loss_of(net).backward(inputs=[net.a.weight])
+
+
+def by_grad(net: nn.Module) -> None:
+    found = torch.autograd.grad(loss_of(net), list(net.parameters()))
+    for p, gradient in zip(net.parameters(), found, strict=True):
+        p.grad = gradient
+
+
+def several_roots(net: nn.Module) -> None:
+    loss = loss_of(net)
+    torch.autograd.backward([loss, loss * 2])
+
+
+def in_a_thread(net: nn.Module) -> None:
+    thread = threading.Thread(target=lambda: loss_of(net).backward())
+    thread.start()
+    thread.join()
+
+
+def checkpointed(net: nn.Module, *, use_reentrant: bool) -> None:
+    x = X.clone().requires_grad_()
+    F.cross_entropy(checkpoint(net, x, use_reentrant=use_reentrant), Y).backward()
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+LOOPS: dict[str, Callable[[nn.Module], None]] = {
+    "anomaly": within(torch.autograd.detect_anomaly),
+    "anomaly, a steep loss": within(torch.autograd.detect_anomaly, 3e4),
+    "anomaly without its check": within(lambda: torch.autograd.detect_anomaly(check_nan=False)),
+    "a batch of gradients": batched,
+    "a vectorized jacobian": lambda net: jacobian(net, vectorize=True),
+    "a jacobian": lambda net: jacobian(net, vectorize=False),
+    "vjp": vjp,
+    "hooks on saved tensors": forward_within(
+        lambda: graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+    ),
+    "saved on the CPU": forward_within(graph.save_on_cpu),
+    "one thread": within(lambda: torch.autograd.set_multithreading_enabled(False)),
+    "the profiler": within(torch.profiler.profile),
+    "the old profiler": within(torch.autograd.profiler.profile),
+    "deterministic": within(deterministic),
+    "hooks on nodes": hooks_on_nodes,
+    "hooks on parameters": hooks_on_parameters,
+    "behind inference mode": behind(torch.inference_mode),
+    "behind no_grad": behind(torch.no_grad),
+    "a graph that is kept": twice,
+    "inputs=": of_inputs,
+    "autograd.grad": by_grad,
+    "several roots": several_roots,
+    "a thread": in_a_thread,
+    "a checkpoint": lambda net: checkpointed(net, use_reentrant=False),
+    "a reentrant checkpoint": lambda net: checkpointed(net, use_reentrant=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
+)
+@pytest.mark.parametrize("named", LOOPS)
+def test_the_gradients_are_those_of_fp32(
+    named: str, emit: str, level: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    net, loop = Net(), LOOPS[named]
+    plain = copy.deepcopy(net)
+    loop(plain)
+    model = mpcompile(net, dtype=dtype, level=level, emit=emit)
+    for _ in range(2):
+        for p in net.parameters():
+            p.grad = None
+        loop(model)
+        found, wanted = gradients(net), gradients(plain)
+        assert found.shape == wanted.shape
+        off = (found - wanted).norm() / wanted.norm()
+        assert 0 < off < 0.03 if level != "O0" else off < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_anomaly_mode_finds_what_is_nan_at_any_scale(level: str) -> None:
+    class Root(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            out = super().forward(x)
+            return out + (out - out.detach()).sqrt()  # 0 times infinity
+
+    model = mpcompile(Root(), dtype=torch.float16, level=level, emit="aot_eager")
+    with (
+        pytest.raises(RuntimeError, match="returned nan values"),
+        torch.autograd.detect_anomaly(),
+    ):
+        loss_of(model).backward()
