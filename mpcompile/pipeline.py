@@ -29,6 +29,7 @@ from .passes.graph.guard_aliases import guard_aliases
 from .passes.graph.guard_constants import guard_constants
 from .passes.graph.guard_factorisations import guard_factorisations
 from .passes.graph.guard_kernels import guard_kernels
+from .passes.graph.guard_steep import guard_steep
 from .passes.graph.keep_compared import keep_compared
 from .passes.graph.leave_unpromised import leave_unpromised
 from .passes.graph.name_squares import name_squares
@@ -59,7 +60,8 @@ PASSES: tuple[Pass, ...] = (
     classify,  # LOW | FULL | FOLLOW | KEEP for every node
     guard_kernels,  # after classify, whose decisions it overrules, the user's as well
     guard_aliases,  # after classify; like the guards below, it may only make classes wider
-    guard_constants,  # after classify, likewise
+    guard_steep,  # likewise; before guard_constants, which ends where something is pinned
+    guard_constants,  # likewise
     guard_factorisations,  # likewise; before plan, while FOLLOW shows what may still be pinned
     leave_unpromised,  # before plan, which decides the products whose times are known
     plan,  # FOLLOW becomes LOW or FULL
@@ -99,6 +101,7 @@ MUST_RUN: Mapping[str, str] = {
     "guard_aliases": "tensors that share memory would no longer do so",
     "guard_constants": "constants beyond FP16's range would become infinite",
     "guard_factorisations": "a factorisation of a rounded matrix may fail, or be far off",
+    "guard_steep": "logarithms of differences of rounded values may be infinite",
     "plan": "operators would stay undecided",
     "place_casts": "operators would read operands in another dtype than planned",
     "keep_compared": "where a rounding is left out, comparisons would miss equal values, and "

@@ -210,6 +210,23 @@ def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
             yield -1, argument
 
 
+def numbers(node: fx.Node) -> list[float]:
+    """The numbers that an operator computes with: no dims, no places, no factor of an operand."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    declared = schema(node.target).arguments
+    found = []
+    for i, argument in positions(node):
+        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+        if is_number and 0 <= i < len(declared) and declared[i].name != "alpha":
+            found += [float(argument)] if str(declared[i].type) in _NUMBERS else []
+    return found
+
+
+# The schema types of such operands; add(x, 1e-8) passes its number as a tensor.
+_NUMBERS = ("number", "Optional[number]", "Optional[float]", "Tensor")
+
+
 def layout(node: fx.Node) -> tuple[Any, Any]:
     """Sizes and strides of the captured value."""
     value = captured(node)

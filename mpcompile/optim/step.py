@@ -57,7 +57,8 @@ class CompiledStep:
         pieces = split(self._traced.graph, whole=whole, together=_is_tiny(key))
         if not whole:
             pieces = keep_results(join_small(pieces))
-        self.program = BoundPieces(pieces, {**self._traced.held, **self._gathered.held}, emit)
+        held = {**self._traced.held, **self._gathered.held}
+        self.program = self._traced.lending(lambda: BoundPieces(pieces, held, emit))
         given = self.program.given
         self._gradients = [
             (node, i)

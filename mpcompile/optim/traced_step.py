@@ -8,9 +8,10 @@ each step leaves behind is the same in both.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from ..ir.dtypes import HALF
 from ..ir.step import CopyLayout, Ranks, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
-from ..scaling.copies import WorkingCopy
+from ..scaling.copies import WorkingCopy, holders_beside
 from . import pipeline
 from .absent import Absent
 from .elementwise import check_state, refuse_mixing
@@ -33,6 +34,8 @@ from .reports import Results
 from .rests_on import OfStep
 from .separable import refuse_mixed
 from .trace import Trace, trace
+
+_Made = TypeVar("_Made")
 
 
 class TracedStep:
@@ -147,6 +150,17 @@ class TracedStep:
             if flag is not None:
                 known = self.no_overflows if overflows is None else overflows.to(self.device)
                 env[flag] = known
+
+    def lending(self, make: Callable[[], _Made]) -> _Made:
+        """Call `make`, which makes something that holds tensors over the parameters' memory."""
+        pairs = [(p, copy) for p, copy in self._copied if not is_sharded(p)]
+        before = [holders_beside(param) for param, _ in pairs]
+        made = make()
+        for (param, copy), had in zip(pairs, before, strict=True):
+            if lent := holders_beside(param) - had:
+                copy.lent += lent
+                weakref.finalize(made, copy.give_back, lent).atexit = False
+        return made
 
     def ran(self, missing: Collection[int] = ()) -> None:
         """Tell autograd and the working copies that the step has run.

@@ -9,11 +9,13 @@ however many graphs read it.
 
 Freshness. Before each forward every copy is compared with its master: same memory, same version
 counter. Torch increments the counter at every write in place: load_state_dict, an initialiser,
-another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it.
-So a master's class is `MasterWeight`, an nn.Parameter that notes each access to its `.data`. Its
-copy is then cast anew before the next forward, and before each one while the tensor from `.data`
-exists. A parameter of a class of somebody's own keeps that class, and each forward casts its copy
-anew. (Writes through a view of that tensor that outlives it, or through NumPy, go unnoticed.)
+another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it,
+nor does one by another tensor over the same memory (parameters that are parts of one flat buffer),
+or by another process. So a master's class is `MasterWeight`, an nn.Parameter that notes each access
+to its `.data`. Its copy is then cast anew before the next forward, and before each one while the
+tensor from `.data` exists. Before each forward is cast anew, too, the copy of a parameter that
+doesn't hold its memory alone, and of one that has a class of somebody's own, which it keeps.
+(Writes through a view of the tensor from `.data` that outlives it, or through NumPy, go unnoticed.)
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from ..ir.step import CopyLayout
 from ..torch_inside.autograd import hooks_on, keeps_graph, version
-from ..torch_inside.tensors import suggest_memory_format
+from ..torch_inside.tensors import holders, suggest_memory_format
 from . import parameters
 from .loss_scale import LossScale
 from .low_gradients import LowGradient, Multiplied
@@ -104,6 +107,7 @@ class WorkingCopy:
         is_padded: whether it is only a part.
         gradient: how its gradients are stored.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
+        lent: how many tensors over the master's memory compiled steps hold.
     """
 
     def __init__(
@@ -113,7 +117,8 @@ class WorkingCopy:
         self.tensor = self.real_part(self.stored, master)
         self.is_padded = self.stored.shape != self.tensor.shape
         self.gradient = LowGradient(master, dtype)
-        self.awaited = 0
+        self.awaited = self.lent = 0
+        self._shared = False  # whether another process may write to the master
         self._seen: tuple[int, int, int] | None = None
 
     def is_stale(self, master: torch.Tensor) -> bool:
@@ -134,6 +139,8 @@ class WorkingCopy:
     def _is_exposed(self, master: torch.Tensor) -> bool:
         """Whether something may have written to the master by way of its `.data`."""
         if not isinstance(master, MasterWeight) or MasterWeight.is_exposed(master):
+            return True
+        if self._shared or holders_beside(master) > self.lent:
             return True
         return self._seen is not None and self._seen[2] != _accesses(master)
 
@@ -156,7 +163,20 @@ class WorkingCopy:
 
     def written(self, master: torch.Tensor) -> None:
         """Note that the copy holds the master's current values."""
-        self._seen = _state(master)
+        seen = _state(master)
+        if self._seen is None or self._seen[0] != seen[0]:
+            memory = master.untyped_storage()
+            self._shared = capabilities(master.device).is_shared(memory)
+        self._seen = seen
+
+    def give_back(self, lent: int) -> None:
+        """Note that so many tensors over the master's memory are no more."""
+        self.lent -= lent
+
+
+def holders_beside(master: torch.Tensor) -> int:
+    """How many other tensors hold the master's memory."""
+    return holders(master.untyped_storage()) - 2  # `master`, and the memory that is asked
 
 
 def _accesses(master: torch.Tensor) -> int:

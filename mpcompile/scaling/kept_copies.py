@@ -177,11 +177,5 @@ class KeptCopies:
             # Another thread may read them next, in a stream of its own.
             self._device.synchronize()
             for copy, weight in stale:
-                if _holds_alone(weight):  # `.data = view` or `set_` may have given it shared memory
-                    copy.written(weight)
+                copy.written(weight)
         return [copy.stored for copy in found]
-
-
-def _holds_alone(weight: torch.Tensor) -> bool:
-    """Whether no other tensor shows the weight's memory."""
-    return why_off(Part.OPTIMIZER) is not None or holders(weight.untyped_storage()) == 2

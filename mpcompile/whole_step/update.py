@@ -179,7 +179,8 @@ class Update:
         self._measures = [p for p in step.pieces if p.outputs and norms.issuperset(p.outputs)]
         others = tuple(p for p in step.pieces if p not in self._measures)
         pieces = keep_results(join_small(Split(others, step.commits)))
-        self._program = BoundPieces(pieces, self._step.held, behind)
+        held = self._step.held
+        self._program = self._step.lending(lambda: BoundPieces(pieces, held, behind))
         given = self._program.given
         self._firsts = {n: self._at[s] for s, n in given.items() if s.key == "first"}
         self._given = {s: n for s, n in given.items() if s.key != "first"}

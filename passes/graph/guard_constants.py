@@ -36,7 +36,7 @@ from torch import fx
 from mpcompile import ir, rules
 from mpcompile.ir.hidden_products import hidden_calls
 from mpcompile.rules.policy import Config, Level, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.ops import OpOverload
 
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
@@ -157,7 +157,7 @@ def _zeros_and_ones(node: fx.Node, bits: Collection[fx.Node]) -> bool:
     copies = _copies(node) or rule.converts or rule.zero_absorbs
     operands = [n for n in node.all_input_nodes if ir.captured(n) is not None]
     from_bits = bool(operands) and all(n in bits for n in operands)
-    numbers = all(number in (0, 1) for number in _numbers(node))
+    numbers = all(number in (0, 1) for number in ir.numbers(node))
     return rule.zeros_and_ones or (copies and from_bits and numbers)
 
 
@@ -271,21 +271,4 @@ def _scalars(node: fx.Node) -> list[float]:
         return []
     if not all(rules.castable(node.target, i) for i in range(len(node.args))):
         return []  # batch_norm: its eps stays FP32 inside the kernel
-    return _numbers(node)
-
-
-def _numbers(node: fx.Node) -> list[float]:
-    """The numbers that an operator computes with: no dims, no places."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    declared = schema(node.target).arguments
-    found = []
-    for i, argument in ir.positions(node):
-        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-        if is_number and 0 <= i < len(declared) and str(declared[i].type) in _SCALARS:
-            found.append(float(argument))
-    return found
-
-
-# The schema types of such operands; add(x, 1e-8) passes its number as a tensor.
-_SCALARS = ("number", "Optional[number]", "Optional[float]", "Tensor")
+    return ir.numbers(node)

@@ -46,19 +46,17 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 @dataclass(frozen=True)
 class Case:
-    """One operator in one setting at one level; `first`: only that many samples, 0 for all;
-    `times`: what the samples' FP32 numbers are multiplied by.
-    """
+    """One operator in one setting at one level; `first`: only that many samples, 0 for all."""
 
     name: str
     setting: str = "alone"
     level: str = "O1"
     first: int = 0
-    times: float = 1.0
+    times: float = 1.0  # what the samples' FP32 numbers are multiplied by
 
     def __str__(self) -> str:
-        scaled = f"-{self.times:g}" if self.times != 1 else ""
-        return f"{self.name}-{self.setting}-{self.level}{scaled}"
+        times = "" if self.times == 1 else f"-{self.times:g}"
+        return f"{self.name}-{self.setting}-{self.level}{times}"
 
 
 def check(case: Case) -> list[Verdict]:
@@ -76,12 +74,8 @@ def check(case: Case) -> list[Verdict]:
 # -- operators and samples ------------------------------------------------------------------------
 
 
-def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
-
-
 # op_db seeds some random operators inside the call, which Dynamo can't trace; we seed outside.
-invocations.wrapper_set_seed = _call
+invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 
 def _name(op: Any) -> str:
@@ -91,9 +85,8 @@ def _name(op: Any) -> str:
 OPS = {_name(op): op for op in invocations.op_db if torch.float32 in op.supported_dtypes("cpu")}
 
 # What these return is whatever stood in memory: only its dtype and shape can be compared.
-UNINITIALISED = {
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-}  # fmt: skip
+UNINITIALISED = {"new_empty", "new_empty_strided"}
+UNINITIALISED |= {"empty", "empty_like", "empty_permuted", "empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -110,16 +103,8 @@ class Sample:
         return self.input, self.args, self.kwargs
 
 
-def samples_of(
-    op: Any, *, inplace: bool = False, first: int = 0, times: float = 1.0
-) -> list[Sample]:
+def samples_of(op: Any, *, inplace: bool = False, first: int = 0, times: float = 1) -> list[Sample]:
     """The FP32 samples, the same in every run."""
-
-    def scaled(value: Any) -> Any:
-        if not _is_float(value) or times == 1:
-            return value
-        return (value.detach() * times).requires_grad_(value.requires_grad)
-
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -130,12 +115,18 @@ def samples_of(
         found = list(itertools.islice(fitting, first or None))
     blank = op.name in UNINITIALISED
     return [
-        Sample(
-            *pytree.tree_map(scaled, (s.input, s.args, s.kwargs)),
-            torch.zeros_like if blank else s.output_process_fn_grad,
-        )
+        Sample(*_times(s, times), torch.zeros_like if blank else s.output_process_fn_grad)
         for s in found
     ]
+
+
+def _times(sample: Any, times: float) -> Any:
+    def scaled(value: Any) -> Any:
+        if times == 1 or not _is_float(value):
+            return value
+        return (value.detach() * times).requires_grad_(value.requires_grad)
+
+    return pytree.tree_map(scaled, (sample.input, sample.args, sample.kwargs))
 
 
 @dataclass(frozen=True)
