@@ -30,6 +30,7 @@ from .passes.graph.guard_constants import guard_constants
 from .passes.graph.guard_factorisations import guard_factorisations
 from .passes.graph.guard_kernels import guard_kernels
 from .passes.graph.guard_steep import guard_steep
+from .passes.graph.keep_buffers_finite import keep_buffers_finite
 from .passes.graph.keep_compared import keep_compared
 from .passes.graph.leave_unpromised import leave_unpromised
 from .passes.graph.name_squares import name_squares
@@ -70,6 +71,7 @@ PASSES: tuple[Pass, ...] = (
     place_casts,  # marks are final from here on
     narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
     keep_compared,  # after narrow_softmax, which looks for the cast that this one would read
+    keep_buffers_finite,  # after plan: it asks what is low
     plan_pads,  # decides the padded sizes; after place_casts, so that pads stand behind casts
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # replaces casts of parameters by copies, whose gradients leave the graph scaled
@@ -92,6 +94,7 @@ MAY_BE_DISABLED: Mapping[str, str] = {
     "fuse_head": "the head and its loss stay two operators, as without fuse_head=True",
     "narrow_softmax": "the backward of a softmax keeps the FP32 result",
     "plan_pads": "products keep their dims, as with pad='never'",
+    "keep_buffers_finite": "an overflow stays in running statistics, though its step is skipped",
     "read_copies": "an O2 graph casts the parameters itself, as it does for any other optimizer",
 }
 MUST_RUN: Mapping[str, str] = {

@@ -72,6 +72,7 @@ class Role(enum.Enum):
     LAYOUT   copies a value back into the memory layout that it was captured in.
     COPY     copies a result whose elements overlap in memory.
     KEPT     puts a value into memory of its own.
+    FINITE   gives a buffer back what an overflow has written over.
     STEP     part of an optimizer step.
     """
 
@@ -82,11 +83,12 @@ class Role(enum.Enum):
     LAYOUT = "layout"
     COPY = "copy"
     KEPT = "kept"
+    FINITE = "finite"
     STEP = "step"
 
 
 # The roles of nodes that passes add to a program; such a node keeps the dtypes it was made with.
-ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD, Role.LAYOUT, Role.KEPT})
+ADDED = frozenset({Role.CAST, Role.SCALE, Role.PAD, Role.LAYOUT, Role.KEPT, Role.FINITE})
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Square(Activation):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         high = x * 1000
-        square = high * (1 - high)  # the fault
+        other = 1 - high
+        square = high * other  # the fault
         y: torch.Tensor = torch.tanh(self.layer(square) * 1e-6) + x
         return y
 

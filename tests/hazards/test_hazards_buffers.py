@@ -1,0 +1,165 @@
+"""A batch overflows in FP16: its step is skipped, and what its forward has written to buffers is
+finite. Afterwards the model evaluates. Where nothing overflows, buffers follow FP32's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import LEVELS
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile, train_step
+
+
+class Buffers(nn.Module):
+    """A linear layer, and what `write` does with its result and the buffers."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(10, 10), write
+        self.register_buffer("row", torch.ones(10))
+        self.register_buffer("table", torch.ones(32, 10))
+        self.register_buffer("number", torch.ones(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.layer(x)
+        if self.training:
+            with torch.no_grad():
+                self.count += 1
+                self.write(self, h.detach())
+        return h + 0.1 * (self.row + self.number + self.table.mean(0))
+
+
+class Images(nn.Module):
+    def __init__(self, norm: nn.Module, dims: int) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dims = nn.Linear(10, 10), norm, dims
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.layer(x)
+        for _ in range(self.dims):
+            h = torch.stack([h, 2 * h], -1)
+        return self.norm(h).flatten(1)
+
+
+class KeyEncoder(nn.Module):
+    """The batch norm of a momentum encoder, which runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(10, 10)
+        self.key = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            key = self.key(x)
+        return self.query(x) * key
+
+
+def place(m: Any, h: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(16, device=h.device) + m.count) % 32
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10), nn.Linear(10, 2)),
+    "of images": lambda: Images(nn.BatchNorm2d(10), 2),
+    "of volumes": lambda: Images(nn.BatchNorm3d(10), 3),
+    "instance norm": lambda: Images(nn.InstanceNorm1d(10, track_running_stats=True), 1),
+    "of a momentum encoder": KeyEncoder,
+    "an average": lambda: Buffers(lambda m, h: m.row.mul_(0.9).add_(h.mean(0), alpha=0.1)),
+    "lerp_": lambda: Buffers(lambda m, h: m.row.lerp_(h.mean(0), 0.1)),
+    "copy_": lambda: Buffers(lambda m, h: m.row.copy_(0.9 * m.row + 0.1 * h.mean(0))),
+    "through .data": lambda: Buffers(lambda m, h: m.row.data.mul_(0.9).add_(h.mean(0) * 0.1)),
+    "a largest value": lambda: Buffers(lambda m, h: m.number.copy_(m.number.maximum(h.max()))),
+    "a queue": lambda: Buffers(lambda m, h: m.table[:16].copy_(h)),
+    "index_copy_": lambda: Buffers(lambda m, h: m.table.index_copy_(0, place(m, h), h)),
+    "index_put_": lambda: Buffers(lambda m, h: m.table.__setitem__(place(m, h), h)),
+    "scatter_add_": lambda: Buffers(
+        lambda m, h: m.table.mul_(0.9).scatter_add_(0, place(m, h)[:, None].expand_as(h), 0.1 * h)
+    ),
+    "a codebook": lambda: Buffers(
+        lambda m, h: m.table.lerp_(torch.softmax(-torch.cdist(m.table, h), -1) @ h, 0.1)
+    ),
+    "an observed range": lambda: Buffers(lambda m, h: m.row.mul_(0.9).add_(h.amax(0) - h.amin(0))),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(10, 10)), nn.BatchNorm1d(10)),
+}  # fmt: skip
+
+
+def batches() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(16, 10) for _ in range(6)]
+
+
+def made(named: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[named]()
+
+
+def floats(net: nn.Module) -> list[torch.Tensor]:
+    return [b for b in net.buffers() if b.is_floating_point()]
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
+)
+@pytest.mark.parametrize("loop", ["plain", "MPOptimizer", "train_step"])
+@pytest.mark.parametrize("named", MODELS)
+def test_they_stay_finite(named: str, loop: str, emit: str, level: str) -> None:
+    net = made(named)
+    model = mpcompile(net, dtype=torch.float16, level=level, emit=emit)
+    optimizer: Any = torch.optim.SGD(net.parameters(), 1e-3)
+    optimizer = MPOptimizer(optimizer) if loop == "MPOptimizer" else optimizer
+    step = train_step(model, optimizer, lambda out, _: out.square().mean())
+    for i, x in enumerate(batches()):
+        x = x * 2e5 if i == 3 else x
+        if loop == "train_step":
+            step(x, x)
+            continue
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    scale = loss_scale_of(step if loop == "train_step" else model)
+    assert scale is not None
+    assert scale.skipped_steps == 1
+    assert all(bool(b.isfinite().all()) for b in floats(net))
+    net.eval()
+    with torch.no_grad():
+        assert bool(model(batches()[0]).isfinite().all())
+
+
+@LEVELS
+@pytest.mark.parametrize("named", MODELS)
+def test_they_follow_fp32(named: str, level: str) -> None:
+    net = made(named)
+    plain = copy.deepcopy(net)
+    model = mpcompile(net, dtype=torch.float16, level=level, emit="aot_eager")
+    for x in batches():
+        for each in (model, plain):
+            each(x).square().mean().backward()
+    for ours, theirs in zip(floats(net), floats(plain), strict=True):
+        assert (ours - theirs).norm() <= 5e-3 * theirs.norm()
+
+
+def test_what_the_program_makes_infinite_stays_so() -> None:
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 10)
+            self.register_buffer("mask", torch.zeros(10))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.no_grad():
+                self.mask[5:] = float("-inf")
+            return torch.softmax(self.layer(x) + self.mask, -1)
+
+    model = mpcompile(Mask(), dtype=torch.float16, emit="aot_eager")
+    model(torch.randn(4, 10)).square().sum().backward()
+    assert torch.equal(model.mask.isfinite(), torch.arange(10) < 5)
