@@ -10,7 +10,10 @@ A LOW node reads low operands; every other node, and the graph's output, reads t
 Inputs that are stored low have their own dtype from here on. There is one cast for each value and
 dtype, right behind the value's producer: there it runs under the grad mode in which the value was
 made (a cast inside a later no_grad region would cut the gradient), and Inductor can fuse it
-anywhere. A value that is written in place is cast at each use.
+anywhere. That of a parameter stands before its first reader where it may: autograd goes backward in
+reverse order, and so widens each gradient right behind the product that makes it. (Behind the
+inputs it would be the last thing that a backward does, and all low gradients alive till then.)
+A value that is written in place is cast at each use.
 
 A result that the plan rounds to the low dtype is cast down once, and up again for each reader in
 FP32: these readers, and the backward, then read two bytes an element.
@@ -154,14 +157,14 @@ class _CastPlacer:
             return self._insert(value, dtype, user, before=user, masked=masked)
         key = (value, dtype, masked)
         if key not in self.casts:
-            before = ir.after(value)
+            before = user if _may_wait(value, user) else ir.after(value)
             self.casts[key] = self._insert(value, dtype, user, before=before, masked=masked)
         return self.casts[key]
 
     def _insert(
         self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, before: fx.Node, masked: bool
     ) -> fx.Node:
-        like = user if before is user else value
+        like = user if ir.is_mutable(value) else value
         reader = "the caller" if user.op == "output" else user.name
         reason = f"{reader} reads {ir.SHORT[dtype]}"
         decision = ir.added(ir.Role.CAST, reason)
@@ -215,6 +218,12 @@ class _CastPlacer:
         minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
         clamped = call(aten.clamp_min.default, mask, floor)
         return call(aten.masked_fill.Scalar, clamped, minus_inf, float("-inf"))
+
+
+def _may_wait(value: fx.Node, user: fx.Node) -> bool:
+    """Whether the cast of a value may stand before this reader of it: in no region, in grad mode."""
+    waits = ir.is_parameter(value) and ir.is_op(user)
+    return waits and ir.grad_enabled(user) and not ir.regions(user)
 
 
 def _factors(node: fx.Node) -> frozenset[int]:

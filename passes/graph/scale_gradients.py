@@ -211,7 +211,7 @@ class _Scaler:
         # The gradient of an input that is returned as it is never enters the graph.
         users = readers or [u for u in node.users if u.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
-        with self.graph.inserting_before(readers[0] if readers else ir.after(node)):
+        with self.graph.inserting_before(readers[0] if readers else self._first_reader(node, users)):
             target = torch.ops.mpcompile.unscale_grad.default
             args = (node, self.scale, self.found)
             name = f"{node.name}_unscale"
@@ -220,6 +220,16 @@ class _Scaler:
         for user in users:
             user.replace_input_with(node, new)
         return new
+
+    def _first_reader(self, node: fx.Node, users: Collection[fx.Node]) -> fx.Node:
+        """The node before which the gradient of a value may be unscaled: a parameter's is unscaled
+        right behind what makes it, as it is widened (`place_casts`), not last of all.
+        """
+        if not ir.is_parameter(node):
+            return ir.after(node)
+        first = next((n for n in self.graph.nodes if n in users), None)
+        may_wait = first is not None and ir.grad_enabled(first) and not ir.regions(first)
+        return first if may_wait and first is not None else ir.after(node)
 
     def scale_outputs(self) -> None:
         """Scale each result; for results that share memory, scale the shared tensor.
