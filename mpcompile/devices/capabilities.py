@@ -45,9 +45,6 @@ class Capabilities:
             channels-last, and Inductor lays out so what some of them read only.
         spares_launches: whether a launch costs more than a look at a small gradient, or than its
             cast, so that gradients are unscaled and weights cast many at once.
-        keeps_casts: whether the low cast of a weight is kept for the backward by those who haven't
-            asked for memory: 2 bytes an element until then. Casting it again is a launch and 6
-            bytes of traffic an element.
         one_row: how many times as long as in FP32 a product of one row with a matrix takes in a low
             dtype, at least; 0: no longer than a profile says.
         wants_alignment: whether products of unaligned sizes take longer.
@@ -67,7 +64,6 @@ class Capabilities:
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False
     spares_launches: ClassVar[bool] = False
-    keeps_casts: ClassVar[bool] = False
     one_row: ClassVar[float] = 0.0
     wants_alignment: ClassVar[bool] = True
     large_sizes: ClassVar[bool] = True

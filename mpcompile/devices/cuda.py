@@ -34,7 +34,6 @@ class CUDA(Capabilities):
     cuda_graphs = True
     convolves_low_channels_last = True  # cuDNN, on Tensor Cores
     spares_launches = True
-    keeps_casts = True
 
     def capability(self) -> tuple[int, int]:
         """The compute capability, (major, minor)."""

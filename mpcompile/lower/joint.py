@@ -61,7 +61,8 @@ class JointPasses:
         halves: for the forward and the backward that become of it.
         lowered: for the graph behind Inductor's own passes, as it is lowered.
         keeps_casts: whether the backward gets the low casts of weights that the partitioner keeps
-            for it, unless the program has a checkpoint; else it casts the weights again.
+            for it, unless the program has a checkpoint: 2 bytes an element until then. Else it
+            casts the weights again, which is 6 bytes of traffic an element, and a launch.
     """
 
     joint: tuple[JointPass, ...] = ()
@@ -100,7 +101,7 @@ def joint_passes(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *few),
-        keeps_casts=there.keeps_casts and not spares,
+        keeps_casts=not spares,
     )
 
 

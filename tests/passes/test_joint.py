@@ -53,7 +53,7 @@ CHECKS = JointPasses(lowered=(cast_together, unscale_together), keeps_casts=True
 OURS = JointPasses(joint=(widen_weight_gradients,))
 ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA, keeps_casts=True)
 WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA, keeps_casts=True)
-ON_CPU = JointPasses(halves=(store_masks_as_bytes,))
+ON_CPU = JointPasses(halves=(store_masks_as_bytes,), keeps_casts=True)
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
 
@@ -107,7 +107,7 @@ def test_casts_of_weights_are_kept_where_memory_is_not_asked_for() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     kept = [joint_passes(Level.O1, at, spares=spares).keeps_casts
             for at in (cuda, cpu) for spares in (False, True)]  # fmt: skip
-    assert kept == [True, False, False, False]
+    assert kept == [True, False, True, False]
 
 
 def test_caches_know_whether_casts_are_kept() -> None:
