@@ -101,8 +101,11 @@ class Constraints:
     def _is_open(self, node: fx.Node) -> bool:
         if ir.precision(node) is FOLLOW:
             return True
+        profile = self.config.profile
         return (
             ir.precision(node) is LOW
+            and profile is not None
+            and profile.is_measured  # no estimate takes a product out of the low dtype
             and ir.mark(node).by is ir.By.TABLE
             and ir.mark(node).low is self.config.low
             and not any(ir.is_low_input(root(n)) for n in read_by(node))  # no FP32 copy of it

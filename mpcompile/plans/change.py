@@ -35,6 +35,7 @@ _SENTENCES = {
     "pad": "pad='never' leaves it out, and so does a size in the model that needs no padding",
     "copy": "no policy changes it ({why}): return a .contiguous() result from the model",
     "kept": "it goes if nothing is compared with the value, or with what is made of it ({why})",
+    "finite": "in BF16 nothing overflows, and it is left out",
     "layout": "it goes if the node that it reads runs in FP32, whose kernel lays its result out as "
     "your program was traced with",
     "step": "no policy changes it: it is part of an optimizer's step",

@@ -174,6 +174,11 @@ class Profile:
     samples: tuple[Sample, ...]
     origin: str = MEASURED
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its samples are times, and not computed from a data sheet."""
+        return self.origin == MEASURED
+
     def seconds(
         self, kind: str, dtype: torch.dtype, dims: Mapping[str, int], *, backward: bool = True
     ) -> float | None:

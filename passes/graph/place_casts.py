@@ -221,7 +221,7 @@ class _CastPlacer:
 
 
 def _may_wait(value: fx.Node, user: fx.Node) -> bool:
-    """Whether the cast of a value may stand before this reader of it: in no region, in grad mode."""
+    """Whether the cast of a value may stand before this reader: in no region, in grad mode."""
     waits = ir.is_parameter(value) and ir.is_op(user)
     return waits and ir.grad_enabled(user) and not ir.regions(user)
 

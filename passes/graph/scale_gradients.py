@@ -211,7 +211,9 @@ class _Scaler:
         # The gradient of an input that is returned as it is never enters the graph.
         users = readers or [u for u in node.users if u.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
-        with self.graph.inserting_before(readers[0] if readers else self._first_reader(node, users)):
+        with self.graph.inserting_before(
+            readers[0] if readers else self._first_reader(node, users)
+        ):
             target = torch.ops.mpcompile.unscale_grad.default
             args = (node, self.scale, self.found)
             name = f"{node.name}_unscale"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mpcompile.devices.registry import capabilities
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
-from mpcompile.lower.joint import NO_PASSES, joint_passes
+from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.plan_graph import Facts, plan_graph
 from mpcompile.planner.target import Target, target_for
 from mpcompile.plans.graph_plan import GraphPlan
@@ -137,7 +138,7 @@ def test_its_capabilities_make_the_plan() -> None:
     # Rows of 32 bytes are 16 values: 1000 becomes 1008.
     (head,) = (node for node in plan.nodes if node.name == "linear_1")
     assert head.planned == "bf16[2048, 32, 1008]"
-    assert joint_passes(Level.O1, XPU) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
 
 
 @pytest.mark.usefixtures("toy")
@@ -155,12 +156,12 @@ def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
     assert precisions(plan, "aten::scaled_dot_product_attention") == {"FULL"}
     assert "stay FP32" in capabilities(XPU).why_auto()
-    assert joint_passes(Level.O1, XPU) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
 
 
 @pytest.mark.usefixtures("plain")
 def test_it_may_say_that_products_leave_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert joint_passes(Level.O1, XPU) == NO_PASSES
+    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
     monkeypatch.setattr(Plain, "products_leave_in_fp32", lambda self: True)
     assert len(joint_passes(Level.O1, XPU).joint) == 1
 
@@ -174,7 +175,8 @@ def test_its_profile_counts(
     key = key_of(XPU)
     assert key == Key("a toy", "xpu", torch.__version__, "", 0)
     path = tmp_path / "toy.json"
-    store.write(from_ceilings(key, bandwidth=1e13, rates=rates, launch=1e-9), path)
+    profile = from_ceilings(key, bandwidth=1e13, rates=rates, launch=1e-9)
+    store.write(replace(profile, origin="measured"), path)
     monkeypatch.setenv(store.VARIABLE, str(path))
     target = target_for(capabilities(XPU), None)
     assert target.profile == store.read(path)

@@ -18,7 +18,7 @@ import mpcompile
 from mpcompile import ir
 from mpcompile.planner import target
 from mpcompile.planner.objective import UNIT, Objective
-from mpcompile.profile import Profile
+from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Precision
 
 
@@ -162,8 +162,11 @@ def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
 def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both sides of the sum, the verdict first; and a plan for that batch agrees."""
+    """Both sides of the sum, the verdict first; and a plan for that batch agrees. A data sheet
+    alone takes no product out of the low dtype.
+    """
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")  # the built-in one
+    measured = replace(store.builtin("cuda-hopper"), origin="measured")
 
     def planned(batch: int) -> tuple[str, str]:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
@@ -171,6 +174,8 @@ def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
         first = next(node for node in plan.nodes if node.op == "aten::linear")
         return first.precision, first.reason
 
+    assert planned(32)[0] == "LOW"
+    monkeypatch.setattr(store, "builtin", lambda stem: measured)
     precision, reason = planned(32)
     assert precision == "FULL"
     found = re.search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import weakref
@@ -20,6 +21,7 @@ from mpcompile import MPCompileError, Policy, plan_for
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
 from mpcompile.preview import explain as explaining
+from mpcompile.profile import store
 from mpcompile.rules import kernels
 from mpcompile.scaling import guard, parameters
 
@@ -46,8 +48,13 @@ def test_without_units_a_named_dtype_still_runs_low() -> None:
 
 
 def test_the_profile_is_that_of_the_gpus_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper has a built-in one, in which so small a product isn't worth its casts."""
+    """Hopper has a built-in one, from a data sheet. Were it measured, so small a product wouldn't
+    be worth its casts.
+    """
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
+    assert decided(plan_for(net(), X, device="h100"))["linear"] == "LOW"
+    measured = dataclasses.replace(store.builtin("cuda-hopper"), origin="measured")
+    monkeypatch.setattr(store, "builtin", lambda stem: measured)
     assert decided(plan_for(net(), X, device="h100"))["linear"] == "FULL"
     assert decided(plan_for(net(), X, device="t4"))["linear"] == "LOW"
 
