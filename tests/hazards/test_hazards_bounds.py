@@ -73,6 +73,7 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
+@pytest.mark.sampled(3)
 @LEVELS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(
