@@ -73,7 +73,7 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow_rows("several programs each", but=8)
 @LEVELS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(

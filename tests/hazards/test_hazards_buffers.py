@@ -106,7 +106,7 @@ def floats(net: nn.Module) -> list[torch.Tensor]:
     return [b for b in net.buffers() if b.is_floating_point()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow_rows("several programs each", but=8)
 @LEVELS
 @pytest.mark.parametrize(
     "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
@@ -136,7 +136,7 @@ def test_they_stay_finite(named: str, loop: str, emit: str, level: str) -> None:
         assert bool(model(batches()[0]).isfinite().all())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow_rows("several programs each", but=8)
 @LEVELS
 @pytest.mark.parametrize("named", MODELS)
 def test_they_follow_fp32(named: str, level: str) -> None:

@@ -98,6 +98,7 @@ def train(
     return found
 
 
+@pytest.mark.slow_rows("ten compiles each", but=2)
 @pytest.mark.parametrize("way", [by_us, of_a_function])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_often_stays_low(way: Callable[..., Any], change: Callable[..., Any]) -> None:
