@@ -74,8 +74,11 @@ class Trial:
         slow: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         self.gm, self.inputs, self._state, self._slow = gm, list(inputs), state, slow
-        outputs: Any = gm.graph.output_node().args[0]
-        self.nodes: list[Any] = [*outputs, *written_inputs(gm.graph).values()]
+        written = written_inputs(gm.graph)
+        results: Any = gm.graph.output_node().args[0]
+        # An input that is written and returned is what was written, such as a count of calls.
+        outputs = [written.get(node, node) for node in results]
+        self.nodes: list[Any] = [*outputs, *written.values()]
 
     @property
     def written(self) -> list[int]:
