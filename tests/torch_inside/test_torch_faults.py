@@ -98,7 +98,7 @@ def test_gradients_behind_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = dataclasses.replace(SCHEDULER_FORGETS_WRITES, until="2.11")
     monkeypatch.setattr(write_order, "SCHEDULER_FORGETS_WRITES", gone)
     torch._dynamo.reset()
-    wrong = gradients(mpcompile.mpcompile(model, level="O0"), model, x)
+    wrong = gradients(mpcompile.mpcompile(model, level="O0", verify=False), model, x)
     assert not any(bool(gradient.any()) for gradient in wrong[:4])
 
 
