@@ -210,15 +210,15 @@ def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
             yield -1, argument
 
 
-def numbers(node: fx.Node) -> list[float]:
-    """The numbers that an operator computes with: no dims, no places, no factor of an operand."""
+def numbers(node: fx.Node, *, but: str = "") -> list[float]:
+    """The numbers that an operator computes with: no dims, no places. Not the argument `but`."""
     if not isinstance(node.target, OpOverload):
         return []
     declared = schema(node.target).arguments
     found = []
     for i, argument in positions(node):
         is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-        if is_number and 0 <= i < len(declared) and declared[i].name != "alpha":
+        if is_number and 0 <= i < len(declared) and declared[i].name != but:
             found += [float(argument)] if str(declared[i].type) in _NUMBERS else []
     return found
 

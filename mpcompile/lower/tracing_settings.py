@@ -76,8 +76,8 @@ def traced_with(
     """
 
     def set_all() -> AbstractContextManager[Any]:
-        patches: dict[str, Any] = {"allow_unspec_int_on_nn_module": True, **settings}
-        patches["ignore_logger_methods"] = _left_out()
+        always = {"allow_unspec_int_on_nn_module": True, "ignore_logger_methods": _left_out()}
+        patches: dict[str, Any] = {**always, **settings}
         patched: AbstractContextManager[Any] = config.patch(patches)
         return patched
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..errors import MPCompileError, MPCompileWarning
 from ..plans.plan_text import shortened
 from ..torch_inside.dynamo_names import get_compilation_metrics
+from ..torch_inside.private_names import MissingInTorch
 
 __all__ = ["compiled", "look", "look_before_step"]
 
@@ -55,7 +56,10 @@ def look() -> None:
     Raises:
         MPCompileError: it was compiled with strict=True.
     """
-    known = get_compilation_metrics()
+    try:
+        known = get_compilation_metrics()
+    except MissingInTorch:  # then torch's own line in the log is all that is said
+        return
     if not known or _began(known[-1]) <= _state.until:
         return
     new = [metrics for metrics in known if _began(metrics) > _state.until]

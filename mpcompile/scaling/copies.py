@@ -137,7 +137,7 @@ class WorkingCopy:
         self.written(master)
 
     def _is_exposed(self, master: torch.Tensor) -> bool:
-        """Whether something may have written to the master by way of its `.data`."""
+        """Whether something may have written to the master without its version's saying so."""
         if not isinstance(master, MasterWeight) or MasterWeight.is_exposed(master):
             return True
         if self._shared or holders_beside(master) > self.lent:

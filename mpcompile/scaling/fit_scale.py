@@ -253,7 +253,7 @@ def _overflows_are_expected() -> contextlib.AbstractContextManager[None]:
     """
     if not torch.is_anomaly_enabled():
         return contextlib.nullcontext()
-    return torch.autograd.detect_anomaly(check_nan=False)
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)  # it restores what was set
 
 
 class _Fitted(torch.autograd.Function):

@@ -104,7 +104,7 @@ def _wrap_backward(function: Any) -> None:
         return _connected(results) or results
 
     def call(ctx: Any, *gradients: Any) -> Any:
-        # From torch 2.13 on they come in one list.
+        # Read in torch 2.13: they come in one list.
         in_list = len(gradients) == 1 and isinstance(gradients[0], list)
 
         def sample(*own: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .private_names import Part, attribute, private
+from .private_names import MissingInTorch, Part, attribute, private
 
 if TYPE_CHECKING:
     from torch import _add_batch_dim as _batched
@@ -33,11 +33,11 @@ else:
         "torch._C:_storage_Use_Count", "tells whether memory is in use", Part.OPTIMIZER
     )
     _BATCHES = "takes batched gradients apart"
-    _batched = private("torch:_add_batch_dim", _BATCHES, Part.COMPILE)
-    _unbatched = private("torch:_remove_batch_dim", _BATCHES, Part.COMPILE)
-    _dispatch_keys = private("torch._C:_dispatch_keys", "tells batched gradients", Part.COMPILE)
-    _enter_batch = private("torch._C:_vmapmode_increment_nesting", _BATCHES, Part.COMPILE)
-    _leave_batch = private("torch._C:_vmapmode_decrement_nesting", _BATCHES, Part.COMPILE)
+    _batched = private("torch:_add_batch_dim", _BATCHES, Part.SAY)
+    _unbatched = private("torch:_remove_batch_dim", _BATCHES, Part.SAY)
+    _dispatch_keys = private("torch._C:_dispatch_keys", "tells batched gradients", Part.SAY)
+    _enter_batch = private("torch._C:_vmapmode_increment_nesting", _BATCHES, Part.SAY)
+    _leave_batch = private("torch._C:_vmapmode_decrement_nesting", _BATCHES, Part.SAY)
     is_functorch_wrapped_tensor = private(
         "torch._C._functorch:is_functorch_wrapped_tensor", "tells vmap's tensors", Part.COMPILE
     )
@@ -79,8 +79,13 @@ def holders(memory: torch.UntypedStorage) -> int:
 
 
 def _level() -> int:
-    """How many batches of gradients this thread's backward is for: `is_grads_batched=True`."""
-    level = _enter_batch() - 1
+    """How many batches of gradients this thread's backward is for: `is_grads_batched=True`. Without
+    torch's old `vmap`, which makes them, there are none.
+    """
+    try:
+        level = _enter_batch() - 1
+    except MissingInTorch:
+        return 0
     _leave_batch()
     return level
 
@@ -103,7 +108,8 @@ def for_each_sample(
     """A function of gradients, called with those of each sample of the batch that they are; None
     if no value is batched. It may return None in place of a gradient, of all samples.
     """
-    level = _level()
+    if (level := _level()) == 0:
+        return None  # as in each ordinary backward
     places = [i for i, value in enumerate(values) if _is_batched(value, level)]
     if not places:
         return None

@@ -7,11 +7,12 @@ deciding pass; FOLLOW becomes FULL.
     log: FULL = log(q)                         log: FULL = log(q)
 
 A logarithm of what was rounded is hardly off: the rounding is relative. Not so if a number was
-added in between: of 1 - 0.999 two digits in BF16 are none, and a value that was rounded to 1 lies
-beyond any bound below 1: it gets no gradient, or an infinite one. What the program names itself (a
-number, a constant, data) it names to the last digit. So where the table says that every digit of an
-operand counts for an FP32 operator (`digits`), and this operand was computed by adding such a
-number to what came from a LOW operator, or by bounding that with it, all between the two is FP32.
+added in between: 0.999 is 1 in BF16, and nothing is left of 1 - 0.999. And a value that was rounded
+to 1 lies beyond any bound below 1: it gets no gradient, or an infinite one. What the program names
+itself (a number, a constant, data) it names to the last digit. So where the table says that every
+digit of an operand counts for an FP32 operator (`digits`), and this operand was computed by adding
+such a number to what came from a LOW operator, or by bounding that with it, all between the two is
+FP32.
 
 The user's policy is never overruled.
 """
@@ -78,6 +79,6 @@ def _names_a_number(node: fx.Node, low: set[fx.Node]) -> bool:
     if not (rule.adds or rule.compares or ir.op_name(node) == "aten::where"):
         return False
     operands = [n for _, n in ir.float_args(node)]
-    numbers = [number for number in ir.numbers(node) if number != 0]
+    numbers = [number for number in ir.numbers(node, but="alpha") if number != 0]
     given = [n for n in operands if n not in low]
     return any(n in low for n in operands) and bool(numbers or given)

@@ -23,6 +23,8 @@ write that autograd tracks.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -37,11 +39,11 @@ aten = torch.ops.aten
 def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
-    buffers = {memory: n for n in inputs if (memory := ir.storage(n)) is not None}
-    shared = len(buffers) < sum(ir.storage(n) is not None for n in inputs)
+    holders = Counter(map(ir.storage, inputs))
+    buffers = {m for n in inputs if _is_buffer(n) and holders[m := ir.storage(n)] == 1}
     trains = config.scaled and any(map(ir.requires_grad, inputs))
-    written = set() if shared else _written_behind_low(graph, set(buffers), trains=trains)
-    for node in [n for n in inputs if ir.storage(n) in written and _is_buffer(n)]:
+    written = _written_behind_low(graph, buffers, trains=trains)
+    for node in [n for n in inputs if ir.storage(n) in written]:
         _keep_finite(graph, node)
     return bool(written)
 
@@ -52,12 +54,14 @@ def _is_buffer(node: fx.Node) -> bool:
     return floating and not ir.requires_grad(node) and ir.copy_of(node) is None
 
 
-def _written_behind_low(graph: fx.Graph, buffers: set[int], *, trains: bool) -> set[int]:
+def _written_behind_low(
+    graph: fx.Graph, buffers: set[int | None], *, trains: bool
+) -> set[int | None]:
     """The memory of inputs that is written, and never as autograd tracks it, with values that
     depend on a LOW operator in FP16.
     """
     low = {n for n in graph.nodes if _may_overflow(n)}
-    dirty: set[int] = set()  # memory that was written with such values
+    dirty: set[int | None] = set()  # memory that was written with such values
     results = graph.output_node().all_input_nodes
     left = {ir.storage(n) for n in results if n.op != "placeholder"}  # shown to the caller
     for node in graph.nodes:
@@ -70,16 +74,15 @@ def _written_behind_low(graph: fx.Graph, buffers: set[int], *, trains: bool) -> 
                 left.add(memory)
             elif node in low and (trains or not declared):
                 dirty.add(memory)
-    return {memory for memory in dirty if memory not in left}
+    return dirty - left
 
 
 def _may_overflow(node: fx.Node) -> bool:
     """Whether it computes in FP16, or may come from another graph that does."""
     if node.op == "placeholder":
         return ir.requires_grad(node) and not ir.is_parameter(node) and ir.copy_of(node) is None
-    decision = ir.mark(node) if ir.is_marked(node) else None
-    low = decision is not None and decision.precision is Precision.LOW
-    return low and decision is not None and decision.low is torch.float16
+    low = ir.precision(node) is Precision.LOW
+    return low and ir.mark(node).low is torch.float16
 
 
 def _declares_writes(node: fx.Node) -> bool:

@@ -20,9 +20,8 @@ aten = torch.ops.aten
 def name_squares(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        value, other = node.args
-        held = ir.captured(node)
-        if value is other and held is not None and held.is_floating_point():
+        value, held = node.args[0], ir.captured(node)
+        if node.args == (value, value) and held is not None and held.is_floating_point():
             node.target, node.args = aten.square.default, (value,)
             changed = True
     return changed
