@@ -183,7 +183,7 @@ class _Live(fx.Interpreter):
     """
 
     def __init__(self, gm: fx.GraphModule, stretch: Stretch, place: Place) -> None:
-        super().__init__(gm, garbage_collect_values=False)
+        super().__init__(gm)
         self._stretch, self._place = stretch, place
 
     def results(self, given: Sequence[Any]) -> list[Any]:

@@ -75,10 +75,12 @@ def _overflowed_inside(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
 def _origin(
     case: Case, value: fx.Node, through: fx.Node, is_so: Callable[[float], bool]
 ) -> fx.Node:
-    """The operator that makes the gradient so large, or so small, that `is_so` holds."""
-    made, cast = value, through if through is not value else None
-    while reader := case.who_passed(made if cast is None else value, cast):
-        made, cast = reader, None
+    """The operator that makes the gradient so large, or so small, that `is_so` holds: of a value,
+    which is read `through` a cast, or itself.
+    """
+    made, read = value, through
+    while reader := case.who_passed(read):
+        made = read = reader
         arrives = case.runs.gradient_amax(reader.name)
         if arrives == float("inf") or not is_so(arrives):
             break

@@ -70,16 +70,11 @@ class Case:
         """Whether the node is an operator of the program: none that a pass added, no input."""
         return n.name in self.lines and not self.lines[n.name].is_added
 
-    def who_passed(self, value: fx.Node, through: fx.Node | None = None) -> fx.Node | None:
-        """The operator whose backward made the largest gradient of a value.
-
-        Args:
-            value: the value.
-            through: a cast of it; then only operators that read this cast count.
-        """
+    def who_passed(self, value: fx.Node) -> fx.Node | None:
+        """The operator whose backward made the largest gradient of a value, or of a cast of one."""
         sizes = {
             reader: max((s.passed_on.amax for s in self.steps.get(reader.name, ())), default=0.0)
-            for reader in readers(through or value)
+            for reader in readers(value)
             if self.is_program(reader)
         }
         return max(sizes, key=lambda reader: sizes[reader], default=None)

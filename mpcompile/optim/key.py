@@ -60,16 +60,17 @@ class StepKey:
         facts: list[Any] = []
         strides: list[tuple[int, ...]] = []
         others = (own,) if own is not None else ()
-        alike = _alike(members, others) if usual else {}
+        alike = {
+            m.param.shape: parameters.scales_of(m.param) or others
+            for m in (reversed(members) if usual else ())
+            if m.param.grad is not None
+        }
         for i, member in enumerate(members):
             param, grad = member.param, member.param.grad
             copy = _copy_of(param)
-            like: WorkingCopy | None = None
-            guessed: tuple[LossScale, ...] = ()
-            if grad is None:
-                like, guessed = alike.get((param.shape, param.dtype), (None, usual))
+            guessed = alike.get(param.shape, usual) if grad is None else ()
             known = parameters.scales_of(param) or guessed or others
-            stored = arriving[i] if arriving else _stored(param, copy or like)
+            stored = arriving[i] if arriving else _stored(param, copy)
             by = stored.scale if stored.scale is not None and stored.scale.active else None
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
@@ -156,17 +157,6 @@ def _index(scale: LossScale, scales: list[LossScale]) -> int:
 
 def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
     return next(iter(copies.copies_of(param).values()), None)
-
-
-def _alike(
-    members: Sequence[Member], others: tuple[LossScale, ...]
-) -> dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]]:
-    """Of each shape, the copy and the loss scales of a parameter with a gradient."""
-    found: dict[object, tuple[WorkingCopy | None, tuple[LossScale, ...]]] = {}
-    for param in (m.param for m in members if m.param.grad is not None):
-        has = _copy_of(param), parameters.scales_of(param) or others
-        found.setdefault((param.shape, param.dtype), has)
-    return found
 
 
 class Stored(NamedTuple):

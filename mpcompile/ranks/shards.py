@@ -167,8 +167,6 @@ def _ranks(mesh: Any) -> frozenset[int]:
 
 def _groups(mesh: Any) -> tuple[str, ...]:
     """Names of the groups that connect all ranks of a mesh: one, if there is one over all."""
-    if mesh.ndim == 1:
-        return (_name(mesh.get_group()),)
     if mesh.size() == dist.get_world_size():
         return (_name(dist.group.WORLD),)
     return tuple(_name(mesh.get_group(dim)) for dim in range(mesh.ndim))

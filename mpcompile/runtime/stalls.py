@@ -7,7 +7,6 @@ optimizers, those of torch are known not to; what a library's own do, nobody her
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from ..ir.dtypes import HALF
 from ..scaling import hooks, optimizers
 
 # By `id`: half parameters that graphs with a backward were compiled with.
-_trained: dict[int, weakref.ref[torch.Tensor]] = {}
+_trained: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -33,11 +32,7 @@ def reached(inputs: Iterable[Any]) -> None:
     for x in inputs:
         if isinstance(x, nn.Parameter) and x.dtype in HALF and x.requires_grad:
             hooks.look_before_steps(_look)
-            _trained[id(x)] = weakref.ref(x, functools.partial(_forget, id(x), _trained))
-
-
-def _forget(key: int, known: dict[int, Any], _gone: object) -> None:
-    known.pop(key, None)
+            _trained[id(x)] = x
 
 
 def _look(optimizer: Optimizer) -> None:
@@ -49,8 +44,7 @@ def _look(optimizer: Optimizer) -> None:
         return
     params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
-        known = _trained.get(id(param))
-        if known is not None and known() is param and param.dtype in HALF:
+        if _trained.get(id(param)) is param and param.dtype in HALF:
             _warn(type(optimizer).__name__, param)
             return
 

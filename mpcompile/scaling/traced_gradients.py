@@ -20,7 +20,8 @@ from ..torch_inside.dynamo import call_back
 from ..torch_inside.dynamo_names import safe_grad_as
 
 _hidden: set[type[torch.Tensor]] = set()
-_hiding = contextlib.ExitStack()  # open while something compiles, in any thread
+# Open while something compiles, in any thread; twice, if a reset made Dynamo forget an end.
+_hiding = contextlib.ExitStack()
 
 
 def hide_low_gradients(of: type[torch.Tensor]) -> None:
@@ -41,7 +42,6 @@ def listen_again() -> None:
 # calls back under a lock of its own: no two threads are in here.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(_: Any) -> None:
-    _hiding.close()  # of a compile whose end a reset has made Dynamo forget
     _hiding.enter_context(safe_grad_as(_without_low))
 
 

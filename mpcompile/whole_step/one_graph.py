@@ -175,7 +175,6 @@ def _by_inductor(
     graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any, verify: Verify
 ) -> Function:
     values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     context = TracingContext.get()
     return compile_inference(
         graph, values, context.fake_mode,

@@ -87,9 +87,6 @@ class _Lifter:
         """The value of `node`, computed from 0-d tensors, not from numbers read from these."""
         call = self._call
 
-        def is_number(argument: object) -> bool:
-            return isinstance(argument, fx.Node) and argument in self.tensors
-
         def wide(b: fx.Node) -> fx.Node:  # the operator rounds once, in the wider dtype
             dtype = ir.dtype(node)
             return b if ir.dtype(b) is dtype else ir.call(self.graph, _TO, b, why=_WHY, dtype=dtype)
@@ -119,5 +116,5 @@ class _Lifter:
                 {},
             ):  # fmt: skip
                 packet = node.target.overloadpacket
-                return call(packet.Tensor, self._of(a), self._of(b) if is_number(b) else b)
+                return call(packet.Tensor, self._of(a), self._of(b) if b in self.tensors else b)
         raise CannotRewrite(f"it needs a number read from a tensor in {ir.op_name(node)}")

@@ -186,3 +186,24 @@ def test_each_scaling_node_matters_around_an_unknown_backward() -> None:
         return F.linear(Clip.apply(F.linear(x, w)), w)  # type: ignore[no-untyped-call]
 
     test_each_scaling_node_matters(program)
+
+
+def test_a_gradient_that_is_missing_is_no_zero() -> None:
+    """Behind both operators, whose backwards would otherwise get zeros in its place."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+            return None
+
+    x, y = leaf(4), leaf(4)
+    scale, found = torch.tensor(2.0), torch.zeros(1)
+    scaled = torch.ops.mpcompile.scale_grad(Cut.apply(x), scale)
+    unscaled = torch.ops.mpcompile.unscale_grad(y, scale, found)
+    (scaled.sum() + Cut.apply(torch.ops.mpcompile.scale_grad(unscaled, scale)).sum()).backward()
+    assert (x.grad, y.grad) == (None, None)
+    assert not found

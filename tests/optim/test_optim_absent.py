@@ -20,9 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 from twins import Make, Twins
 
-from mpcompile import LossScale, MPCompileWarning, MPOptimizer
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer, mpcompile
 from mpcompile.optim import compiled_steps
 from mpcompile.optim import traced_step as step_module
+from mpcompile.optim.inputs import Member
+from mpcompile.optim.key import StepKey
 
 LAYERS, STEPS = 6, 40
 SHAPES = ((3, 4), ())
@@ -341,3 +343,17 @@ def test_state_that_only_a_step_makes(make: Make) -> None:
     train(twins)
     check(twins)
     assert twins.optimizer.compilations <= 6
+
+
+def test_the_scale_of_a_missing_gradient_is_that_of_another_of_its_shape() -> None:
+    """Not all that the optimizer knows: the step would wait for a scale that it has no part in."""
+    one, other, absent = (nn.Linear(n, n, bias=False) for n in (8, 4, 8))
+    for model in (one, other):
+        compiled = mpcompile(model, dtype=torch.float16, emit="eager")
+        compiled(torch.ones(2, model.in_features)).sum().backward()
+    members = [Member(0, model.weight) for model in (one, other, absent)]
+    own = LossScale.none()
+    scales = StepKey.of(members[:2], own).scales
+    found = StepKey.of(members, own, usual=scales)
+    assert found.gradients[2].scales == found.gradients[0].scales == (0,)
+    assert StepKey.of(members, own).gradients[2].scales == (2,)

@@ -190,3 +190,19 @@ def test_symbolic_lengths_under_dropout(causal: bool) -> None:
     (plan,) = compiled_plans(compiled)
     kernels = sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes)
     assert kernels == int(causal)
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_symbolic_head_sizes(scale: float | None) -> None:
+    """The scale is one over the root of this size, unless it is given."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    compiled = mpcompile(program, dtype=torch.bfloat16, emit="aot_eager", strict=True)
+    inputs = qkv(2, 3, 16, 8)
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 3)
+    compiled(*inputs).sum().backward()
+    (plan,) = compiled_plans(compiled)
+    assert sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes) == int(scale is None)

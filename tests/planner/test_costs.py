@@ -4,6 +4,7 @@ a device profile make of products.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -11,13 +12,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
-from planned_programs import BF16, CROSSING, FP16, PROGRAMS, both, profile_of, staged
+from planned_programs import (
+    BANDWIDTH,
+    BF16,
+    CROSSING,
+    FP16,
+    LAUNCH,
+    PROGRAMS,
+    both,
+    profile_of,
+    staged,
+)  # fmt: skip
 from torch import nn
 
 import mpcompile
 from mpcompile import ir
+from mpcompile.padding.products import product
 from mpcompile.planner import target
 from mpcompile.planner.objective import UNIT, Objective
+from mpcompile.planner.times import _written_out
 from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Precision
 
@@ -244,3 +257,18 @@ def test_the_profile_is_read_only_if_no_dtype_is_named(monkeypatch: pytest.Monke
         (found,) = mpcompile.compiled_plans(model)
         assert [n.precision for n in found.nodes if n.op == "aten::linear"] == [expected]
     assert len(asked) == 1
+
+
+def test_written_out_attention_takes_the_time_of_its_scores_too() -> None:
+    """Two products, which are measured, and what is between them, which isn't."""
+    heads, length, head = 8, 32, 16
+    seconds = {(heads, length, length, head): 30e-6, (heads, length, head, length): 20e-6}
+    pairs = (both("gemm", dims, low, low) for dims, low in seconds.items())
+    profile = profile_of(*itertools.chain(*pairs))
+    query, key, value = (leaf(2, 4, length, head) for _ in range(3))
+    stage = staged(F.scaled_dot_product_attention, query, key, value, low=BF16, profile=profile)
+    found = product(stage.node("scaled_dot_product_attention"))
+    assert found is not None
+    traffic = 2 * 10 * heads * length**2  # bytes of BF16: four times forward, six times backward
+    expected = sum(seconds.values()) + traffic / BANDWIDTH + 4 * LAUNCH
+    assert _written_out(profile, found, BF16, backward=True) == pytest.approx(expected)

@@ -16,10 +16,12 @@ from explained import MODELS, Broken, Pictures
 from torch import nn
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.plans import advice
 from mpcompile.preview.planner import Planner
+from mpcompile.preview.stand_ins import StandIns
 from mpcompile.runtime import uncalled
 from mpcompile.scaling import guard, parameters
 
@@ -141,3 +143,12 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     assert len(kept) == 4
     assert [ref() for ref in kept] == [None] * 4
+
+
+def test_tensors_that_are_no_parameters_have_no_copies_with_data() -> None:
+    module = nn.BatchNorm1d(4)
+    module.kept = [torch.ones(3)]  # type: ignore[assignment]
+    with StandIns() as stand_ins:
+        copied: Any = stand_ins.of_module(module)
+    for tensor in (copied.weight, copied.running_mean, copied.kept[0]):
+        assert isinstance(tensor, FakeTensor)

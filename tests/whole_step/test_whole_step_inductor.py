@@ -17,6 +17,7 @@ from benchmarks.models import Tagger
 from benchmarks.whole_step.peak import peak_bytes
 from mpcompile import MPOptimizer, train_step
 from mpcompile.whole_step import one_graph
+from mpcompile.whole_step.extra_inputs import Held
 
 Step = Callable[..., Any]
 O2 = Setting("O2", torch.float16, True, "inductor")
@@ -135,3 +136,10 @@ def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
 
     assert peak(4) < 0.4 * peak(1)
     assert len(graphs) == 4 + 1
+
+
+def test_what_a_step_replaces_is_told_from_what_stays() -> None:
+    """A graph that CUDA records would read what was replaced."""
+    held, stays, replaced = Held(), torch.zeros(1), torch.zeros(1)
+    assert [held.add(stays), held.add_fresh(replaced), held.add(stays)] == [0, 1, 0]
+    assert held.fresh == {1}
