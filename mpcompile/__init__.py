@@ -18,7 +18,6 @@ from .preview.explain import explain, plan_for
 from .records import compiled_plans, loss_scale_of
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
-from .scaling.clipping import clip_grad_norm_, clip_grad_value_
 from .scaling.loss_scale import LossScale
 from .steps import train_step
 
@@ -32,8 +31,6 @@ __all__ = [
     "Precision",
     "__version__",
     "calibrate",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "compiled_plans",
     "diagnose",
     "explain",

@@ -215,9 +215,7 @@ def _compiled_function(
     check_torch()
 
     def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
-        # Between backward and step is code of the user's, who was promised true gradients.
-        own = {**options, "_true_gradients": goes_backward(function)}
-        own.update({"emit": emit} if emit else {})
+        own = {**options, **({"emit": emit} if emit else {})}
         backend = functools.partial(mpcompile_backend, options=own)
         compiled = compiled_by(backend, one, **compile_kwargs)
         looking = None

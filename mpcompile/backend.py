@@ -55,14 +55,13 @@ def mpcompile_backend(
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
     names: Names = request.pop("_names", nobody)
-    true = request.pop("_true_gradients", False)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     if settings.regional and listener is None:
         raise MPCompileError(
             "regional=True is for mpcompile(model); torch.compile by this backend shares what it "
             'compiles of a class: call block.compile(backend="mpcompile") for each block'
         )
-    settings = replace(settings, names=names, true_gradients=true)
+    settings = replace(settings, names=names)
     uncalled.reached(example_inputs)
     if settings.level is not Level.O0:
         stalls.reached(example_inputs)

@@ -77,8 +77,6 @@ def function_of(
     if known.kept and inputs.copies:
         return reading(compiled, inputs, known.kept_for(planned))
     reader = known.reader_for(planned)
-    if reader is not None and settings.true_gradients:
-        reader.low_gradients = scale is None
     if scale is not None:
         if searches:
             scale.search.possible = True

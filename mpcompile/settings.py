@@ -184,7 +184,6 @@ class Settings:
         loss_scale: the model's own scale, or None: the backend finds or makes one.
         scale_any_dtype: the user passed a LossScale, so BF16 is scaled too. Not an option.
         names: the names of parameters in the model that is compiled. Not an option.
-        true_gradients: never store gradients times the loss scale. Not an option.
 
     The other fields are explained by the help of their options.
     """
@@ -272,7 +271,6 @@ class Settings:
     )
     scale_any_dtype: bool = False
     names: Names = nobody
-    true_gradients: bool = False
 
     def verifying(self) -> Verify:
         """How one graph is verified: takes what is found of it."""

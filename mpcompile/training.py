@@ -65,12 +65,9 @@ class Training:
         """What gives the rewritten graph its working copies; None where it reads none."""
         if not planned.inputs.copies:
             return None
-        scale = self.scale_in(planned)
-        # If two optimizers move one scale, it may change between two backwards of one gradient.
-        single = scale is None or len({id(owner) for owner in self.owned.values()}) == 1
         inputs = planned.graph.graph.find_nodes(op="placeholder")
         shapes = [tuple(ir.value(inputs[k]).shape) for k in planned.inputs.copies]
-        return copies.Reader(self.low, scale, shapes, low_gradients=single)
+        return copies.Reader(self.low, self.scale_in(planned), shapes)
 
     def read_in_full(self, planned: Planned) -> list[int]:
         """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""
@@ -80,16 +77,10 @@ class Training:
     def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
         """The parameters that the rewritten graph reads as copies, in the order of its inputs, each
         with its copy, which is made if need be.
-
-        Raises:
-            MPCompileError: another model reads one of them under another scale.
         """
         placeholders = planned.graph.graph.find_nodes(op="placeholder")
         for k, of in planned.inputs.copies.items():
             master = self.examples[of]
-            if torch.is_grad_enabled():  # an evaluation's graph stores no gradients
-                scale = self.scale_in(planned)
-                copies.check_one_scale(master, scale, f"input {of} of a graph")
             made_by = kept_copies.copy_of if of in self.kept else copies.copy_of
             yield master, made_by(master, self.low, ir.value(placeholders[k]).shape)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mpcompile import LossScale, MPOptimizer
 from mpcompile.scaling import copies
-from mpcompile.scaling.low_gradients import Multiplied
 
 __all__ = [
     "COMPILED",
@@ -157,17 +156,14 @@ def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
     parameters = _parameters(work, device)
     scale, dtype = _loss_scale(), _low_dtype(device)
     if ours.low:
-        scale.inputs(device)  # as a forward does: what it multiplied by
         for parameter in parameters:
             assert parameter.grad is not None
-            low = parameter.grad.to(dtype)
-            parameter.grad = None
-            parameter.grad_dtype = dtype
-            parameter.grad = low
-            gradient = copies.copy_of(parameter, dtype).gradient
-            if dtype is torch.float16:
-                gradient.scale, gradient.stored = scale, Multiplied.now(scale)
-                gradient.note_arrival()
+            copies.copy_of(parameter, dtype)
+            if dtype is torch.bfloat16:  # in FP16 gradients leave the graph divided by the scale
+                low = parameter.grad.to(dtype)
+                parameter.grad = None
+                parameter.grad_dtype = None
+                parameter.grad = low
     return MPOptimizer(
         torch.optim.AdamW(parameters, lr=RATE),
         loss_scale=scale,

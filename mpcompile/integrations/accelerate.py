@@ -27,7 +27,6 @@ from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
 from ..records import compiled_in, loss_scale_of
-from ..scaling import clipping
 from ..scaling.loss_scale import LossScale
 
 SCALES_FILE = "loss_scale.pt"  # in the folder of a checkpoint
@@ -217,27 +216,3 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
     def _save_scales(self, models: list[nn.Module], _weights: Any, folder: str) -> None:
         if scales := scales_in(models):
             self.save([scale.state_dict() for scale in scales], os.path.join(folder, SCALES_FILE))
-
-    def clip_grad_norm_(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float | str = 2.0,
-    ) -> Any:
-        """As Accelerate's, also where O2 stores gradients times the loss scale. Returns the norm of
-        the true gradients before clipping, 0-d.
-        """
-        held = clipping.listed(parameters)
-        if clipping.stores_scaled(held):
-            return clipping.clip_grad_norm_(held, max_norm, norm_type)
-        return super().clip_grad_norm_(held, max_norm, norm_type)
-
-    def clip_grad_value_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
-    ) -> None:
-        """As Accelerate's, also where O2 stores gradients times the loss scale."""
-        held = clipping.listed(parameters)
-        if clipping.stores_scaled(held):
-            clipping.clip_grad_value_(held, clip_value)
-        else:
-            super().clip_grad_value_(held, clip_value)

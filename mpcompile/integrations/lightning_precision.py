@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,6 @@ from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
 from ..records import loss_scale_of
-from ..scaling.clipping import clip_grad_norm_, clip_grad_value_
 from ..torch_inside.modules import compiled_call
 
 # The modules that a plugin has compiled: another Trainer's may compile them anew.
@@ -79,16 +77,6 @@ class CompiledPrecision:
         inductors = {k: v for k, v in self._options.items() if k in ("emit", "mode", "options")}
         return MPOptimizer(optimizer, **inductors)
 
-    # -- clipping, between the backward and the step ----------------------------------------------
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the global norm; also gradients that are stored times the loss scale."""
-        clip_grad_norm_(_parameters(optimizer), clip_val)
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each element; also of gradients that are stored times the loss scale."""
-        clip_grad_value_(_parameters(optimizer), clip_val)
-
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +91,3 @@ class CompiledPrecision:
         """Take over the GradScaler of a checkpoint of `Trainer(precision="16-mixed")`."""
         if state := checkpoint.get("MixedPrecision"):
             self.load_state_dict(state)
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -46,13 +46,11 @@ class Gradient:
     Attributes:
         dtype: of `p.grad`.
         scales: the loss scales (by index) of the graphs that make it.
-        scaled_by: the loss scale (by index) it is multiplied by, or None: it is unscaled.
         replicas: on how many of the ranks that agree each of its elements lies.
     """
 
     dtype: torch.dtype
     scales: tuple[int, ...] = ()
-    scaled_by: int | None = None
     replicas: int = 1
 
 
@@ -93,7 +91,7 @@ class StepConfig:
         copies: for each parameter the layout of its low copy, or None.
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
-        max_grad_norm: clip the global 2-norm of the unscaled gradients to this, or None.
+        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
         foreach: write lists of tensors as one multi-tensor operator (CUDA), not one by one.
         ranks: the processes that each hold a part of the gradients, or None: this one has all.
         gathered: groups of alike gradients (by index), each with an element, that lie one behind
@@ -146,17 +144,15 @@ class StepNotes:
 
     Attributes:
         start: the first operator of the traced step; nodes that prepare gradients go before it.
-            Made by unscale_gradients; read by all passes that add such nodes.
-        inverses: 0-d FP32, for each loss scale (by index) that some gradient is stored multiplied
-            by: one over that scale. Made by unscale_gradients; read by measure_gradients.
-        gradients: for each parameter, its gradient unscaled and in the parameter's dtype. Made by
-            unscale_gradients; read by clip_gradients.
+            Made by widen_gradients; read by all passes that add such nodes.
+        gradients: for each parameter, its gradient in the parameter's dtype. Made by
+            widen_gradients; read by clip_gradients.
         norms: 0-d, for each parameter, a norm of its gradient as stored: inf or nan exactly if an
             element of it is. The 2-norm where gradients are clipped, else the largest magnitude.
             Gradients that are gathered have one norm, that of all of their group.
             Empty if the step is neither checked nor clipped. Made by measure_gradients; read by
             find_overflows, clip_gradients, and where the step is cut into pieces.
-        total: 0-d: the 2-norm of all unscaled gradients. Made by measure_gradients, if gradients
+        total: 0-d: the 2-norm of all gradients. Made by measure_gradients, if gradients
             are clipped; agree_on_ranks makes it that of all ranks; read by clip_gradients.
         overflows: 0-d bool, for each loss scale: whether a gradient that depends on it is not
             finite. Made by find_overflows, if the step is checked; agree_on_ranks makes it that of
@@ -167,9 +163,8 @@ class StepNotes:
             is checked; read by predicate_writes.
     """
 
-    start: _Note[fx.Node] = _Note("unscale_gradients")
-    inverses: _Note[dict[int, fx.Node]] = _Note("unscale_gradients")
-    gradients: _Note[list[fx.Node]] = _Note("unscale_gradients")
+    start: _Note[fx.Node] = _Note("widen_gradients")
+    gradients: _Note[list[fx.Node]] = _Note("widen_gradients")
     norms: _Note[list[fx.Node]] = _Note("measure_gradients")
     total: _Note[fx.Node] = _Note("measure_gradients")
     overflows: _Note[list[fx.Node]] = _Note("find_overflows")

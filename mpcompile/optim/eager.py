@@ -48,7 +48,7 @@ def eager_step(
     optimizer: Optimizer, key: StepKey, max_grad_norm: float | None, results: Results
 ) -> None:
     """One step as the optimizer's class does it, after the same checks, made on the host."""
-    true = _true_gradients(key)
+    true = _wide_gradients(key)
     overflows, norm = _measured(optimizer, key, true, clipped=max_grad_norm is not None)
     for scale, overflow in zip(key.scales, overflows, strict=key.checked):
         scale.settle(overflow)
@@ -72,18 +72,13 @@ def eager_step(
     torch.autograd.graph.increment_version([m.param for m in key.members if m.updated])
 
 
-def _true_gradients(key: StepKey) -> list[torch.Tensor]:
-    """The unscaled gradients, each in the dtype that is updated."""
-    multipliers = key.multipliers()
-    true: list[torch.Tensor] = []
-    for member, gradient in zip(key.members, key.gradients, strict=True):
-        param = member.param
+def _wide_gradients(key: StepKey) -> list[torch.Tensor]:
+    """The gradients, each in the dtype that is updated."""
+    wide: list[torch.Tensor] = []
+    for param in (member.param for member in key.members):
         assert param.grad is not None
-        grad = param.grad.to(torch.float32 if is_low(param) else param.dtype)
-        if gradient.scaled_by is not None:
-            grad = grad / multipliers[gradient.scaled_by]
-        true.append(grad)
-    return true
+        wide.append(param.grad.to(torch.float32 if is_low(param) else param.dtype))
+    return wide
 
 
 def _measured(

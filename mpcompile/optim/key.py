@@ -14,7 +14,6 @@ from ..ranks.shards import Connected, layout_of, local
 from ..scaling import copies, parameters
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
-from ..scaling.low_gradients import on_one_scale
 from ..torch_inside.tensors import make_contiguous_strides_for
 from .inputs import Member
 
@@ -71,19 +70,17 @@ class StepKey:
             guessed = alike.get(param.shape, usual) if grad is None else ()
             known = parameters.scales_of(param) or guessed or others
             stored = arriving[i] if arriving else _stored(param, copy)
-            by = stored.scale if stored.scale is not None and stored.scale.active else None
             layout = layout_of(param) if connected and connected.countable else None
             gradient = Gradient(
                 stored.dtype,
                 tuple(_index(scale, scales) for scale in known),
-                _index(by, scales) if by is not None else None,
                 layout.replicas if layout is not None else 1,
             )
             gradients.append(gradient)
             held.append(copy)
             strides.append(stored.strides)
-            scaled = tuple(map(id, known)), None if by is None else id(by)
-            how = (member.group, member.updated, stored.dtype, gradient.replicas, *scaled)
+            scaled = tuple(map(id, known))
+            how = (member.group, member.updated, stored.dtype, gradient.replicas, scaled)
             facts.append((id(param), how, None if copy is None else id(copy), stored.strides))
         return cls(
             (tuple(facts), rules_of(scales), connected),
@@ -95,37 +92,10 @@ class StepKey:
             connected,
         )
 
-    @cached_property
-    def _scaled(self) -> dict[int, list[tuple[torch.Tensor, WorkingCopy | None]]]:
-        """For each loss scale (by index): the parameters, and their copies, whose gradients are
-        stored scaled by it.
-
-        That of a parameter which has none yet may not be: a `WorkingCopy` comes with its forward.
-        """
-        found: dict[int, list[tuple[torch.Tensor, WorkingCopy | None]]] = {}
-        for member, gradient, copy in zip(self.members, self.gradients, self.copies, strict=True):
-            if (k := gradient.scaled_by) is not None:
-                found.setdefault(k, []).append((member.param, copy))
-        return found
-
     @property
     def checked(self) -> bool:
         """Whether a gradient that is not finite skips the step."""
         return any(scale.active for scale in self.scales)
-
-    def multipliers(self) -> dict[int, torch.Tensor]:
-        """The numbers that the scaled gradients are multiplied by now, for each of their loss
-        scales (by index): 0-d FP32. Those that there are: a member may have none.
-        """
-        found: dict[int, torch.Tensor] = {}
-        for k, scaled in self._scaled.items():
-            now = [
-                (copy.gradient, param.grad)
-                for param, known in scaled
-                if param.grad is not None and (copy := known or _copy_of(param)) is not None
-            ]
-            found[k] = on_one_scale(now) if now else torch.ones((), device=scaled[0][0].device)
-        return found
 
     def covers(self, other: StepKey) -> bool:
         """Whether a step for this key is right for another one, whose members are some of these, if
@@ -160,28 +130,23 @@ def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
 
 
 class Stored(NamedTuple):
-    """How a gradient is stored: its dtype, its strides, and the loss scale that it is multiplied
-    by, or None.
-    """
+    """How a gradient is stored: its dtype and its strides."""
 
     dtype: torch.dtype
     strides: tuple[int, ...]
-    scale: LossScale | None
 
 
 def _stored(param: torch.Tensor, copy: WorkingCopy | None) -> Stored:
     """How the gradient of a parameter is stored; where it has none, how the next one will be."""
-    grad, low = param.grad, copy.gradient if copy is not None else None
+    grad = param.grad
     if grad is not None:
-        scale = low.scale if low is not None and low.is_scaled(grad) else None
-        return Stored(grad.dtype, local(grad).stride(), scale)
+        return Stored(grad.dtype, local(grad).stride())
     held = local(param)
     # Autograd stores it as the parameter lies, if that is dense.
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(held)
     strides = held.stride() if dense else make_contiguous_strides_for(held.shape)
-    if low is None or param.grad_dtype is torch.float32:
-        return Stored(param.grad_dtype or held.dtype, strides, None)
-    return Stored(low.dtype, strides, low.scale)
+    low = held.dtype if copy is None else copy.stored.dtype
+    return Stored(param.grad_dtype or low, strides)
 
 
 def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..scaling import foreign, guard, parameters
+from ..scaling import guard, parameters
 from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS
 from ..torch_inside.optimizers import note_step
@@ -120,8 +119,6 @@ class MPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        if not torch.compiler.is_dynamo_compiling():
-            foreign.refuse_unscaling(self._inner, sys._getframe(1))
         return self._inner.param_groups
 
     @param_groups.setter

@@ -269,7 +269,7 @@ def is_held(node: fx.Node) -> bool:
     return slot.kind != "grad" and (slot.kind, slot.key) not in _FRESH
 
 
-_FRESH = (("scale", "used"), ("scale", "flag"), ("scale", "first"))
+_FRESH = (("scale", "flag"), ("scale", "first"))
 
 
 def signature(piece: Piece) -> tuple[object, ...]:

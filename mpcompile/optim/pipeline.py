@@ -20,7 +20,7 @@ from ..passes.step.measure_gradients import measure_gradients
 from ..passes.step.move_scale import move_scale
 from ..passes.step.predicate_writes import predicate_writes
 from ..passes.step.share_numbers import share_numbers
-from ..passes.step.unscale_gradients import unscale_gradients
+from ..passes.step.widen_gradients import widen_gradients
 from ..passes.step.write_copies import write_copies
 from ..plans.dump import Dump
 from ..plans.trace import trace_step
@@ -30,7 +30,7 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
     share_numbers,  # some of these numbers are equal
-    unscale_gradients,  # gradients are unscaled from here on, in the parameter's dtype
+    widen_gradients,  # gradients are unscaled from here on, in the parameter's dtype
     measure_gradients,  # reads stored gradients, the only read before the update
     find_overflows,  # needs the norms of measure_gradients
     agree_on_ranks,  # overflows and the norm are those of all ranks from here on

@@ -68,7 +68,6 @@ class CompiledStep:
         # For each scale, which inputs of the graph each step fills anew.
         scales = range(len(key.scales))
         self._fresh = [[given.get(Slot("scale", k, n)) for n in ("first", "flag")] for k in scales]
-        self._used = [(k, u) for k in scales if (u := given.get(Slot("scale", k, "used")))]
 
     @property
     def is_wide(self) -> bool:
@@ -92,11 +91,8 @@ class CompiledStep:
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step."""
-        multipliers = self.key.multipliers()
         env: dict[fx.Node, Any] = {}
         self._traced.begin(optimizer, optimizer, self._fresh, env)
-        for k, used in self._used:
-            env[used] = multipliers[k]
         grad_mode = torch.is_grad_enabled()
         set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
         try:

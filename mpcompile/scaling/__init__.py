@@ -5,7 +5,6 @@
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored
     traced_gradients.py  hides these from what Dynamo traces
-    clipping.py          clips gradients, also those that are stored scaled
     foreign.py           notices somebody else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, when they move, and the log of that

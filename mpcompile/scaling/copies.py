@@ -30,13 +30,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..devices.registry import capabilities
-from ..errors import MPCompileError
 from ..ir.step import CopyLayout
 from ..torch_inside.autograd import hooks_on, keeps_graph, version
 from ..torch_inside.tensors import holders, suggest_memory_format
 from . import parameters
 from .loss_scale import LossScale
-from .low_gradients import LowGradient, Multiplied
+from .low_gradients import expect, stores, unscaled
 from .traced_gradients import hide_low_gradients
 
 
@@ -105,7 +104,6 @@ class WorkingCopy:
         stored: the tensor that graphs read: the copy, followed by zeros if it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         is_padded: whether it is only a part.
-        gradient: how its gradients are stored.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
         lent: how many tensors over the master's memory compiled steps hold.
     """
@@ -116,7 +114,6 @@ class WorkingCopy:
         self.stored = memory_for(master, dtype, shape)
         self.tensor = self.real_part(self.stored, master)
         self.is_padded = self.stored.shape != self.tensor.shape
-        self.gradient = LowGradient(master, dtype)
         self.awaited = self.lent = 0
         self._shared = False  # whether another process may write to the master
         self._seen: tuple[int, int, int] | None = None
@@ -218,15 +215,15 @@ def copy_of(
 
 
 def read_in_full(masters: Iterable[torch.Tensor]) -> None:
-    """Note that the gradients of these must be FP32 and unscaled from now on: a graph reads the
-    parameters in FP32, too, or their gradients are averaged over processes.
+    """Note that the gradients of these must be FP32 from now on: a graph reads the parameters in
+    FP32, too, or their gradients are averaged over processes.
     """
     for master in masters:
         if parameters.state_of(master).in_full:
             continue
         parameters.note(master, in_full=True)
-        for copy in copies_of(master).values():
-            copy.gradient.expect(master, None, low=False)
+        if copies_of(master):
+            expect(master, low=False)
 
 
 class Reader:
@@ -236,8 +233,6 @@ class Reader:
         dtype: of the copies.
         scale: the loss scale inside the graph, or None.
         shapes: in which the graph takes each copy: the parameter's, or a padded one.
-        low_gradients: store gradients in the low dtype (in FP16 times the scale) for the one
-            optimizer that owns the parameters; otherwise in FP32 and unscaled.
     """
 
     def __init__(
@@ -245,11 +240,8 @@ class Reader:
         dtype: torch.dtype,
         scale: LossScale | None,
         shapes: Sequence[tuple[int, ...]],
-        *,
-        low_gradients: bool,
     ) -> None:
-        self.dtype, self.scale, self.low_gradients = dtype, scale, low_gradients
-        self._shapes = shapes
+        self.dtype, self.scale, self._shapes = dtype, scale, shapes
         # By the first one's id: a graph may run with the parameters of equal modules in turn.
         self._all: dict[int, _Known] = {}
 
@@ -265,18 +257,18 @@ class Reader:
         for copy, master, low in zip(copies, masters, lows, strict=True):
             copy.awaited += 1
             if master.requires_grad:
-                copy.gradient.expect(master, self.scale, low=low)
+                expect(master, low=low)
         return self._in_shape(_ReadCopies.apply(self, copies, *masters))  # type: ignore[no-untyped-call]
 
     def stored_low(
         self, masters: Sequence[torch.Tensor], known: _Known | None = None
     ) -> list[bool]:
-        """Whether the gradient of each may have the low dtype: only its optimizer reads it, and no
-        hook. (DDP, in C++, reads it, too: see `reductions.py`.)
+        """Whether the gradient of each may have the low dtype: it has no loss scale, and only its
+        optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `reductions.py`.)
         """
         known = known or self._known(masters)
         return [
-            self.low_gradients and own and not any(hooks_on(master))
+            self.scale is None and own and not any(hooks_on(master))
             for master, own in zip(masters, known.read_by_optimizer, strict=True)
         ]
 
@@ -288,8 +280,6 @@ class Reader:
     def _known(self, masters: Sequence[torch.Tensor]) -> _Known:
         known = self._all.get(id(masters[0]))
         if known is None or not known.is_of(masters):
-            for master in masters if torch.is_grad_enabled() else ():
-                check_one_scale(master, self.scale, f"a parameter of shape {tuple(master.shape)}")
             pairs = zip(masters, self._shapes, strict=True)
             known = _Known(masters, [copy_of(p, self.dtype, shape) for p, shape in pairs])
             self._all = {key: one for key, one in self._all.items() if one.is_current()}
@@ -343,7 +333,7 @@ class _ReadCopies(torch.autograd.Function):
         ctx: Any, reader: Reader, copies: Sequence[WorkingCopy], *masters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reader, ctx.copies, ctx.masters = reader, copies, masters
-        ctx.multiplied = Multiplied.now(reader.scale)
+        ctx.scale = None if reader.scale is None else reader.scale.used
         ctx.set_materialize_grads(False)
         return tuple(copy.stored.detach() for copy in copies)
 
@@ -351,40 +341,27 @@ class _ReadCopies(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        results: list[torch.Tensor | None] = []
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        wide: dict[int, torch.Tensor] = {}  # those that leave in FP32, as they came
         nodes = [node for node, _ in ctx.next_functions]  # one for each input
         lows = ctx.reader.stored_low(ctx.masters)
-        for grad, copy, master, node, low in zip(
-            grads, ctx.copies, ctx.masters, nodes, lows, strict=True
-        ):
+        for i, (grad, copy, master) in enumerate(zip(grads, ctx.copies, ctx.masters, strict=True)):
             copy.awaited = max(0, copy.awaited - 1)
-            if grad is None or node is None:
-                results.append(None)
+            if grad is None or nodes[i] is None:
                 continue
             if copy.is_padded:
                 # In the parameter's layout: autograd then stores this gradient without a copy.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            results.append(copy.gradient.hand_over(grad, ctx.multiplied, node, low=low))
-        # The optimizer's step checks low gradients; nothing can change them before.
-        true = [g for g in results if g is not None and g.dtype is torch.float32]
-        if ctx.multiplied is not None and true:
+            if lows[i] and stores(nodes[i]):
+                results[i] = grad
+            else:
+                wide[i] = grad
+        true = unscaled(list(wide.values()), ctx.scale)
+        for i, grad in zip(wide, true, strict=True):
+            results[i] = grad
+        if ctx.scale is not None and true:
             ctx.reader.scale.overflows.saw(true)
         if not keeps_graph():
-            ctx.multiplied = None  # as autograd frees what is saved, even if somebody keeps a loss
+            ctx.scale = None  # as autograd frees what is saved, even if somebody keeps a loss
         return (None, None, *results)
-
-
-def check_one_scale(parameter: torch.Tensor, scale: LossScale | None, name: str) -> None:
-    """Refuse a second loss scale for gradients that are stored scaled.
-
-    Raises:
-        MPCompileError: another model reads this parameter under another scale.
-    """
-    for copy in copies_of(parameter).values() if parameter.requires_grad else ():
-        if copy.gradient.scale not in (None, scale):
-            raise MPCompileError(
-                f"{name} is shared by two O2 models with loss scales of their own, and its "
-                "gradient can be stored under one only: hand both models the same "
-                "LossScale, mpcompile(..., loss_scale=scale)"
-            )

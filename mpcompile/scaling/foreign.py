@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.amp import UNSCALES, autocast_is_on, is_enabled
+from ..torch_inside.amp import autocast_is_on, is_enabled
 from . import optimizers, parameters
 
 _SCALERS_STEP = torch.amp.GradScaler.step.__code__
@@ -70,25 +70,6 @@ def _scaler_that_steps() -> Any:
             return scaler if scaler is not None and scaler.is_enabled() else None
         frame = frame.f_back
     return None
-
-
-def refuse_unscaling(optimizer: Optimizer, asking: FrameType) -> None:
-    """Refuse a GradScaler that is about to unscale gradients which are stored in FP16: torch's own
-    error is about models in half precision.
-
-    Args:
-        asking: the code that asks for the param groups of what an MPOptimizer wraps.
-    """
-    if asking.f_code is not UNSCALES:
-        return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.grad is not None and p.grad.dtype is torch.float16 is not p.dtype for p in held):
-        raise MPCompileError(
-            "a GradScaler is about to unscale gradients of an MPOptimizer, which at O2 are stored "
-            "in FP16 times mpcompile's own loss scale; the optimizer's step unscales and checks "
-            "them. Leave the GradScaler out: loss.backward(), optimizer.step(). To clip, "
-            "MPOptimizer(..., max_grad_norm=...) or mpcompile.clip_grad_norm_"
-        )
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
-from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from . import copies, optimizers, parameters, reductions
+from . import optimizers, parameters, reductions
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -141,19 +140,6 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
         optimizers.state_of(optimizer).hidden += gradients
         for parameter, _ in gradients:
             parameter.grad = None
-
-
-def refuse_scaled(optimizer: Optimizer) -> None:
-    """Refuse a plain optimizer's step on scaled gradients: it would take them for unscaled ones."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for copy in copies.copies_of(parameter).values():
-                if copy.gradient.is_scaled(parameter.grad):
-                    raise MPCompileError(
-                        f"{type(optimizer).__name__} is about to use a gradient that is stored in "
-                        "FP16 times the loss scale, for the MPOptimizer that holds the parameter "
-                        "too. Step each parameter with one of them"
-                    )
 
 
 def show_hidden(optimizer: Optimizer) -> None:

@@ -153,7 +153,6 @@ def _checked_closure(
 def _check_gradients(optimizer: Optimizer) -> None:
     if guard.is_needed():
         guard.skip_if_overflowed(optimizer)
-        guard.refuse_scaled(optimizer)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -43,14 +43,12 @@ class LiveScale:
 
     Attributes:
         rule: how they move.
-        moves: grows whenever the scale may have changed: while it is equal, so is the scale.
         forwards: how many training forwards there were; the scale moves once for each.
         replaced: how many times a state was loaded, or set back.
     """
 
     def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
         self.rule = rule
-        self.moves = 0
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
         self._asked: tuple[torch.Tensor, ...] = ()  # those of them that `stepped` reads
@@ -106,7 +104,6 @@ class LiveScale:
             self._resident["good_steps"].fill_(good)
 
     def _take(self, after: ScaleState, before: ScaleState) -> None:
-        self.moves += after.scale != before.scale
         self._numbers = after
         for name, tensor in self._resident.items():
             if (number := getattr(after, name)) != getattr(before, name):
@@ -151,7 +148,6 @@ class LiveScale:
     def forget_tensors(self) -> None:
         """Make the next forward use a new tensor: the last one is, or will be, written to."""
         self._tensors.clear()
-        self.moves += 1
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Keep the values on `device` from now on, and return them: 0-d tensors by the fields of
@@ -225,7 +221,6 @@ class LiveScale:
         step since the last training forward.
         """
         first = self._is_first_step()
-        self.moves += self.rule.dynamic
         if self._early and self._resident:
             self._resident["hit"].fill_(True)
             first = self._early = False

@@ -52,7 +52,6 @@ class LossScale(Ruled):
         fitting: whether the first backward is still to find the scale.
         searches: whether its start was left to a search; then one finds it after an overflow, too.
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
-        used_apart: whether that is a number which the search for the start leaves as it is.
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
         fp16_only: it was made by default, not by the user: BF16 does without it.
         agreed: whether all ranks of a group have the same scale: its start was given, or they have
@@ -84,7 +83,6 @@ class LossScale(Ruled):
         self.restored = self.loaded = False
         self.agreed = not fitting
         self.used: torch.Tensor | None = None
-        self.used_apart = False
         self._optimized = False  # whether some optimizer's step checks it
 
     @classmethod
@@ -250,7 +248,6 @@ class LossScale(Ruled):
         searching = self.search.searching
         self.used = None  # so that its memory can be used again
         self.used = self.live.tensor(device, shared=searching and searched)
-        self.used_apart = searching and not searched
         return self.used, self.overflows.leaf(device)
 
     def saw_forward(self) -> None:

@@ -24,8 +24,6 @@ class OptimizerState:
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `reductions.beside`, and when that was derived.
-        nodes: the AccumulateGrad nodes that call us, by the `LowGradient` they call. They live, and
-            keep their parameters alive, as long as the optimizer does.
     """
 
     def __init__(self) -> None:
@@ -37,7 +35,6 @@ class OptimizerState:
             weakref.WeakKeyDictionary()
         )
         self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.nodes: dict[int, Any] = {}
 
 
 # An optimizer's id -> the optimizer and its state. Each step asks several times, and a weak

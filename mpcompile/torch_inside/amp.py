@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch._C import _is_any_autocast_enabled as autocast_is_on
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast
     from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-
-    UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 else:
     # `torch.autocast(device_type, enabled=False)` turns off one device type's, and takes longer.
     autocast_off = private(
@@ -28,12 +26,8 @@ else:
     exit_autocast = private(
         "torch.amp.autocast_mode:_exit_autocast", "ends autocast in Dynamo's graph", Part.COMPILE
     )
-    UNSCALES = private(
-        "torch.amp:GradScaler._unscale_grads_.__code__", "unscales gradients in place", Part.SAY
-    )
 
 __all__ = [
-    "UNSCALES",
     "autocast_is_on",
     "autocast_off",
     "enter_autocast",

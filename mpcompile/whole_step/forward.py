@@ -43,7 +43,7 @@ class Read:
 
     Attributes:
         at: the number of `copy.stored` among the held tensors.
-        low: whether the gradient may stay in the low dtype, times the loss scale.
+        low: whether the gradient may stay in the low dtype: there is no loss scale.
     """
 
     master: torch.Tensor
@@ -102,7 +102,6 @@ class Ran:
         leaves: the working copies that it has read, one for each of `forward.reads`.
         used: the loss scale that it multiplied by: 0-d FP32, or None.
         counter: the leaf whose "gradient" counts overflows, or None.
-        moves: how many steps came before it.
     """
 
     forward: Forward
@@ -110,7 +109,6 @@ class Ran:
     used: torch.Tensor | None
     counter: torch.Tensor | None
     results: Sequence[Any]
-    moves: int = 0
 
 
 def rewritten(

@@ -1,9 +1,9 @@
 """The backward in the graph of a training step, and the form in which its gradients arrive.
 
 A parameter's gradient may come in two parts: that of the parameter itself, FP32 and unscaled, and
-that of each working copy which a forward read in its place, in the low dtype and scaled. A single
-gradient of a copy that only steps read goes to them as it is. Everything else is made FP32 and
-unscaled first.
+that of each working copy which a forward read in its place, in the low dtype and scaled: that is
+made FP32 and unscaled. Without a scale, a single gradient of a copy that only steps read goes to
+them as it is.
 """
 
 from __future__ import annotations
@@ -21,52 +21,21 @@ from .forward import Ran, Read
 from .parts import BACKWARD, STEP
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A gradient as it arrives at a step, under a tracer.
-
-    Attributes:
-        grad: it: FP32 and unscaled, or as the gradient of a working copy.
-        scale: the loss scale that it is multiplied by, or None.
-        used: the value of that scale: 0-d FP32, or None.
-        moves: how many steps came before that value was read: it is the same for equal numbers.
-    """
-
-    grad: torch.Tensor
-    scale: LossScale | None = None
-    used: torch.Tensor | None = None
-    moves: int = 0
-
-    def unscaled(self, dtype: torch.dtype) -> Arrived:
-        """The same gradient in FP32, and unscaled. An overflow in it stays one."""
-        assert self.used is not None
-        return Arrived(self.grad.to(dtype) * self.used.reciprocal())
-
-
-def on_one_scale(arrived: Sequence[Arrived], params: Sequence[torch.Tensor]) -> list[Arrived]:
-    """The gradients for one step. Where a loss scale has moved between the forwards that two of
-    them come from, only those of the first value stay scaled.
-    """
-    first: dict[LossScale, int] = {}
-    found: list[Arrived] = []
-    for one, param in zip(arrived, params, strict=True):
-        if one.scale is not None and first.setdefault(one.scale, one.moves) != one.moves:
-            one = one.unscaled(param.dtype)
-        found.append(one)
-    return found
-
-
 @dataclass
 class Backward:
     """What a backward gave.
 
     Attributes:
-        arrived: a gradient for each of its inputs, or None.
+        arrived: a gradient for each of its inputs, or None: FP32, or in the low dtype of a working
+            copy that has no loss scale.
         found: for each loss scale how many gradients overflowed: 0-d FP32.
+        uncounted: gradients that are not in `found`, each with its loss scale: the step that alone
+            reads one checks it.
     """
 
-    arrived: list[Arrived | None]
+    arrived: list[torch.Tensor | None]
     found: dict[LossScale, torch.Tensor]
+    uncounted: list[tuple[LossScale, torch.Tensor]]
 
 
 def straighten(graph: fx.Graph) -> None:
@@ -150,38 +119,34 @@ def go_backward(
     gradients, rest = iter(given[: len(own)]), given[len(own) :]
     of_copies, overflows = rest[: len(reads)], rest[len(reads) :]
     found = {s: n.detach() for s, n in zip(counts, overflows, strict=True) if n is not None}
-    arrived: list[Arrived | None] = []
+    arrived: list[torch.Tensor | None] = []
+    uncounted: list[tuple[LossScale, torch.Tensor]] = []
     for i, (x, master) in enumerate(zip(inputs, masters, strict=True)):
         grad = next(gradients) if x.requires_grad or i in read else None
-        scaled = [
+        of_copy = [
             (r, read, g)
             for (r, read, _), g in zip(reads, of_copies, strict=True)
             if g is not None and read.master is master
         ]
-        if grad is None and len(scaled) == 1 and i in direct and scaled[0][1].low:
-            arrived.append(_as_stored(*scaled[0]))
+        alone = grad is None and len(of_copy) == 1 and i in direct
+        if alone and of_copy[0][1].low:
+            _, of, low = of_copy[0]
+            arrived.append(of.copy.real_part(low, of.master))
             continue
-        for one in scaled:
-            true = _unscaled(*one, found)
+        for ran_one, *one in of_copy:
+            true = _unscaled(ran_one, *one)
+            if (scale := ran_one.forward.scale) is not None:
+                if alone:
+                    uncounted.append((scale, true))
+                else:
+                    overflow = true.isfinite().logical_not().any().to(torch.float32)
+                    found[scale] = found[scale] + overflow if scale in found else overflow
             grad = true if grad is None else grad + true
-        arrived.append(None if grad is None else Arrived(grad))
-    return Backward(arrived, found)
+        arrived.append(grad)
+    return Backward(arrived, found, uncounted)
 
 
-def _as_stored(ran: Ran, read: Read, grad: torch.Tensor) -> Arrived:
-    return Arrived(read.copy.real_part(grad, read.master), ran.forward.scale, ran.used, ran.moves)
-
-
-def _unscaled(
-    ran: Ran, read: Read, grad: torch.Tensor, found: dict[LossScale, torch.Tensor]
-) -> torch.Tensor:
-    """The gradient of a working copy in FP32. An overflow in it is counted in `found`."""
+def _unscaled(ran: Ran, read: Read, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a working copy in FP32. An overflow in it stays one."""
     true = read.copy.real_part(grad, read.master).to(read.master.dtype)
-    if ran.used is None:
-        return true
-    true = true * ran.used.reciprocal()
-    overflow = true.isfinite().logical_not().any().to(torch.float32)
-    scale = ran.forward.scale
-    assert scale is not None
-    found[scale] = found[scale] + overflow if scale in found else overflow
-    return true
+    return true if ran.used is None else true * ran.used.reciprocal()

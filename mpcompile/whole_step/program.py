@@ -35,11 +35,9 @@ from ..torch_inside.tensors import storage_of
 from .extra_inputs import Held
 from .forward import Forward, Ran, rewritten
 from .gradients import (
-    Arrived,
     Backward,
     go_backward,
     is_gradient,
-    on_one_scale,
     read_at_all,
     read_by_steps_alone,
     straighten,
@@ -62,7 +60,6 @@ class _Running:
     backwards: dict[fx.Node, Backward] = field(default_factory=dict)
     behind: list[torch.Tensor] = field(default_factory=list)  # what steps behind the graph take
     looked_at: set[fx.Node] = field(default_factory=set)  # the backwards that a step has checked
-    steps: int = 0  # how many have run
 
 
 class Program:
@@ -146,7 +143,7 @@ class Program:
             number, params, grads = _step_of(part.nodes[0])
             optimizer = optimizer_of(number)
             real = [self._real[p] for p in params]
-            arrived = self._arrived(params, grads, running)
+            arrived = self._arrived(grads, running)
             device = place_of(list(self._real.values()))
             behind = emit_behind(device, len(real), self._settings) if part in self._last else None
             update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, behind)
@@ -244,9 +241,9 @@ class Program:
                     self._run_part(part, made, running)
         overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
         for backward in running.backwards.values():
-            for one in filter(None, backward.arrived):
-                if one.scale is not None and bool(any_nonfinite([one.grad])):
-                    overflowed.add(one.scale)
+            for scale, gradient in backward.uncounted:
+                if bool(any_nonfinite([gradient])):
+                    overflowed.add(scale)
         losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
         return overflowed, bool(any_nonfinite(losses))
 
@@ -267,7 +264,6 @@ class Program:
         with autocast_off() if planned else contextlib.nullcontext():
             if isinstance(made, Forward):
                 ran = made.run([env[n] for n in part.inputs], running.held)
-                ran.moves = running.steps
                 running.forwards.append(ran)
                 env.update(zip(part.outputs, ran.results, strict=True))
             elif isinstance(made, Update):
@@ -294,33 +290,30 @@ class Program:
             **options,
         )
         running.backwards[node] = backward
-        running.env[node] = tuple(a.grad if a is not None else None for a in backward.arrived)
+        running.env[node] = tuple(backward.arrived)
 
     def _take_step(self, node: fx.Node, update: Update, running: _Running) -> None:
         _, params, grads = _step_of(node)
         before = [b for b, done in running.backwards.items() if _trained(b, done) & set(params)]
         running.looked_at.update(before)
-        running.steps += 1
-        arrived = self._arrived(params, grads, running)
+        arrived = self._arrived(grads, running)
         found = _sum([running.backwards[b] for b in before])
         if update.is_behind:
             running.behind += update.inputs(arrived, found, running.held)
         else:
             update.run([running.env[p] for p in params], arrived, found, running.held)
 
-    def _arrived(
-        self, params: Sequence[fx.Node], grads: Sequence[fx.Node], running: _Running
-    ) -> list[Arrived]:
+    def _arrived(self, grads: Sequence[fx.Node], running: _Running) -> list[torch.Tensor]:
         """The gradients for a step."""
-        found: list[Arrived] = []
+        found: list[torch.Tensor] = []
         for grad in grads:
-            one: Arrived | None = Arrived(running.env[grad])
+            one: torch.Tensor | None = running.env[grad]
             if is_gradient(grad) and grad.args[0] in running.backwards:
                 backward, i = grad.args
                 one = running.backwards[backward].arrived[i]  # type: ignore[index]
             assert one is not None
             found.append(one)
-        return on_one_scale(found, [running.env[p] for p in params])
+        return found
 
 
 def _step_of(node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node]]:

@@ -41,7 +41,6 @@ from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .extra_inputs import Held
-from .gradients import Arrived
 
 _FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 
@@ -99,7 +98,7 @@ class Update:
         self,
         optimizer: Optimizer,
         params: Sequence[torch.Tensor],
-        arrived: Sequence[Arrived],
+        arrived: Sequence[torch.Tensor],
         varying: frozenset[Setting],
         held: Held,
         behind: Emit | None = None,
@@ -109,7 +108,7 @@ class Update:
         self._parts = parts = _Parts.of(optimizer)
         if parts.is_connected or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
-        if any(a.grad.layout is not torch.strided for a in arrived):
+        if any(g.layout is not torch.strided for g in arrived):
             raise CannotRewrite("a gradient is sparse")
         if optimizer is parts.optimizer and any(map(is_low, params)):
             raise CannotRewrite(
@@ -192,7 +191,7 @@ class Update:
     def run(
         self,
         params: Sequence[torch.Tensor],
-        arrived: Sequence[Arrived],
+        arrived: Sequence[torch.Tensor],
         found: Mapping[LossScale, torch.Tensor],
         held: Sequence[torch.Tensor],
     ) -> None:
@@ -229,23 +228,18 @@ class Update:
     def _values(
         self,
         slots: Iterable[Slot],
-        arrived: Sequence[Arrived],
+        arrived: Sequence[torch.Tensor],
         found: Mapping[LossScale, torch.Tensor],
         held: Sequence[torch.Tensor],
         params: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         """The values of these inputs: see `run`."""
-        used = {a.scale: a.used for a in arrived if a.scale is not None}
 
         def value(slot: Slot) -> torch.Tensor:
             if self._is_given(slot):
                 return params[slot.index]
             if slot.kind == "grad":
-                return arrived[slot.index].grad
-            if slot.kind == "scale" and slot.key == "used":
-                multiplier = used[self.scales[slot.index]]
-                assert multiplier is not None
-                return multiplier
+                return arrived[slot.index]
             stored = held[self._at[slot]]
             if slot.kind == "copy":
                 return WorkingCopy.real_part(stored, self._key.members[slot.index].param)
@@ -258,14 +252,14 @@ class Update:
 
     def inputs(
         self,
-        arrived: Sequence[Arrived],
+        arrived: Sequence[torch.Tensor],
         found: Mapping[LossScale, torch.Tensor],
         held: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Of a step behind the graph, what the graph must return for it; see `run`."""
         norms: list[Any] = []
         for piece in self._measures:
-            grads = [arrived[ir.slot_of(n).index].grad for n in piece.inputs]
+            grads = [arrived[ir.slot_of(n).index] for n in piece.inputs]
             norms += piece.graph(*grads)
         return norms + self._values(self._given, arrived, found, held)
 
@@ -329,10 +323,10 @@ def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
         env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _key(parts: _Parts, params: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> StepKey:
+def _key(parts: _Parts, params: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> StepKey:
     """What a step over these parameters is traced for."""
     groups = parts.optimizer.param_groups
     index = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
     members = [Member(index[id(p)], p) for p in params]
-    arriving = [Stored(a.grad.dtype, a.grad.stride(), a.scale) for a in arrived]
+    arriving = [Stored(g.dtype, g.stride()) for g in arrived]
     return StepKey.of(members, parts.own, arriving=arriving)

@@ -70,16 +70,14 @@ def _norms(gradients: Sequence[fx.Node], config: StepConfig, dtype: torch.dtype)
 
 
 def _total(notes: StepNotes, config: StepConfig) -> fx.Node:
-    """The 2-norm of this rank's share of all unscaled gradients."""
+    """The 2-norm of this rank's share of all gradients."""
     graph = notes.start.graph
     why = "the norm of all gradients"
-    unscaled: list[fx.Node] = []
+    shares: list[fx.Node] = []
     of_norm = dict(zip(notes.norms, config.gradients, strict=True))  # those of one norm are alike
     for norm, gradient in of_norm.items():
-        if (k := gradient.scaled_by) is not None:
-            norm = ir.call(graph, aten.mul.Tensor, norm, notes.inverses[k], why=why)
         if gradient.replicas != 1:
             norm = ir.call(graph, aten.mul.Tensor, norm, gradient.replicas**-0.5, why=why)
-        unscaled.append(norm)
-    stacked = ir.call(graph, aten.stack.default, unscaled, why=why)
+        shares.append(norm)
+    stacked = ir.call(graph, aten.stack.default, shares, why=why)
     return ir.call(graph, aten.linalg_vector_norm.default, stacked, why=why)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from step_pieces import cut, params_of, updates
-from steps import DYNAMIC
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, ir
@@ -55,14 +54,6 @@ def test_what_is_common_is_one_input() -> None:
     (joined,) = updates(join_small(before))
     assert set(first.inputs) & set(second.inputs)
     assert len(joined.inputs) == len({*first.inputs, *second.inputs})
-
-
-def test_pieces_with_other_common_inputs_are_not_joined() -> None:
-    """They would be a program of their own. Here: one over the scale of the gradients."""
-    scaled = [Gradient(F16, (k,), scaled_by=k) for k in (0, 1)]
-    gradients = (scaled[0], scaled[1], scaled[0], scaled[1])
-    step = join_small(cut(*TEN[:4], gradients=gradients, scales=(DYNAMIC, DYNAMIC)))
-    assert sorted(map(params_of, updates(step))) == [["param0", "param2"], ["param1", "param3"]]
 
 
 def operators(piece: Piece) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from steps import SCALED, STATIC, StepStage
+from steps import LOW, STATIC, StepStage
 
 from mpcompile import ir
 from mpcompile.ir import aten
@@ -21,7 +21,7 @@ from mpcompile.passes.step.check_gradients import check_gradients
 from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.find_overflows import find_overflows
 from mpcompile.passes.step.measure_gradients import measure_gradients
-from mpcompile.passes.step.unscale_gradients import unscale_gradients
+from mpcompile.passes.step.widen_gradients import widen_gradients
 
 F32, F64 = torch.float32, torch.float64
 
@@ -29,7 +29,7 @@ F32, F64 = torch.float32, torch.float64
 @pytest.mark.parametrize(
     ("pass_", "config"),
     [
-        (unscale_gradients, {}),
+        (widen_gradients, {}),
         (measure_gradients, {"checked": False}),
         (find_overflows, {"checked": False}),
         (agree_on_ranks, {}),
@@ -42,34 +42,11 @@ def test_nothing_to_do(pass_: StepPass, config: dict[str, Any]) -> None:
     assert StepStage(pass_, **config).leaves_alone()
 
 
-# -- unscale_gradients ------------------------------------------------------------------------
+# -- widen_gradients ------------------------------------------------------------------------
 
 
-def test_unscale_gradients() -> None:
-    stage = StepStage(unscale_gradients, gradients=(SCALED,))
-    assert_expected_inline(
-        stage.run(),
-        """\
-grad0: f16[3] = input
-scale0_used: f32[] = input
-_to_copy_default: f32[3] = _to_copy(grad0, dtype=f32)
-reciprocal_default: f32[] = reciprocal(scale0_used)
-mul_tensor_1: f32[3] = mul(_to_copy_default, reciprocal_default)
-mul_tensor: f32[3] = mul(mul_tensor_1, neg)
-- grad0: f32[3] = input
-- mul_tensor: f32[3] = mul(grad0, neg)
-""",
-    )
-
-
-def test_unscale_gradients_divides_by_one_number() -> None:
-    stage = StepStage(unscale_gradients, (3,), (2,), gradients=(SCALED, SCALED))
-    stage.run()
-    assert stage.text.count("reciprocal(") == 1
-
-
-def test_unscale_gradients_only_widens_bf16() -> None:
-    stage = StepStage(unscale_gradients, gradients=(Gradient(torch.bfloat16, (0,)),))
+def test_widen_gradients() -> None:
+    stage = StepStage(widen_gradients, gradients=(LOW,))
     assert_expected_inline(
         stage.run(),
         """\
@@ -97,13 +74,12 @@ linalg_vector_norm_default_1: f32[] = linalg_vector_norm(grad1, inf, dtype=f32)
 
 def test_measure_gradients_reads_what_is_stored() -> None:
     """Half the bytes, and the 2-norm where it is needed anyhow."""
-    stage = StepStage(measure_gradients, gradients=(SCALED,), max_grad_norm=1.0)
+    stage = StepStage(measure_gradients, gradients=(LOW,), max_grad_norm=1.0)
     assert_expected_inline(
         stage.run(),
         """\
 linalg_vector_norm_default: f32[] = linalg_vector_norm(grad0, 2.0, dtype=f32)
-mul_tensor_2: f32[] = mul(linalg_vector_norm_default, reciprocal_default)
-stack_default: f32[1] = stack([mul_tensor_2])
+stack_default: f32[1] = stack([linalg_vector_norm_default])
 linalg_vector_norm_default_1: f32[] = linalg_vector_norm(stack_default)
 """,
     )
@@ -137,17 +113,16 @@ getitem_5: f32[] = getitem(_foreach_norm_scalar, 1)
 
 def test_measure_gradients_that_are_gathered() -> None:
     """One norm for both, which counts once in the norm of all; the third has its own."""
-    gradients = (SCALED, SCALED, Gradient(F32, (0,)))
+    gradients = (LOW, LOW, Gradient(F32, (0,)))
     stage = StepStage(measure_gradients, (3,), (2, 2), (4,), gradients=gradients,
                       gathered=((0, 1),), max_grad_norm=1.0)  # fmt: skip
     assert_expected_inline(
         stage.run(),
         """\
-grads0: f16[7] = input
+grads0: bf16[7] = input
 linalg_vector_norm_default: f32[] = linalg_vector_norm(grads0, 2.0, dtype=f32)
 linalg_vector_norm_default_1: f32[] = linalg_vector_norm(grad2, 2.0, dtype=f32)
-mul_tensor_5: f32[] = mul(linalg_vector_norm_default, reciprocal_default)
-stack_default: f32[2] = stack([mul_tensor_5, linalg_vector_norm_default_1])
+stack_default: f32[2] = stack([linalg_vector_norm_default, linalg_vector_norm_default_1])
 linalg_vector_norm_default_2: f32[] = linalg_vector_norm(stack_default)
 """,
     )

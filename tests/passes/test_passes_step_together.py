@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from steps import DYNAMIC, SCALED, StepStage, adam
+from steps import DYNAMIC, LOW, StepStage, adam
 from torch import fx
 
 from mpcompile import ir
@@ -26,8 +26,8 @@ from mpcompile.passes.step.predicate_writes import predicate_writes
 @pytest.mark.parametrize(
     ("pass_", "missing", "maker"),
     [
-        (measure_gradients, "start", "unscale_gradients"),
-        (find_overflows, "start", "unscale_gradients"),
+        (measure_gradients, "start", "widen_gradients"),
+        (find_overflows, "start", "widen_gradients"),
         (agree_on_ranks, "overflows", "find_overflows"),
         (check_gradients, "overflows", "find_overflows"),
         (clip_gradients, "total", "measure_gradients"),
@@ -58,7 +58,7 @@ def test_norms_are_needed_before_they_are_read(pass_: StepPass, missing: str) ->
 def test_every_note_names_a_pass_that_makes_it() -> None:
     """The one named, and no other."""
     made: dict[str, str] = {}
-    stage = StepStage(lift_numbers, gradients=(SCALED,), max_grad_norm=1.0)
+    stage = StepStage(lift_numbers, gradients=(LOW,), max_grad_norm=1.0)
     for pass_ in STEP_PASSES:
         pass_(stage.gm, stage.config)
         for name in vars(ir.step_notes(stage.gm)):
@@ -74,7 +74,7 @@ def test_every_note_names_a_pass_that_makes_it() -> None:
 
 def test_every_write_of_a_whole_step() -> None:
     copies = (CopyLayout(torch.float16, (1,)),)
-    stage = StepStage(move_scale, make=adam, gradients=(SCALED,), copies=copies,
+    stage = StepStage(move_scale, make=adam, gradients=(LOW,), copies=copies,
                       scales=(DYNAMIC,), max_grad_norm=1.0)  # fmt: skip
     stage.run()
     written = [n.args[0].name for n in _writes(stage.gm.graph)]

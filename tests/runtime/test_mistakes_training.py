@@ -71,24 +71,6 @@ def cast(change: Callable[[Any], Any]) -> Loop:
     return lambda: loss_of(change(mpcompile(Net(), **EAGER)))
 
 
-def clipped_by_torch() -> None:
-    model, optimizer = backward("O2")
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def stepped_beside() -> None:
-    model, _ = backward("O2")
-    sgd(model).step()
-
-
-def scaled_twice_at_o2() -> None:
-    model = mpcompile(Net(), level="O2", **EAGER)
-    optimizer, scaler = generated(model), torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-
-
 def autocast_forward() -> None:
     model = Net()
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)  # type: ignore[method-assign]
@@ -133,12 +115,6 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         cast(lambda m: m.to("meta")),
         "is on meta; supported devices: cuda, cpu. It was",
     ),
-    "clip": (
-        clipped_by_torch,
-        "use mpcompile.clip_grad_norm_ or clip_grad_value_ in place",
-    ),
-    "two optimizers": (stepped_beside, "Step each parameter with one of them"),
-    "scaler": (scaled_twice_at_o2, "Leave the GradScaler out: loss.backward(), optimizer.step()"),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
     "double backward": (penalty, "inside of what is compiled"),

@@ -55,7 +55,7 @@ def test_type_checkers_see_the_same_options() -> None:
 
 def test_every_field_is_an_option_or_no_request() -> None:
     fields = {f.name for f in dataclasses.fields(Settings)}
-    assert fields - OPTIONS.keys() == {"names", "scale_any_dtype", "true_gradients"}
+    assert fields - OPTIONS.keys() == {"names", "scale_any_dtype"}
 
 
 def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from mpcompile.scaling.copies import MasterWeight
 
 
 def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
-    model = mpcompile(Net(), level="O2", dtype=torch.float16, emit="eager")
+    model = mpcompile(Net(), level="O2", dtype=torch.bfloat16, emit="eager")
     model(torch.randn(4, 8)).mean().backward()
     model.zero_grad()
     optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
     model(torch.randn(4, 8)).mean().backward()
-    assert model.fc1.weight.grad.dtype is torch.float16  # type: ignore[union-attr]
+    assert model.fc1.weight.grad.dtype is torch.bfloat16  # type: ignore[union-attr]
     optimizer.step()
 
 
@@ -109,7 +109,8 @@ def test_the_module_stays_what_it_was() -> None:
 
 
 def test_memory_is_sixteen_bytes_for_each_parameter_with_adam() -> None:
-    model = mpcompile(nn.Linear(64, 64, bias=False), level="O2", dtype=torch.float16, emit="eager")
+    model = nn.Linear(64, 64, bias=False)
+    mpcompile(model, level="O2", dtype=torch.bfloat16, emit="eager")
     optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()), emit="eager")
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()

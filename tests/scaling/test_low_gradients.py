@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from low_gradients import MATRICES, Net, check, inputs, loss, trained
+from low_gradients import Net, check, inputs, loss, low_in, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.scaling.copies import copies_of
 from mpcompile.scaling.reductions import Low, gradients_in
 
 
@@ -118,13 +117,15 @@ LOOPS = [
 
 @pytest.mark.slow_rows("trainings that overflow, against FP64")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
-def test_gradients_are_right_and_stored_low(loop: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_are_right(loop: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
     model = Net()
     reference = copy.deepcopy(model).double()
-    optimizer = trained(model)
+    optimizer = trained(model, dtype=dtype)
     loop(model)
     loop(reference)
-    assert check(model, reference) == MATRICES
+    rtol = 1e-2 if dtype is torch.float16 else 3e-2
+    assert check(model, reference, rtol) == low_in(dtype)
     optimizer.step()
     assert not optimizer.skipped
 
@@ -135,7 +136,7 @@ def test_the_compiled_backward_may_be_retained() -> None:
     optimizer = trained(model, emit="aot_eager")
     _retained(model)
     _retained(reference)
-    assert check(model, reference) == MATRICES
+    assert check(model, reference) == []
     optimizer.step()
 
 
@@ -145,12 +146,12 @@ def test_a_parameter_used_twice_in_a_graph() -> None:
     _optimizer = trained(model)
     _another_batch_size(model)
     _another_batch_size(reference)
-    assert check(model, reference) == MATRICES
+    assert check(model, reference) == []
 
 
 def test_what_is_compiled_while_gradients_are_there_is_one_graph() -> None:
     model = Net()
-    _optimizer = trained(model)
+    _optimizer = trained(model, dtype=torch.bfloat16)
     _a_gradient_for_the_input_too(model)
     assert len(compiled_plans(model)) == 2
 
@@ -177,7 +178,7 @@ def test_two_models_that_share_a_parameter_and_a_scale() -> None:
     run(first, second)
     a, b = (net.double() for net in pair())
     run(a, b)
-    assert check(first, a) == check(second, b) == MATRICES
+    assert check(first, a) == check(second, b) == []
     optimizer.step()
 
 
@@ -194,7 +195,7 @@ def test_parts_frozen_and_thawed(frozen: str) -> None:
                 part = getattr(part, name)
             part.requires_grad_(trains)
             net(inputs(net).requires_grad_()).square().mean().backward()
-        assert len(check(model, reference)) == 4 if trains else len(check(model, reference)) < 4
+        assert check(model, reference) == []
     optimizer.step()
 
 
@@ -209,7 +210,7 @@ def test_frozen_and_thawed_through_the_backend() -> None:
         for trains in (True, False, True):
             module.requires_grad_(trains)
             run(inputs(module).requires_grad_()).square().mean().backward()
-    assert check(net, reference) == MATRICES
+    assert check(net, reference) == []
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -226,15 +227,6 @@ def test_a_trained_model_is_freed() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
-
-
-def test_a_failed_backward_leaves_no_gradient_behind() -> None:
-    model = Net()
-    _optimizer = trained(model)
-    _an_error_between(model)
-    kept = [k for p in model.parameters() for k in copies_of(p).values()]
-    assert len(kept) == 4
-    assert not any(k.gradient._aside for k in kept)
 
 
 def test_gradients_of_ranks_travel_in_fp16_on_a_scale_alone() -> None:

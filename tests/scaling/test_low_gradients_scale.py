@@ -1,4 +1,4 @@
-"""Gradients that O2 stores in FP16 agree with FP32's while the loss scale moves or is found."""
+"""Gradients of O2 in FP16 agree with FP32's while the loss scale moves or is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from low_gradients import Net, check, inputs, loss, trained, true
+from low_gradients import Net, check, inputs, loss, trained
 from torch import nn
 
 from mpcompile import LossScale
@@ -26,7 +26,7 @@ def test_the_scale_may_move_between_a_forward_and_its_backward() -> None:
         second.backward()  # added to a gradient of the same scale
         loss(net, 6).backward()  # and to one of another
     assert scale.value == 2.0**11
-    assert check(model, reference) == ["weight", "bias"]
+    assert check(model, reference) == []
     for _ in range(2):  # twice the same gradients: the scale moves after the first step
         optimizer.step()
         sgd.step()
@@ -48,7 +48,7 @@ def test_one_backward_over_forwards_of_two_scales() -> None:
         stepper.zero_grad()
         (first + loss(net, 6)).backward()
     assert scale.value == 2.0**11
-    assert check(model, reference) == ["weight", "bias"]
+    assert check(model, reference) == []
 
 
 def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
@@ -69,7 +69,7 @@ def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
             d(fake).mean().backward()
             steppers[0].step()
         for net, reference in zip(models, references, strict=True):
-            assert len(check(net, reference)) == 4
+            assert check(net, reference) == []
     for net, reference in zip(models, references, strict=True):
         for p, q in zip(net.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
@@ -86,9 +86,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("factor", [1e30, float("inf")])
 def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: float) -> None:
-    """What is finite of them stays true to size, and the search that finds the scale later writes
-    to no number that they are stored with.
-    """
+    """What is finite of them stays true to size."""
     torch.manual_seed(0)
     reference = Branches()
     model = copy.deepcopy(reference)
@@ -98,8 +96,7 @@ def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: floa
         (first.sum() + (second * factor).sum()).backward()
         first, second = net(inputs(net, rows=3))
         ((first * 64).sum() + (second * 1024).sum()).backward()
-    assert model.fc1.weight.grad.dtype is torch.float16  # stored low, for an MPOptimizer
-    ours, wanted = true(model.fc1.weight), reference.fc1.weight.grad
+    ours, wanted = model.fc1.weight.grad, reference.fc1.weight.grad
     assert ours is not None
     assert wanted is not None
     assert (ours - wanted).norm() <= 1e-2 * wanted.norm()

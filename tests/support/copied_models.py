@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPOptimizer, mpcompile
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -56,12 +56,10 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) 
 
 
 def true_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    scale = loss_scale_of(model).value
     found = {}
     for name, p in model.named_parameters():
         assert p.grad is not None
-        scaled = p.grad.dtype is torch.float16
-        found[name] = p.grad.double() / (scale if scaled else 1.0)
+        found[name] = p.grad.double()
     return found
 
 

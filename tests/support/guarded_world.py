@@ -78,8 +78,7 @@ class World(Parts):
         self.tape = []
         wanted.backward(retain_graph=retain)
         for s in {s for s, _, _ in self.tape}:
-            # What O2 stores low is not counted, but stands in the gradient itself.
-            bad = any(b for t, name, b in self.tape if t == s and not self._is_low(name))
+            bad = any(b for t, _, b in self.tape if t == s)
             self.scales[s].ran(bad)
             if self.scales[s].fitting:
                 value = self.live_scale(s).value
@@ -94,12 +93,7 @@ class World(Parts):
                 self._found_in_vain()
         if not retain:
             self.outputs = [o for o in self.outputs if o not in chosen]
-        self._overflow_in_sums()
         self.check()
-
-    def _is_low(self, name: str | None) -> bool:
-        grad = None if name is None else self.params[name].grad
-        return grad is not None and grad.dtype is torch.float16
 
     def _found_in_vain(self) -> None:
         """Where no scale fits, the search ends at another than the reference has: which elements
@@ -108,18 +102,7 @@ class World(Parts):
         for name, p in self.params.items():
             wanted = self.wanted_params[name].grad
             if p.grad is not None and wanted is not None:
-                by = self._stored(p).by if p.grad.dtype is torch.float16 else 1.0
-                wanted.copy_(p.grad.float() / by)
-
-    def _overflow_in_sums(self) -> None:
-        """Gradients that O2 stores low are added up in FP16: that, too, may overflow."""
-        for name, p in self.params.items():
-            wanted = self.wanted_params[name].grad
-            if p.grad is None or wanted is None or p.grad.dtype is not torch.float16:
-                continue
-            top = float(wanted.abs().max() * self._stored(p).by)
-            if top > HALF_MAX * 0.999 and not bool(p.grad.isfinite().all()):
-                wanted.fill_(math.inf)
+                wanted.copy_(p.grad)
 
     # -- gradients ----------------------------------------------------------------------------
 

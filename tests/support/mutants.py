@@ -82,13 +82,11 @@ MUTANTS = (
     ),
     Mutant(
         "unscaled-twice",
-        "the optimizer's step divides gradients by the loss scale twice",
-        "passes/step/unscale_gradients.py",
-        "unscaled = ir.call(graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n",
-        "unscaled = ir.call(graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n"
-        "                unscaled = ir.call("
-        "graph, aten.mul.Tensor, unscaled, notes.inverses[k], why=why)\n",
-        ("tests/passes/test_passes_step_gradients.py",),
+        "gradients of working copies are divided by the loss scale twice",
+        "mpcompile/scaling/low_gradients.py",
+        "torch._foreach_mul_(wide, scale.reciprocal())\n",
+        "torch._foreach_mul_(wide, scale.reciprocal() ** 2)\n",
+        ("tests/scaling/test_low_gradients_scale.py",),
     ),
     Mutant(
         "branch-not-scaled",
@@ -145,14 +143,6 @@ MUTANTS = (
         "return self._seen != _state(master) or self._is_exposed(master)",
         "return self._is_exposed(master)",
         ("tests/scaling/test_copies.py",),
-    ),
-    Mutant(
-        "clipped-before-unscaled",
-        "gradients are clipped by their norm times the loss scale",
-        "mpcompile/scaling/clipping.py",
-        "return norm / multiplier if norm_type != 0 else norm",
-        "return norm",
-        ("tests/scaling/test_clipping.py",),
     ),
     Mutant(
         "padded-with-ones",
@@ -212,10 +202,10 @@ MUTANTS = (
     ),
     Mutant(
         "accumulated-under-two-scales",
-        "gradients of two loss scales are added as they are",
-        "mpcompile/scaling/low_gradients.py",
-        "others + by.bring(grad, multiplied), by",
-        "others + grad, by",
+        "a backward divides by the loss scale of now, not by that of its forward",
+        "mpcompile/scaling/copies.py",
+        "true = unscaled(list(wide.values()), ctx.scale)",
+        "true = unscaled(list(wide.values()), ctx.scale and ctx.reader.scale.used)",
         ("tests/scaling/test_low_gradients_scale.py",),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from mpcompile.optim.trace import trace
 
 DYNAMIC = ScaleRule(min_scale=1.0)
 STATIC = ScaleRule("static")
-SCALED = Gradient(torch.float16, (0,), scaled_by=0)
+LOW = Gradient(torch.bfloat16, (0,))
 
 
 def traced(

@@ -1,0 +1,38 @@
+"""Give the optimizer gradients in its parameters' dtype. A rewriting pass.
+
+    grad0: bf16                  ->      to = to(grad0, f32)
+    update(param0, grad0)                update(param0, to)
+
+Gradients arrive unscaled: what makes them divides the loss scale out. Most are FP32; without a
+scale, a gradient that only the optimizer reads is stored in its working copy's dtype.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.ir.step import Slot, StepConfig
+
+
+def widen_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
+    graph = gm.graph
+    notes = ir.step_notes(gm)
+    notes.start = ir.first_call(graph)
+    notes.gradients = []
+    changed = False
+    for i, gradient in enumerate(config.gradients):
+        wide = stored = ir.slots(graph)[Slot("grad", i)]
+        wanted = ir.dtype(stored)
+        if gradient.dtype is not wanted:
+            changed = True
+            readers = list(stored.users)
+            ir.set_dtype(stored, gradient.dtype)
+            with graph.inserting_before(notes.start):
+                why = "it is stored in low precision"
+                wide = ir.call(graph, aten._to_copy.default, stored, why=why, dtype=wanted)
+            for reader in readers:
+                reader.replace_input_with(stored, wide)
+        notes.gradients.append(wide)
+    return changed
