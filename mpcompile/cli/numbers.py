@@ -52,12 +52,6 @@ def add(commands: Commands) -> None:
     diagnose.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write the report as one HTML file"
     )
-    diagnose.add_argument(
-        "--png",
-        type=new_file,
-        metavar="FILE",
-        help="also draw the histogram of activation gradients",
-    )
     diagnose.add_argument("--json", action="store_true", help="print JSON")
     diagnose.add_argument(
         "--fail-on-fault",
@@ -87,8 +81,6 @@ def _diagnose(options: argparse.Namespace, console: Console) -> int:
         )
     if options.html:
         report.to_html(options.html)
-    if options.png:
-        report.histogram_png(options.png)
     if options.json:
         show(console, json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
