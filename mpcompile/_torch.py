@@ -21,7 +21,7 @@ __all__ = [
     "warn_of_version",
 ]
 
-OLDEST = (2, 11)
+OLDEST = (2, 12)
 NEWEST = (2, 14)  # that mpcompile was tested with; a newer one is warned of
 RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 

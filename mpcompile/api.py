@@ -22,7 +22,6 @@ from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
-from .lower.frozen import see_what_trains
 from .lower.tracing_settings import VALUE_SIZES
 from .other_words import unknown_option
 from .passes.graph.fuse_head import RETURNED
@@ -152,7 +151,6 @@ def _compiled(
     model: Any, settings: Settings, request: dict[str, Any], torch_compile_kwargs: dict[str, Any]
 ) -> Any:
     accumulate_in_fp32()
-    see_what_trains()
     hooks.register()
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     if isinstance(model, nn.Module):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from .backend import mpcompile_backend
 from .lower.accumulation import accumulate_in_fp32
-from .lower.frozen import see_what_trains
 from .scaling import hooks
 
 __all__ = ["mpcompile_backend"]
 
 accumulate_in_fp32()
-see_what_trains()
 hooks.register()

@@ -32,7 +32,7 @@ FROM_TORCH = (
     "ignore:TensorFloat32 tensor cores:UserWarning",
     # torch 2.14 of its own tables for forward mode, at the first `torch.func.jvp`
     "ignore:`torch.jit.script` is deprecated:FutureWarning",
-    # torch 2.11's profiler, when it is first used: about cycles, of which there is one
+    # torch 2.12's profiler, when it is first used: about cycles, of which there is one
     "ignore:Warning. Profiler clears events at the end of each cycle:UserWarning",
     # Inductor, where a GPU splits the sums of a softmax: about speed
     "ignore:\\s*Online softmax is disabled:UserWarning",

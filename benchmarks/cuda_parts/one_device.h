@@ -1,7 +1,7 @@
 // One CUDA device with one stream: what autograd's engine, the dispatcher and attention ask of a device
 // type before they look at a tensor. Both libraries include this file, and register what stands here.
 //
-// Read in torch 2.13; the two interfaces are the same in 2.11.
+// Read in torch 2.13.
 #pragma once
 
 #include <ATen/Context.h>

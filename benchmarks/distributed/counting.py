@@ -42,7 +42,7 @@ class Sent(list[Collective]):
 
 # Operator -> what it is, gloo's name for what it does then, and how many times a rank sends the
 # tensor that gloo's event shows, for n ranks in a ring. The tensor is the whole one, but a shard
-# for an all-gather. (Read in torch 2.13 and 2.11: gloo has no reduce-scatter of its own.)
+# for an all-gather. (Read in torch 2.13: gloo has no reduce-scatter of its own.)
 _Times = Callable[[int], float]
 _KINDS: dict[str, tuple[str, str, _Times]] = {
     "c10d::allreduce_": ("all-reduce", "gloo:all_reduce", lambda n: 2 * (n - 1) / n),

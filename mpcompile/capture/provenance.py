@@ -108,8 +108,7 @@ def _below(path: str, roots: Mapping[str, str]) -> str:
 
 def source(placeholder: fx.Node) -> str:
     """Dynamo's expression of an input: `L['self']._modules['fc']._parameters['weight']`."""
-    name = getattr(source_of(placeholder), "name", "")
-    return str(name() if callable(name) else name)  # a method in 2.11, a property in 2.13
+    return str(getattr(source_of(placeholder), "name", ""))
 
 
 def _readable(source: str, fallback: str) -> str:

@@ -33,10 +33,6 @@ _IN_PLACE = frozenset(
 )
 
 
-# Dynamo of 2.11 answers what the function has set before it calls any reading.
-_ANSWERS_FIRST = torch.__version__ < "2.12"
-
-
 @contextlib.contextmanager
 def gradients_of_rebound() -> Iterator[None]:
     """In this context, Dynamo sets and reads `.grad` of what was written; no other thread compiles.
@@ -45,7 +41,7 @@ def gradients_of_rebound() -> Iterator[None]:
         MissingInTorch: it can't be followed with this torch.
     """
     with compile_lock, contextlib.ExitStack() as undo:
-        for replacement in (_STORING, _LOADING, _READING):
+        for replacement in (_STORING, _READING):
             if not replacement.is_applied:  # by a function that is called in this one
                 replacement.apply()
                 undo.callback(replacement.revert)
@@ -125,8 +121,7 @@ def check_reached(reads_gradients: bool) -> None:
     Raises:
         CannotRewrite: it has gone another way.
     """
-    reached = _READING.reached or (_ANSWERS_FIRST and _LOADING.reached)
-    if _READING.is_applied and reads_gradients and not reached:
+    if _READING.is_applied and reads_gradients and not _READING.reached:
         raise CannotRewrite("Dynamo reads gradients in a new way")
 
 
@@ -147,15 +142,5 @@ def _read_grad(theirs: Any, variable: Any, tx: Any) -> Any:
     return theirs(variable, tx)
 
 
-def _load_attr(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A gradient that the function has set, as it was set: counted."""
-    return theirs(*args, **kwargs)
-
-
-def _is_gradient(effects: Any, item: Any, name: str, *_: Any, **__: Any) -> bool:
-    return name == "grad"
-
-
 _STORING = method(SideEffects, "store_attr", _store_attr)
-_LOADING = method(SideEffects, "load_attr", _load_attr, counts=_is_gradient)
 _READING = reads_of(TensorVariable, "grad", _read_grad)

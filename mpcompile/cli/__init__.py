@@ -4,7 +4,7 @@
     check               what works with this torch
     demo                a small training in FP32 and in mixed precision
     plan, explain       what mpcompile does with a model, here or on a GPU that isn't there
-    diagnose, bisect    what goes wrong in a model's numbers, and which decision breaks it
+    diagnose            what goes wrong in a model's numbers
 
 Exit status:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -49,17 +48,6 @@ def _dtype(word: str) -> str:
     except MPCompileError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return word
-
-
-def above_zero(text: str, need: str) -> float:
-    """The number that a flag was given; `need` says which, if it is none above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: {need}")
-    return number
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 
@@ -19,7 +20,7 @@ from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
-from .common import Commands, Help, above_zero, known_device, new_file, show
+from .common import Commands, Help, known_device, new_file, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 # What changes a compile from outside of the program.
@@ -60,7 +61,13 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _seconds(text: str) -> float:
-    return above_zero(text, "a number of seconds above 0 is needed")
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
+    return number
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:

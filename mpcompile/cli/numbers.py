@@ -1,4 +1,4 @@
-"""What goes wrong in a model's numbers: `mpcompile diagnose` and `mpcompile bisect`."""
+"""What goes wrong in a model's numbers: `mpcompile diagnose`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ..diagnosis.bisect import TOLERANCE, bisect, within
 from ..diagnosis.diagnose import diagnose_call
 from ..diagnosis.report import Report
 from .common import (
     DEFAULTS,
     LEVELS,
     Commands,
-    above_zero,
     add_option,
     command,
     failed,
@@ -31,16 +29,10 @@ from .common import (
 _DIAGNOSE_OPTIONS = (
     "dtype", "level", "policy", "loss_scale", "fuse_head", "recompute", "disable_passes",
 )  # fmt: skip
-_BISECT_OPTIONS = ("dtype", "level", "policy", "pad", "emit", "fuse_head", "recompute")
 
 
 def add(commands: Commands) -> None:
-    """Add the commands of this file."""
-    _add_diagnose(commands)
-    _add_bisect(commands)
-
-
-def _add_diagnose(commands: Commands) -> None:
+    """Add the command of this file."""
     diagnose = command(
         commands,
         "diagnose",
@@ -60,12 +52,6 @@ def _add_diagnose(commands: Commands) -> None:
     diagnose.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write the report as one HTML file"
     )
-    diagnose.add_argument(
-        "--png",
-        type=new_file,
-        metavar="FILE",
-        help="also draw the histogram of activation gradients",
-    )
     diagnose.add_argument("--json", action="store_true", help="print JSON")
     diagnose.add_argument(
         "--fail-on-fault",
@@ -73,10 +59,6 @@ def _add_diagnose(commands: Commands) -> None:
         help="fail if a fault is found, or if the loss is not finite",
     )
     diagnose.set_defaults(run=_diagnose)
-
-
-def _tolerance(text: str) -> float:
-    return above_zero(text, "a number above 0 is needed, such as 0.1")
 
 
 def _loss_scale(text: str) -> float | str:
@@ -99,8 +81,6 @@ def _diagnose(options: argparse.Namespace, console: Console) -> int:
         )
     if options.html:
         report.to_html(options.html)
-    if options.png:
-        report.histogram_png(options.png)
     if options.json:
         show(console, json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
@@ -114,39 +94,3 @@ def _faults(report: Report) -> Iterator[str]:
         yield f"--fail-on-fault: faults: {len(report.faults)}: {found}"
     elif not math.isfinite(loss := report.losses["low"]):
         yield f"--fail-on-fault: the loss is {loss}"
-
-
-def _add_bisect(commands: Commands) -> None:
-    search = command(
-        commands,
-        "bisect",
-        help="find the decision that breaks your model",
-        about="Run a model in FP32 and compiled, here; where the loss or a gradient is not finite, "
-        "or far from FP32's, find the pass or the operator in low precision that makes it so, by "
-        "compiling again and again without one.",
-    )
-    own = {"emit": {"default": "eager"}}
-    for name in _BISECT_OPTIONS:
-        add_option(search, name, **own.get(name, {}))
-    search.add_argument(
-        "--tolerance", type=_tolerance, default=TOLERANCE, help="relative error that is no breakage"
-    )
-    search.set_defaults(run=_bisect)
-
-
-def _bisect(options: argparse.Namespace, console: Console) -> int:
-    model, args, kwargs, _ = made(options)
-    with console.status("bisecting") as status:
-        found = bisect(
-            model,
-            args,
-            kwargs,
-            options=given(options, _BISECT_OPTIONS),
-            agrees=within(options.tolerance),
-            progress=lambda what: status.update(f"bisecting: {what}"),
-        )
-    show(
-        console,
-        "nothing breaks: loss and gradients are near FP32's" if found is None else str(found),
-    )
-    return 0

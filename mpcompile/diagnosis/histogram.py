@@ -1,8 +1,8 @@
 """The histogram of activation gradients by binary exponent, and what FP16 makes of each.
 
 As figure 3 of "Mixed Precision Training" (Micikevicius et al., ICLR 2018): percent of all elements,
-on a logarithmic axis, over floor(log2 |x|), zeros at the left. A `Chart` says what is drawn;
-`draw` makes a PNG of it, and the page of a report an SVG.
+on a logarithmic axis, over floor(log2 |x|), zeros at the left. A `Chart` says what the page
+of a report draws.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ..errors import MPCompileError
 from ..observe.numbers import EXPONENTS
 
 _FP16 = torch.finfo(torch.float16)
@@ -108,16 +106,8 @@ def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
         counts: elements by binary exponent, one for each of `EXPONENTS`.
         zeros: how many elements are zero.
         scale: the loss scale; None for none.
-
-    Raises:
-        MPCompileError: there is nothing to draw.
     """
     total = sum(counts) + zeros
-    if not total:
-        raise MPCompileError(
-            "there is no histogram: the report has no gradients of activations in FP64. Its notes "
-            "say why, or nothing inside of the model has a gradient"
-        )
     panels = [_panel("activation gradients", counts, total, 0.0)]
     if scale is not None and scale != 1:
         title = f"activation gradients times the loss scale, {scale:g}"
@@ -145,59 +135,3 @@ def _panel(title: str, counts: Sequence[int], total: int, shift: float) -> Panel
 
 def range_of(place: float) -> str:
     return next(one.name for one in RANGES if one.start <= place < one.stop)
-
-
-# -- as a picture ----------------------------------------------------------------------------------
-
-_COLOURS = {
-    "become zero": "#a3243b",
-    "subnormal": "#b04a00",
-    "normal": "#0b62a8",
-    "overflow": "#a3243b",
-}
-_ZEROS = "#55606b"
-
-
-def draw(chart: Chart, path: str | Path, *, title: str) -> None:
-    """Write the chart as PNG.
-
-    Raises:
-        MPCompileError: matplotlib is not installed, or the file can't be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MPCompileError(
-            'the histogram is drawn by matplotlib: pip install "mpcompile[plots]". The page of '
-            "the report (to_html) has it without"
-        ) from None
-    figure = Figure(figsize=(9, 3.2 * len(chart.panels) + 0.6), layout="constrained")
-    figure.suptitle(title)
-    for axes, panel in zip(
-        figure.subplots(len(chart.panels), squeeze=False)[:, 0], chart.panels, strict=True
-    ):
-        axes.set_title(panel.title, fontsize=10, pad=28)
-        axes.set_xticks([chart.low - 1.75, *chart.ticks], ["zero", *map(str, chart.ticks)])
-        axes.set(yscale="log", ylim=(chart.decades[-1], 100), ylabel="percent of all elements")
-        axes.set(xlim=(chart.low - 3, chart.high), xlabel="log2 of the magnitude")
-        axes.bar(chart.low - 1.75, chart.zeros, width=1.5, color=_ZEROS)
-        for one in RANGES:
-            bars = [bar for bar in panel.bars if bar.range == one.name]
-            axes.bar(
-                [bar.left for bar in bars], [bar.percent for bar in bars],
-                width=0.9, align="edge", color=_COLOURS[one.name],
-            )  # fmt: skip
-            start, stop = max(one.start, chart.low), min(one.stop, chart.high)
-            axes.axvline(one.start, color=_ZEROS, linestyle="--", linewidth=1)
-            axes.text(
-                (start + stop) / 2, 1.01, f"{one.name}\n{panel.percent(one.name):.3g}%",
-                transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8,
-            )  # fmt: skip
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise MPCompileError(
-            f"the histogram can't be written to {str(path)!r}: {error.strerror}; give the path of "
-            "a file in a directory that you may write to"
-        ) from error

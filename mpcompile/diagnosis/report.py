@@ -10,7 +10,6 @@ from ..plans import stored
 from ..plans.grid import as_rich, as_text
 from ..plans.page import app
 from . import report_page, report_text
-from .histogram import chart_of, draw
 from .report_data import NodeNumbers, ReportData, Update
 
 __all__ = ["NodeNumbers", "Report", "Update"]
@@ -34,16 +33,6 @@ class Report(ReportData):
             MPCompileError: the file can't be written.
         """
         app.write(report_page.render(self), path, "report")
-
-    def histogram_png(self, path: str | Path) -> None:
-        """Draw the histogram of the activation gradients, as figure 3 of "Mixed Precision Training"
-        (Micikevicius et al., ICLR 2018): as they are and, with a loss scale, times that.
-
-        Raises:
-            MPCompileError: matplotlib is not installed, there are no gradients, or the file can't
-                be written.
-        """
-        draw(chart_of(self.histogram, self.zeros, self.scale), path, title=self.model)
 
     def __str__(self) -> str:
         return as_text(report_text.parts(self))

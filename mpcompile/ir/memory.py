@@ -62,7 +62,7 @@ _DIRTY_IS_TOLD = torch.__version__ >= "2.13"
 def _marks_dirty(node: fx.Node) -> bool:
     """Whether an autograd.Function writes to its operands and says so (`mark_dirty`).
 
-    Where Dynamo doesn't tell (read in torch 2.11): whether its forward writes anything in place.
+    Where Dynamo doesn't tell (torch 2.12): whether its forward writes anything in place.
     """
     if _DIRTY_IS_TOLD or not op_name(node).endswith("autograd_function_apply"):
         return "dirty_idx" in node.kwargs

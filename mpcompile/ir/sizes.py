@@ -34,7 +34,4 @@ def hint(size: Size) -> int:
     """The size in the inputs that were traced; use it for estimates only. Adds no guard."""
     if isinstance(size, int):
         return size
-    # torch 2.11 calls this function size_hint, torch 2.13 optimization_hint.
-    name = "optimization_hint" if hasattr(symbolic_shapes, "optimization_hint") else "size_hint"
-    find = getattr(symbolic_shapes, name)
-    return int(find(size, fallback=1))
+    return symbolic_shapes.optimization_hint(size, fallback=1)

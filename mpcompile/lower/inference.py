@@ -32,7 +32,7 @@ _JOINS = (aten.cat.default, aten.stack.default)
 
 # The number of pointers to norms that fit into a kernel's arguments: 4 KB are always allowed.
 _JOINED = 400
-# Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.11.
+# Inductor fuses at most eight inputs of a `cat` by default. The second name is not in 2.12.
 _FUSED = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
 
 

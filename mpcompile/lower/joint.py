@@ -155,7 +155,7 @@ class Ours(CustomGraphPass):
 
 
 class InOrder(CustomGraphPass):
-    """Several passes as one (torch 2.11 takes no list)."""
+    """Several passes as one (torch 2.12 takes no list)."""
 
     def __init__(self, passes: Sequence[Callable[[fx.Graph], object]]) -> None:
         self.passes = passes

@@ -114,7 +114,7 @@ class Watch(fx.Interpreter):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _gradient(self, n: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # autograd's zero, in torch 2.11
+        if gradient is not None:  # else it is autograd's zero
             self.saw_gradient(n, number, gradient.detach())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -6,10 +6,10 @@ Torch's own operators are made for autograd, which asks less of them than a grap
   fake has no bytes in it: so ours has a size of 0, too, and the bytes are behind that (Inductor of
   2.14 looks at the size);
 * `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake, and
-  FP32 gradients of BF16, which the fake of torch 2.11 says are BF16: Inductor's kernels would read
+  FP32 gradients of BF16, which the fake of torch 2.12 says are BF16: Inductor's kernels would read
   the bits of one as the other.
 
-Read in torch 2.11, 2.13 and 2.14.
+Read in torch 2.12, 2.13 and 2.14.
 """
 
 from __future__ import annotations

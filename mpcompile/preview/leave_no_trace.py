@@ -23,7 +23,7 @@ def no_trace() -> Iterator[None]:
     Dynamo's sizes, from which it infers which are dynamic, its counters, and its list of backends.
 
     What Dynamo compiled for the user's functions behind a graph break stays until
-    `torch._dynamo.reset()`; their own compilations are kept apart from it (from torch 2.12 on).
+    `torch._dynamo.reset()`; their own compilations are kept apart from it (from torch 2.13 on).
     """
     collects, counts = gc.isenabled(), copy.deepcopy(counters)
     backends = set(cached_backends)

@@ -2,7 +2,7 @@
 
 It holds all parameters, and in `optim` an optimizer of the user's class over this rank's partition
 of them. Its step brings the settings of the param groups into that one, steps it, and broadcasts
-each rank's partition to the others (read in torch 2.13; the same in 2.11).
+each rank's partition to the others (read in torch 2.13).
 """
 
 from __future__ import annotations

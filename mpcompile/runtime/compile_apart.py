@@ -22,7 +22,7 @@ __all__ = ["compiled_apart", "nothing_happened"]
 
 _numbers = itertools.count()
 
-# Such a compile should not use up Dynamo's limit of compiles for a function (torch 2.11 has no such
+# Such a compile should not use up Dynamo's limit of compiles for a function (torch 2.12 has no such
 # option).
 _APART: dict[str, Any] = {"isolate_recompiles": True}
 if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():

@@ -238,7 +238,7 @@ class ModuleCall:
         ends = [self._regions.ending_graphs] if self._regions is not None else []
         run = running(compiled, own, *ends, looking=looking, **settings)
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
-        # below it: within a function that somebody else compiles, it would skip `run` (torch 2.11).
+        # below it: within a function that somebody else compiles, it would skip `run`.
         vars(run).pop("_torchdynamo_inline", None)
         return run
 

@@ -57,13 +57,8 @@ class Outside(TorchDispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Dynamo compiles under it as without it."""
-        return True
-
-    @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """The same, for what Dynamo asks from torch 2.12 on."""
+        """Dynamo compiles under it as without it."""
         return True
 
     def __init__(self, module: nn.Module | None) -> None:

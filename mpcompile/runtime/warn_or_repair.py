@@ -133,7 +133,7 @@ def _advice(fault: Fault) -> str:
     if not fault.pins:
         if fault.kind is Kind.OWN:
             return "No policy helps against that"
-        return "It runs in FP32 already: `mpcompile bisect` finds which of what feeds it to keep so"
+        return "It runs in FP32 already: keep what feeds it in FP32, too, by a policy"
     pins = ", ".join(f"{name!r}: 'fp32'" for name in fault.pins)
     return f"Keep it in FP32 by policy=Policy(nodes={{{pins}}}), or compile with repair=True"
 

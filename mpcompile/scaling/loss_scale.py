@@ -185,14 +185,13 @@ class LossScale(Ruled):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (*_SETTINGS, "open", "fp16_only", "fitting", "searches")
-        said = {"_warned": self.said.floor, "_logged": self.said.skips}  # by their first names
+        said = {"_warned": self.said.floor, "_logged": self.said.skips}  # as in version 0.3
         state = ScaleState(**self.state.saved())
         return {**{name: getattr(self, name) for name in kept}, **said, "_state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = dict(state)
         rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
-        self.searches = kept["fitting"]  # of an earlier version
         self._start(kept.pop("_state"), rule, fitting=kept.pop("fitting"))
         self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
         self.__dict__.update(kept)

@@ -9,7 +9,7 @@ copies of these tensors instead. Who keeps no graph pays nothing.
 
 Be differentiated: AOTAutograd raises by itself only if an input of the backward needs a gradient;
 otherwise the backward's results are constants. A stored weight needs one; its cast to a low dtype,
-which is stored in its place, does not (read in torch 2.11 and 2.12, where a gradient penalty then
+which is stored in its place, does not (read in torch 2.12, where a gradient penalty then
 trains nothing, silently). So under `create_graph=True` we make the results no constants.
 
 AOTAutograd makes an autograd.Function for each graph that it compiles. The backward of this class

@@ -5,5 +5,5 @@ one is taken by `private`, with what it is for and the part of mpcompile that ca
 A name that is gone costs nothing until it is used: then it raises, by its name, what that part
 answers by doing without (`private_names.py`).
 
-Read in torch 2.14; what differs down to 2.11 is said where it differs.
+Read in torch 2.14; what differs down to 2.12 is said where it differs.
 """

@@ -119,12 +119,8 @@ def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
 
 
 def groups_of(state: FSDPState) -> list[Any]:
-    """The groups of parameters (`FSDPParamGroup`) of a state: in 2.11 there is one at most."""
-    groups: Any = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        only: Any = state._fsdp_param_group
-        groups = [] if only is None else [only]
-    return list(groups)
+    """The groups of parameters (`FSDPParamGroup`) of a state."""
+    return list(state._fsdp_param_groups)
 
 
 def whole_of(holder: Any) -> torch.Tensor | None:

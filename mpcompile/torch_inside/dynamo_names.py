@@ -64,7 +64,6 @@ __all__ = [
     "counters",
     "get_code_state",
     "get_compilation_metrics",
-    "guard_every_tensor",
     "no_recompile_limit",
     "recompile_limit",
     "safe_grad_as",
@@ -85,13 +84,6 @@ def no_recompile_limit() -> AbstractContextManager[Any]:
     return limits
 
 
-def guard_every_tensor() -> None:
-    """Make Dynamo's guards look at a module's tensors even where its dicts are the same objects: a
-    setting of the process. From torch 2.12 on they do anyway.
-    """
-    config.skip_tensor_guards_with_matching_dict_tags = False
-
-
 @contextmanager
 def safe_grad_as(wrap: Callable[[Any], Any]) -> Iterator[None]:
     """In this context, `wrap` of it replaces the function by which tracers read a tensor's `.grad`.
@@ -105,11 +97,6 @@ def safe_grad_as(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 attribute("torch._dynamo.config:recompile_limit", "limits how often Dynamo compiles", Part.EXPLAIN)
-attribute(
-    "torch._dynamo.config:skip_tensor_guards_with_matching_dict_tags",
-    "lets Dynamo overlook a frozen parameter",
-    Part.COMPILE,
-)
 attribute(
     "torch._dynamo.variables.builder:safe_grad", "reads a gradient to trace it", Part.OPTIMIZER
 )

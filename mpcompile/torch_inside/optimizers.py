@@ -45,7 +45,7 @@ def global_hooks() -> list[Callable[..., Any]]:
 
 
 def init_group(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """The method by which torch's own classes make the state of a param group (2.11 to 2.14), or
+    """The method by which torch's own classes make the state of a param group (2.12 to 2.14), or
     None. It takes the group, and lists that it appends to.
     """
     found: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)

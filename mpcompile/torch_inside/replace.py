@@ -81,16 +81,13 @@ class Replacement:
     Args:
         find: looks for the place when the replacement is applied.
         ours: what is called instead; its first argument is torch's function.
-        counts: which of the calls count, by torch's arguments.
 
     Attributes:
-        reached: how many that count torch has made since it was last put there.
+        reached: how often torch has called it since it was last put there.
     """
 
-    def __init__(
-        self, find: Callable[[], Place], ours: Function, counts: Function = lambda *_, **__: True
-    ) -> None:
-        self._find, self._ours, self._counts = find, ours, counts
+    def __init__(self, find: Callable[[], Place], ours: Function) -> None:
+        self._find, self._ours = find, ours
         self._undo: Undo | None = None
         self._thread: int | None = None  # in which it is there
         self.reached = 0
@@ -121,15 +118,15 @@ class Replacement:
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return theirs(*args, **kwargs)
-            self.reached += self._counts(*args, **kwargs)
+            self.reached += 1
             return self._ours(theirs, *args, **kwargs)
 
         return call
 
 
-def method(cls: Any, name: str, ours: Function, **options: Function) -> Replacement:
+def method(cls: Any, name: str, ours: Function) -> Replacement:
     """In place of a method that torch calls by its name: `ours(theirs, self, *args)`."""
-    return Replacement(lambda: _attribute(cls, name), ours, **options)
+    return Replacement(lambda: _attribute(cls, name), ours)
 
 
 def calls_of(cls: Any, name: str, ours: Function) -> Replacement:

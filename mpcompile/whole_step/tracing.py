@@ -82,7 +82,8 @@ def _name(number: int) -> str:
     return f"of_{number}"
 
 
-# Dynamo of 2.11 calls no function that takes an optimizer: these take its number.
+# What Dynamo reads in the place of an optimizer's methods. These take its number, as an operator of
+# the graph does.
 
 
 def _traced_step(number: int, *args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@
                                             return unfold_copy
 
 AOTAutograd gives the gradient of a result the result's strides; of several elements written to one
-place only the last survives (torch 2.11 to 2.13; `torch.compile` gives wrong gradients for such a
+place only the last survives (torch 2.12 and 2.13; `torch.compile` gives wrong gradients for such a
 result). A result that is a view of an input, or shares memory with another result, is left alone:
 AOTAutograd makes such a view outside of the graph, where autograd adds up correctly and no loss
 scale is involved. So is a stride of 0, which `expand` makes: AOTAutograd handles it correctly.

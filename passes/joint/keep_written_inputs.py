@@ -8,7 +8,7 @@
 
 AOTAutograd writes an input that needs no gradient at the end of the forward. Its partitioner
 doesn't heed that where it recomputes: it keeps the input itself, and the backward recomputes from
-what was written (torch 2.11 to 2.13). A checkpoint that reads a value computed before the write
+what was written (torch 2.12 and 2.13). A checkpoint that reads a value computed before the write
 then gives wrong gradients. The copy costs the memory of the input, only where one would be wrong.
 
 Contract. The two graphs come from AOTAutograd's partitioner; what the forward keeps stands behind

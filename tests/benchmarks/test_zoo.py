@@ -25,9 +25,7 @@ third_party = pytest.mark.filterwarnings("ignore")
 
 # Models whose gradients aren't further off in some draw by a margin, or round just as their peers'.
 SAMPLE = (
-    "transformers/bert", "timm/resnet10t", "timm/swin",
-    pytest.param("transformers/t5", marks=pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="Dynamo of 2.11 doesn't trace the copy of a config")),
+    "transformers/bert", "timm/resnet10t", "timm/swin", "transformers/t5",
     *(pytest.param(name, marks=pytest.mark.sweep("the zoo"))
       for name in ("transformers/gpt_neox", "transformers/olmoe", "transformers/mamba",
                    "timm/convnext", "timm/mixer", "timm/tnt")),

@@ -30,7 +30,7 @@ def test_info_names_device_dtype_reason_and_torch(
     out = squeezed(capsys.readouterr().out)
     cpu = capabilities("cpu")
     for expected in (
-        f"mpcompile {mpcompile.__version__}", f"torch {torch.__version__} (in the range >=2.11)",
+        f"mpcompile {mpcompile.__version__}", f"torch {torch.__version__} (in the range >=2.12)",
         f"python {platform.python_version()} on {platform.system()}", f'dtype="auto" {cpu.auto}',
         cpu.why_auto(), cpu.units(), "oneDNN", "TORCHINDUCTOR_FREEZING 1",
     ):  # fmt: skip
@@ -41,9 +41,9 @@ def test_info_names_device_dtype_reason_and_torch(
 def test_info_says_when_torch_is_out_of_range(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    monkeypatch.setattr(torch, "__version__", "2.11.1")
     assert cli.main(["info", "--device", "cpu"]) == 1
-    assert "2.10.1 (NOT in the range >=2.11)" in squeezed(capsys.readouterr().out)
+    assert "2.11.1 (NOT in the range >=2.12)" in squeezed(capsys.readouterr().out)
 
 
 def test_info_says_when_torch_is_newer_than_any_tested(
@@ -52,7 +52,7 @@ def test_info_says_when_torch_is_newer_than_any_tested(
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert cli.main(["info", "--device", "cpu"]) == 0
     said = squeezed(capsys.readouterr().out)
-    assert "2.99.0 (in the range >=2.11, newer than any tested)" in said
+    assert "2.99.0 (in the range >=2.12, newer than any tested)" in said
 
 
 @pytest.mark.parametrize(

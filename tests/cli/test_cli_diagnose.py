@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,10 @@ def test_the_report(capsys: Captured) -> None:
 
 @pytest.mark.usefixtures("nets")
 def test_files_and_json(tmp_path: Path, capsys: Captured) -> None:
-    pytest.importorskip("matplotlib")
-    assert cli.main([*HUGE, "--json", "--html", "r.html", "--png", "r.png"]) == 0
+    assert cli.main([*HUGE, "--json", "--html", "r.html"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["pins"] == ["linear_1"]
     assert "<title>Net: what its numbers do</title>" in (tmp_path / "r.html").read_text()
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("nets")
@@ -142,15 +139,6 @@ def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys
     captured = capsys.readouterr()
     assert message in squeezed(captured.err)
     assert captured.out == ""
-
-
-def test_a_png_without_matplotlib(
-    diagnosed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    diagnosed["report"] = faulty()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main(["diagnose", "some_nets:good", "--png", "r.png"]) == 2
-    assert 'pip install "mpcompile[plots]"' in squeezed(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

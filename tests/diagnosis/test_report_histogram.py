@@ -1,16 +1,13 @@
-"""The histogram of activation gradients: its ranges, its axes, and the picture."""
+"""The histogram of activation gradients: its ranges, its axes, and its drawing."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from reports import histogram, report
+from reports import histogram
 
-from mpcompile import MPCompileError
 from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of, range_of
 from mpcompile.diagnosis.histogram_svg import drawing_of
 from mpcompile.observe.numbers import EXPONENTS
@@ -90,62 +87,6 @@ def test_heights_are_logarithmic() -> None:
     heights = [chart.height(decade) for decade in chart.decades]
     assert heights == pytest.approx([1, 0.75, 0.5, 0.25, 0])
     assert chart_of(histogram({0: 1}), 0, None).height(0) == 0  # no zeros
-
-
-# -- the picture -----------------------------------------------------------------------------------
-
-LOST, NORMAL = (0xA3, 0x24, 0x3B), (0x0B, 0x62, 0xA8)
-
-
-def pixels(path: Path) -> dict[tuple[int, ...], int]:
-    """Colour -> how many pixels have it."""
-    image = pytest.importorskip("matplotlib.image").imread(path)
-    colours = torch.from_numpy((image[..., :3] * 255).round().astype("uint8")).flatten(0, 1)
-    found, counts = colours.unique(dim=0, return_counts=True)
-    return dict(zip(map(tuple, found.tolist()), counts.tolist(), strict=True))
-
-
-@pytest.mark.slow("runs a model step by step, many times")
-def test_png(tmp_path: Path) -> None:
-    path = tmp_path / "gradients.png"
-    made = report(histogram=histogram({-5: 10, 15: 10}), zeros=1, scale=None)
-    made.histogram_png(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    fits = pixels(path)
-    assert fits[NORMAL] > 1000
-    assert LOST not in fits
-    report(histogram=histogram({-5: 10, 15: 10}), zeros=1, scale=4.0).histogram_png(str(path))
-    overflows = pixels(path)  # 2**17 in the second panel
-    assert overflows[LOST] > 1000
-    assert sum(overflows.values()) > 1.5 * sum(fits.values())
-
-
-def test_png_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would start a window system, and keep the figure."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    report(histogram=histogram({-5: 10})).histogram_png(tmp_path / "gradients.png")
-
-
-def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MPCompileError, match=r'pip install "mpcompile\[plots\]"'):
-        report(histogram=histogram({-5: 10})).histogram_png(tmp_path / "gradients.png")
-
-
-def test_png_that_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    made = report(histogram=histogram({-5: 10}))
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "gradients.png", tmp_path):
-        with pytest.raises(MPCompileError, match=r"can't be written to .*; give the path of a"):
-            made.histogram_png(path)
-
-
-def test_png_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(MPCompileError, match="there is no histogram: the report has no gradients"):
-        report().histogram_png(tmp_path / "gradients.png")
 
 
 # -- the drawing on the page -----------------------------------------------------------------------

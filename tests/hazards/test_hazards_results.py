@@ -20,7 +20,6 @@ from compare import (
 )
 from module_of import module_of
 from torch import nn
-from versions import not_on
 
 from mpcompile import Policy, mpcompile
 
@@ -244,7 +243,6 @@ def test_an_operator_that_gives_back_its_operand_under_no_grad(level: str, emit:
     check(program, leaf(8, 8), level=level, emit=emit, low=["mv"], loss_scale=1024.0)
 
 
-@not_on("2.11", "AOTAutograd fails where no result has a history")
 @SETTINGS
 @pytest.mark.parametrize("loss_scale", [1024.0, "none"])
 def test_a_view_made_under_no_grad(level: str, emit: str, loss_scale: float | str) -> None:

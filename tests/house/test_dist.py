@@ -147,7 +147,7 @@ def test_without_torch_one_message_says_how_to_get_it(environment: Path) -> None
     said = done.stderr.splitlines()
     assert done.returncode == 1
     assert said[-1].startswith("ModuleNotFoundError: mpcompile needs torch, which is not installed")
-    assert "pip install 'torch>=2.11'" in said[-1]
+    assert "pip install 'torch>=2.12'" in said[-1]
     assert not any("api.py" in line for line in said)
 
     done = ran([str(environment / "venv" / "bin" / "mpcompile"), "info"], environment / "work")

@@ -100,7 +100,7 @@ def test_commands_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> N
     for document in DOCUMENTS:
         shown.update(re.findall(COMMAND, fenced(document), re.M))
         shown.update((name, "") for name in re.findall(r"`mpcompile ([a-z]+)`", prose(document)))
-    commands = {"info", "check", "demo", "profile", "plan", "explain", "diagnose", "bisect"}
+    commands = {"info", "check", "demo", "profile", "plan", "explain", "diagnose"}
     assert {command for command, _ in shown} == commands
     for command, arguments in sorted(shown):
         with pytest.raises(SystemExit) as done:

@@ -39,7 +39,6 @@ LAYERS = (
     {"planner"},
     {"passes"},
     {"plans", "scaling"},
-    {"state"},
     {"observe"},
     {"capture", "lower", "pipeline"},
     {"runtime", "settings"},

@@ -69,7 +69,7 @@ def test_rnn_in_a_low_dtype(how: str, kind: type[nn.RNNBase], dtype: torch.dtype
     assert_same(net, fast, x, parameters=parameters_of(net), tolerance=1e-1)
 
 
-# torch 2.11 and 2.12, on a profiler that has no schedule
+# torch 2.12, on a profiler that has no schedule
 @pytest.mark.slow("compiles by Inductor")
 @pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle")
 def test_rnn_runs_on_the_fused_kernel() -> None:

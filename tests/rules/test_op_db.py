@@ -41,8 +41,6 @@ BREAKS = {
     "sparse.sampled_addmm": "Dynamo takes no sparse tensors",
     "to_sparse": "Dynamo takes no sparse tensors",
 }
-if before("2.12"):
-    BREAKS |= dict.fromkeys(("quantile", "nanquantile"), "asks a tensor for a Python bool")
 
 # Operators with samples that eager FP32 itself refuses here.
 REFUSED = {
@@ -129,7 +127,7 @@ def judge(case: Case) -> None:
 
 def cases(setting: str, level: str, first: int = 0) -> list[Case]:
     names = [n for n, op in OPS.items() if setting != "inplace" or op.inplace_variant]
-    if setting == "inplace" and not before("2.12") and before("2.13"):
+    if setting == "inplace" and before("2.13"):
         names = [n for n in names if n not in FUSED_ON_2_12]
     return [Case(name, setting, level, first) for name in names]
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from mpcompile import MPCompileError, Policy, Precision, cli, compiled_plans, mpcompile, plan_for
 from mpcompile import __version__ as version
-from mpcompile.diagnosis import bisect
 
 GUIDE = ROOT / "docs" / "policy.md"
 SUFFIXES = (".toml", ".json")
@@ -301,7 +300,7 @@ def test_what_is_neither(policy: Any) -> None:
 def test_commands_take_a_file(
     pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`bisect`: of two layers that overflow FP16, one is in FP32 by the file's word."""
+    """`diagnose`: of two layers that overflow FP16, one is in FP32 by the file's word."""
     monkeypatch.chdir(pins.parent)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (pins.parent / "pinned_nets.py").write_text(
@@ -313,23 +312,15 @@ def test_commands_take_a_file(
     (graph,) = json.loads(capsys.readouterr().out)["graphs"]
     found = {n["module"]: n["precision"] for n in graph["nodes"] if n["op"] == "aten::linear"}
     assert found == PINNED
-    command = ["bisect", "pinned_nets:bad", "--dtype", "float16"]
+    command = ["diagnose", "pinned_nets:bad", "--dtype", "float16"]
     assert cli.main(command) == 0
-    assert "(a)" in capsys.readouterr().out
+    assert "overflow: a (" in capsys.readouterr().out
     assert cli.main([*command, "--policy", pins.name]) == 0
     out = capsys.readouterr().out
-    assert "(c)" in out
-    assert "(a)" not in out
+    assert "overflow: c (" in out
+    assert "overflow: a (" not in out
     assert cli.main([*command, "--policy", "gone.toml"]) == 2
     assert "can't read the policy file gone.toml" in capsys.readouterr().err
-
-
-@pytest.mark.slow("torch's operator table")
-def test_bisect_keeps_the_pins_of_a_file(pins: Path) -> None:
-    """Dropped in a trial, they would let `a` overflow, and `b` would be blamed for it."""
-    options = {"dtype": torch.float16, "policy": pins}
-    found = bisect(Net(BEYOND_FP16), (X,), options=options)
-    assert [node.module for node in found.nodes] == ["c"]
 
 
 def test_the_file_in_the_guide(tmp_path: Path) -> None:

@@ -296,16 +296,16 @@ def test_a_model_without_floats_is_refused() -> None:
         mpcompile(Counter())
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117", "unknown"])
+@pytest.mark.parametrize("version", ["2.11.1", "1.13.1+cu117", "unknown"])
 def test_torch_below_the_range_is_refused(version: str) -> None:
-    with pytest.raises(MPCompileError, match=r"torch>=2\.11"):
+    with pytest.raises(MPCompileError, match=r"torch>=2\.12"):
         check_torch_version(version)
-    with pytest.warns(MPCompileWarning, match=r"supports torch>=2\.11; this is"):
+    with pytest.warns(MPCompileWarning, match=r"supports torch>=2\.12; this is"):
         warn_of_version(version)
 
 
 @pytest.mark.parametrize(
-    "version", ["2.11.0", "2.13.1", "2.14.1+cu130", "2.15.0a0+git1234567", "3.0"]
+    "version", ["2.12.0", "2.13.1", "2.14.1+cu130", "2.15.0a0+git1234567", "3.0"]
 )
 def test_torch_inside_the_range_is_taken(version: str) -> None:
     check_torch_version(version)

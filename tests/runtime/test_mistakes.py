@@ -18,7 +18,6 @@ from torch import nn
 
 import mpcompile as module
 from mpcompile import MPCompileError
-from mpcompile.diagnosis.bisect import bisect as search
 from mpcompile.plans.plan import Plan
 
 # Any: a type checker would find most of these mistakes.
@@ -27,7 +26,6 @@ mpcompile, train_step, register_rule = mp.mpcompile, mp.train_step, mp.register_
 MPOptimizer, LossScale, Policy = mp.MPOptimizer, mp.LossScale, mp.Policy
 explain, plan_for, diagnose, calibrate = mp.explain, mp.plan_for, mp.diagnose, mp.calibrate
 loss_scale_of, compiled_plans = mp.loss_scale_of, mp.compiled_plans
-bisect: Any = search
 compile_by_torch: Any = torch.compile
 
 X = torch.zeros(4, 8)
@@ -263,15 +261,6 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "calibrate with targets": (
         lambda: calibrate(Net(), [(X, X)]),
         "If a batch holds the targets, too, give loss_fn, as `lambda model, batch:",
-    ),
-    "bisect a tensor": (lambda: bisect(Net(), X), "bisect(Net, Tensor): give an nn.Module and the"),
-    "bisect fails": (
-        lambda: bisect(Net(), (X[:, :7],)),
-        "Net fails on these inputs: RuntimeError:",
-    ),
-    "bisect on NaN": (
-        lambda: bisect(Net(), (X + torch.nan,)),
-        "`mpcompile diagnose` names what is",
     ),
 }
 

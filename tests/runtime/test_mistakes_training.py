@@ -294,8 +294,6 @@ from torch import nn
 def make(): return nn.Linear(4, 4), (torch.zeros(2, 4),)
 def model(): return nn.Linear(4, 4)
 def tensor(): return nn.Linear(4, 4), torch.zeros(2, 4)
-def wide(): return nn.Linear(4, 4), (torch.zeros(2, 5),)
-def nan(): return nn.Linear(4, 4), (torch.full((2, 4), torch.nan),)
 net = nn.Linear(4, 4)
 """
 
@@ -317,9 +315,6 @@ COMMANDS: dict[str, str] = {
     "explain some_models:make --fail-under-tensor-core-share 95": "a share from 0 to 1 is needed",
     "diagnose some_models:make --steps 0": "steps=0: give a whole number from 1",
     "diagnose some_models:make --loss-scale big": "use 'dynamic', 'grad_scaler', 'none', a number",
-    "bisect some_models:wide": "Linear fails on these inputs: RuntimeError: mat1 and mat2",
-    "bisect some_models:nan": "`mpcompile diagnose` names what is not finite",
-    "bisect some_models:make --tolerance -1": "-1: a number above 0 is needed, such as 0.1",
     "demo --device cuda:9": "device 'cuda:9' is not there: torch sees",
     "info --device gpu": "unknown device 'gpu': use auto, cpu, cuda or cuda:N",
 }

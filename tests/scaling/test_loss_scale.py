@@ -73,73 +73,20 @@ def test_state_survives_state_dict_and_pickle() -> None:
     assert pickle.loads(pickle.dumps(scale)).state_dict() == scale.state_dict()
 
 
-# Of a dynamic scale at 8.0 that has counted and said things, as version 0.1 pickled it when a
-# LossScale still held each constant of its rule by itself.
-PICKLED = b"""ccopy_reg
-_reconstructor
-(cmpcompile.state.loss_scale
-LossScale
-c__builtin__
-object
-NtR(dVkind
-Vdynamic
-sVgrowth_factor
-F4.0
-sVbackoff_factor
-F0.5
-sVgrowth_interval
-I7
-sVhysteresis
-I3
-sVmin_scale
-F0.5
-sVmax_scale
-F16777216.0
-sVopen
-I01
-sVfp16_only
-I00
-sVfitting
-I00
-sV_warned
-I00
-sV_logged
-I01
-sV_state
-ccopy_reg
-_reconstructor
-(cmpcompile.state.loss_scale
-ScaleState
-c__builtin__
-object
-NtR(dVscale
-F8.0
-sVgood_steps
-I5
-sVoverflows_left
-I2
-sVskipped_steps
-I4
-sbsb."""
-
-
-def test_reads_what_an_earlier_version_pickled_and_saved() -> None:
+def test_reads_what_was_saved() -> None:
     saved = {
         "kind": "dynamic", "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 7,
         "hysteresis": 3, "min_scale": 0.5, "max_scale": 2.0**24, "scale": 8.0, "good_steps": 5,
         "overflows_left": 2, "skipped_steps": 4, "fitting": False,
     }  # fmt: skip
-    old = pickle.loads(PICKLED)
-    loaded = LossScale.dynamic()
-    loaded.load_state_dict(saved)
-    for scale in (old, loaded):
-        assert scale.state_dict() == saved
-        assert list(scale.state_dict()) == list(saved)
-        assert after(scale, [True, True]).scale == 4.0  # with the two overflows that were left
-    assert (old.open, old.fp16_only, old.said.skips, old.said.floor) == (True, False, True, False)
+    scale = LossScale.dynamic()
+    scale.load_state_dict(saved)
+    assert scale.state_dict() == saved
+    assert list(scale.state_dict()) == list(saved)
+    assert after(scale, [True, True]).scale == 4.0  # with the two overflows that were left
 
 
-def test_a_pickle_holds_what_earlier_versions_read() -> None:
+def test_a_pickle_holds_what_version_0_3_reads() -> None:
     """Plain numbers, by the names that they had; nothing of this process."""
     scale = LossScale.dynamic(init_scale=8.0)
     scale.live.reside(torch.device("cpu"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +22,6 @@ Choose = Callable[[int], int]
 T = TypeVar("T")
 HOLES = "n0"  # data of which some are NaN
 LARGEST = 60.0  # in size; far from FP16's 65504 even after sums and products of the backward
-
-# What is known to go wrong at the moment, and is not drawn, by the names that the tables ask for:
-# "late", "overlap", "leaf", "hook", "opaque", "dirty" were all in here once.
-KNOWN_BUGS: dict[str, str] = {}
 
 
 class Unfit(Exception):
@@ -40,8 +36,8 @@ def _code(text: str) -> Any:
 class Grower:
     """A program under construction, and the values that its lines have made so far."""
 
-    def __init__(self, choose: Choose, known_bugs: Collection[str]) -> None:
-        self.choose, self.avoided = choose, known_bugs
+    def __init__(self, choose: Choose) -> None:
+        self.choose = choose
         self.lines: list[Line] = []
         self.depth, self.made = 0, 0
         self.inputs = self._draw_inputs()
@@ -150,16 +146,7 @@ class Grower:
         return self.pick(lambda t: t.is_floating_point() and self.writable(t))
 
     def writable(self, t: torch.Tensor) -> bool:
-        if (t.is_leaf and t.requires_grad) or overlaps(t) or 0 in t.stride():
-            return False
-        memory = memory_of(t)
-        if "leaf" in self.avoided and any(
-            memory == memory_of(self.values[i.name])
-            for i in self.inputs
-            if i.kind != "inner" and i.trained
-        ):
-            return False
-        return "opaque" not in self.avoided or memory not in self.untouched
+        return not ((t.is_leaf and t.requires_grad) or overlaps(t) or 0 in t.stride())
 
     def eval(self, expression: str) -> torch.Tensor:
         value = self.values.get(expression)
@@ -220,9 +207,7 @@ class Grower:
     def _begin(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
-        self.plain: set[str] = set()  # made without a gradient
         self.modes: list[Any] = []
-        self.untouched: set[int] = set()  # memory that nothing may write to
         self.depth = 0
         self.scope = names_in_scope(compiled=False)
         for name, value in zip(
@@ -273,24 +258,15 @@ class Grower:
         for name, value in scope.items():
             if isinstance(value, torch.Tensor) and self.values.get(name) is not value:
                 self._bind(name, value)
-                if op in ("cond", "function", "checkpoint"):
-                    self.untouched.add(memory_of(value))
 
     def _bind(self, name: str, value: torch.Tensor) -> None:
         if name in self.order:
             self.order.remove(name)
         self.values[name] = value
         self.order.append(name)
-        self.plain.discard(name)
-        if not value.requires_grad or any(self.values[n] is value for n in self.plain):
-            self.plain.add(name)
 
     def _check(self) -> None:
         roots = []
-        for item in self.inputs:
-            late = self.values[item.name].requires_grad and not item.trained
-            if late and "late" in self.avoided:
-                raise Unfit(item.name)
         for name, value in self.values.items():
             if value.is_floating_point() and name != HOLES:
                 size = value.detach().abs().amax() if value.numel() else torch.zeros(())
@@ -332,15 +308,7 @@ class Grower:
 
     def _outputs(self) -> list[str]:
         inputs = {i.name for i in self.inputs}
-
-        def allowed(name: str) -> bool:
-            value = self.values[name]
-            late = value.requires_grad and name in self.plain
-            if late and name not in inputs and "late" in self.avoided:
-                return False
-            return "overlap" not in self.avoided or not overlaps(value)
-
-        made = [n for n in reversed(self.order) if n not in inputs and allowed(n)]
+        made = [n for n in reversed(self.order) if n not in inputs]
         text = "\n".join(line.text.partition(" = ")[2] or line.text for line in self.lines)
         read = set(re.findall(r"\w+", text))
         made.sort(key=lambda n: (not self.values[n].requires_grad, n in read))

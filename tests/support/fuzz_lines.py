@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from fuzz_functorch import FUNCTORCH
-from fuzz_grower import KNOWN_BUGS, Choose, Grower, Maker, Unfit
+from fuzz_grower import Choose, Grower, Maker, Unfit
 from fuzz_holes import HOLED
 from fuzz_operators import OPERATORS
 from fuzz_pointwise import POINTWISE
@@ -45,15 +45,9 @@ HEADERS = (
 )
 
 
-def generate(
-    choose: Choose, *, known_bugs: Collection[str] = tuple(KNOWN_BUGS), longest: int = 14
-) -> Program:
-    """A program; raises Unfit in the rare case that nothing came of it.
-
-    Args:
-        known_bugs: of `KNOWN_BUGS`, those that are avoided.
-    """
-    g = Grower(choose, known_bugs)
+def generate(choose: Choose, *, longest: int = 14) -> Program:
+    """A program; raises Unfit in the rare case that nothing came of it."""
+    g = Grower(choose)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("error")
         stack.callback(g.leave, 0)
@@ -67,12 +61,12 @@ def generate(
         return g.finish()
 
 
-def from_seed(seed: int, known_bugs: Collection[str] = tuple(KNOWN_BUGS)) -> Program:
+def from_seed(seed: int) -> Program:
     """The program of a number."""
     source = random.Random(seed)
     while True:
         with contextlib.suppress(Unfit):
-            return generate(source.randrange, known_bugs=known_bugs)
+            return generate(source.randrange)
 
 
 def operators() -> list[str]:

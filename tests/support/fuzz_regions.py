@@ -51,10 +51,7 @@ def _hook(g: Grower) -> Drawn:
     """On a value of its own: torch 2.13 may crash on one that was written without a gradient."""
     a = g.pick(lambda t: is_float(t) and t.requires_grad)
     new = g.new()
-    lines = [f"{new} = {a} * 0.5", f"{new}.register_hook(clipped)"]
-    if "hook" not in g.avoided:
-        lines.insert(1, f"{g.new()} = {new} + 1")
-    return lines
+    return [f"{new} = {a} * 0.5", f"{g.new()} = {new} + 1", f"{new}.register_hook(clipped)"]
 
 
 SPECIAL: dict[str, Maker] = {

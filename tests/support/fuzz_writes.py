@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fuzz_grower import Drawn, Grower, Maker, Unfit, is_float, memory_of, overlaps
+from fuzz_grower import Drawn, Grower, Maker, Unfit, is_float, overlaps
 from fuzz_makers import write
 
 
@@ -49,8 +49,7 @@ def _scattered(g: Grower) -> Drawn:
 
 
 def _detached(g: Grower) -> Drawn:
-    anything = "leaf" not in g.avoided
-    t = g.pick(lambda x: is_float(x) and (anything or g.writable(x)) and not overlaps(x))
+    t = g.pick(lambda x: is_float(x) and not overlaps(x))
     return g.of(f"{t}.detach().mul_(0.5)", f"{t}.detach()[0].zero_()", f"{t}.detach().tanh_()")
 
 
@@ -83,11 +82,6 @@ def _resized(g: Grower) -> Drawn:
 def _add_to(g: Grower) -> Drawn:
     t = g.target()
     a = g.broad(t)
-    if "dirty" in g.avoided:
-        memory = memory_of(g.eval(t))
-        if any(memory == memory_of(g.values[i.name]) for i in g.inputs):
-            raise Unfit
-        a = f"({a} * 1)"
     text = f"AddTo.apply({t}, {a}.expand_as({t}))"
     return text if g.choose(2) else f"{g.new()} = {text}"
 

@@ -257,6 +257,6 @@ def test_counts_holders() -> None:
 def test_reads_values() -> None:
     """torch:Tensor._values"""
     places = torch.tensor([[0, 0]])
-    with torch.sparse.check_sparse_tensor_invariants():  # else torch 2.11 warns
+    with torch.sparse.check_sparse_tensor_invariants():  # else it warns
         twice = torch.sparse_coo_tensor(places, torch.ones(2), (2,))
     assert sparse_values(twice).tolist() == [1.0, 1.0]

@@ -53,11 +53,11 @@ def test_a_release_needs_the_rows_that_name_it(fault: TorchFault) -> None:
 
 
 def test_releases() -> None:
-    fault = dataclasses.replace(FAULTS[0], since="2.11", until="2.14", shows="2.12")
-    assert [fault.is_here(v) for v in ("2.10.1", "2.11.0", "2.13.0+cpu", "2.14.1")] == [
+    fault = dataclasses.replace(FAULTS[0], since="2.12", until="2.14", shows="2.13")
+    assert [fault.is_here(v) for v in ("2.11.1", "2.12.0", "2.13.0+cpu", "2.14.1")] == [
         False, True, True, False,
     ]  # fmt: skip
-    assert [fault.shows_in(v) for v in ("2.11.0", "2.12.1", "2.14.0")] == [False, True, False]
+    assert [fault.shows_in(v) for v in ("2.12.0", "2.13.1", "2.14.0")] == [False, True, False]
     assert dataclasses.replace(fault, until=None).is_here("3.0")
 
 
@@ -95,7 +95,7 @@ def test_gradients_behind_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
     if not SCHEDULER_FORGETS_WRITES.shows_in():
         return
-    gone = dataclasses.replace(SCHEDULER_FORGETS_WRITES, until="2.11")
+    gone = dataclasses.replace(SCHEDULER_FORGETS_WRITES, until="2.12")
     monkeypatch.setattr(write_order, "SCHEDULER_FORGETS_WRITES", gone)
     torch._dynamo.reset()
     wrong = gradients(mpcompile.mpcompile(model, level="O0", verify=False), model, x)
@@ -243,7 +243,7 @@ def test_a_size_that_is_not_known(here: None) -> None:
 def test_releases_without_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpcompile.devices import cpu
 
-    monkeypatch.setattr(cpu, "SHALLOW_VOLUMES", dataclasses.replace(SHALLOW_VOLUMES, until="2.11"))
+    monkeypatch.setattr(cpu, "SHALLOW_VOLUMES", dataclasses.replace(SHALLOW_VOLUMES, until="2.12"))
     assert "LOW [table]" in decided(lambda x, w: F.conv3d(x, w, padding=1), volume(2), KERNEL)
 
 

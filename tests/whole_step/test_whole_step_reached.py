@@ -188,9 +188,6 @@ def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     request.param.reached = 0
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="Dynamo of 2.11 reads back what was set without a reading"
-)
 @pytest.mark.parametrize("aside", [rebound._READING], indirect=True, ids=["read"])
 def test_a_whole_step_that_reads_gradients_in_another_way(aside: None) -> None:
     with pytest.warns(MPCompileWarning, match="runs in pieces.*Dynamo reads gradients in a new"):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from versions import before
 from whole_steps import BOTH, SETTINGS, Run, Setting, agree, batches, net
 
 from mpcompile import LossScale
@@ -64,8 +63,7 @@ def gan_calls(count: int, bad: str | None = None) -> list[tuple[torch.Tensor, ..
 def test_a_gan(setting: Setting, zero_first: bool) -> None:
     # What the generator's loss leaves in D's gradients has, in pieces at O2, the low dtype.
     loose = {"rtol": 2e-2, "atol": 1e-3} if zero_first and setting.level == "O2" else {}
-    # From torch 2.12 on, Dynamo guards on whether there is a gradient that is set to None.
-    compiled = 2 if zero_first and not before("2.12") else 1
+    compiled = 2 if zero_first else 1  # Dynamo guards on whether a gradient is None
     agree(gan(zero_first), gan_calls(4), setting, compiled=compiled, **loose)
 
 
