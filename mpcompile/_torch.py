@@ -46,8 +46,8 @@ def warn_if_untested(version: str) -> None:
         newest = ".".join(map(str, NEWEST))
         warnings.warn(
             f"mpcompile: torch {version} is newer than {newest}, the newest that mpcompile was "
-            "tested with. What is compiled is verified at its first call; `mpcompile check` tries "
-            "some models at once",
+            "tested with. What is compiled is verified at its first call; `mpcompile check` says "
+            "what is missing",
             MPCompileWarning,
             stacklevel=2,
         )

@@ -1,56 +1,104 @@
-"""Does mpcompile compute on this machine what was meant? `mpcompile check`."""
+"""Does mpcompile work here? `mpcompile check`."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import platform
+from collections.abc import Iterator
 
+import torch
 from rich.console import Console
 
-from ..check.run import Result, check
-from ..devices.registry import default_device
-from ..errors import MPCompileError
+from .._version import __version__
+from ..api import mpcompile
+from ..demo import GPT, GPTConfig
+from ..devices.registry import capabilities, default_device, supported
+from ..errors import MPCompileError, in_one_line
+from ..ir.dtypes import HALF
+from ..records import compiled_plans
+from ..torch_inside.health import why_off
+from ..torch_inside.private_names import GONE, Part, take_all
+from ..verify.toolchain import toolchain
 from .common import Commands, known_device, show
 
 __all__ = ["add"]
+
+_STEPS = 5
 
 
 def add(commands: Commands) -> None:
     """Add the command of this file."""
     parser = commands.add_parser(
         "check",
-        help="find out what this machine's compiler gets wrong",
-        description="Train about twenty small models under Inductor, with all that is compiled "
-        "compared with the same graphs run operator by operator; it takes some minutes. The exit "
-        "status is 1 if something was compiled wrongly, or fails.",
+        help="what works here: versions, units, torch's private names, a verified training",
+        description="Print the versions, which dtypes the devices have units for, which private "
+        "names torch lacks, and how a small GPT trains under Inductor at O1 and O2, with all that "
+        "is compiled verified. The exit status is 1 if a name is missing or a training fails.",
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER",
-        help="write there, for each graph that is compiled wrongly, a program that shows it",
-    )  # fmt: skip
     parser.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace, console: Console) -> int:
     device = known_device(options.device) or default_device()
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise MPCompileError(f"--out {options.out} is a file: name a folder")
-    results = []
-    with console.status("checking"):
-        for result in check(device, options.out):
-            results.append(result)
-            for line in _lines(result):
-                show(console, line)
-    wrong = sum(bool(result.faults) for result in results)
-    values = sum(result.values for result in results)
-    show(console, f"{values} values of {len(results)} models were right; "
-         f"{wrong or 'no'} model{'' if wrong == 1 else 's'} had a fault")  # fmt: skip
-    return 1 if wrong else 0
+    take_all()
+    for line in (_versions(), *_units(), *_names()):
+        show(console, line)
+    failed = bool(GONE)
+    for level in ("O1", "O2"):
+        try:
+            with console.status(f"training at {level}"):
+                said = _trained(level, device)
+        except Exception as error:  # whatever a compiler, or another torch, may raise
+            failed, said = True, f"FAILED: {in_one_line(error)}"
+        show(console, f"{level}: {said}")
+    return 1 if failed else 0
 
 
-def _lines(result: Result) -> list[str]:
-    told = f"verified {result.values} values, at most {result.worst:.2g} of a rounding off"
-    still = f" ({'; '.join(result.open)})" if result.open else ""
-    head = f"{result.about}: {told}, in {result.seconds:.0f} s{still}"
-    return [head, *(f"  {fault}" for fault in result.faults)]
+def _versions() -> str:
+    # The C++ compiler is a setting of Inductor's.
+    below = f"torch {torch.__version__}" if why_off(Part.INDUCTOR) else toolchain().names
+    return f"mpcompile {__version__}, Python {platform.python_version()}, {below}"
+
+
+def _units() -> Iterator[str]:
+    for device in filter(lambda one: one.is_there(), map(capabilities, supported())):
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in HALF if device.has_units(dtype)]
+        units = device.units() + (f", for {' and '.join(dtypes)}" if dtypes else "")
+        yield f"{device.device.type}: {device.name()}; units: {units}"
+
+
+def _names() -> Iterator[str]:
+    yield f"private names of torch that are missing: {len(GONE) or 'none'}"
+    for name in GONE:
+        yield f"  {name.path.replace(':', '.')}, which {name.why}: {name.part.value}"
+
+
+def _trained(level: str, device: torch.device) -> str:
+    """Train a small GPT on one batch: its losses, and what is verified.
+
+    Raises:
+        MPCompileError: something is compiled wrongly, isn't verified, or doesn't learn.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=64, layers=1, heads=2)).to(device)
+    low = capabilities(device).auto  # also where it doesn't pay
+    model = mpcompile(model, dtype=low, level=level, strict=True)
+    tokens, targets = torch.randint(256, (2, 4, 64), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(_STEPS):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    asked = [plan.verification for plan in compiled_plans(model) if plan.verification]
+    said = "; ".join(one.text() for one in asked)
+    counts = [v.values for one in asked for found in one.found for v in found.known.values()]
+    if not counts or 0 in counts:
+        raise MPCompileError(f"not all that was compiled is verified: {said or 'nothing'}")
+    course = f"loss {losses[0]:.4g} -> {losses[-1]:.4g} in {_STEPS} steps"
+    if not losses[-1] < losses[0]:  # also of NaN
+        raise MPCompileError(f"it doesn't learn: {course}")
+    return f"{course}; {said}"

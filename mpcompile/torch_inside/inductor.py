@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch._inductor.utils import fresh_cache
     from torch.utils._ordered_set import OrderedSet
 else:
     InductorBackend = private(
@@ -42,9 +41,6 @@ else:
         "torch._inductor.runtime.cache_dir_utils:cache_dir",
         "holds what was compiled",
         Part.INDUCTOR,
-    )
-    fresh_cache = private(
-        "torch._inductor.utils:fresh_cache", "compiles without what was compiled", Part.SAY
     )
     save_graph_repro = private(
         "torch._dynamo.repro.after_aot:save_graph_repro", "writes a program for a report", Part.SAY
@@ -85,7 +81,6 @@ __all__ = [
     "computes_reads",
     "config",
     "cpp_compiler",
-    "fresh_cache",
     "get_hash_for_files",
     "has_setting",
     "results_of",

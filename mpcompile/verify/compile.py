@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -13,22 +12,7 @@ from ..torch_inside.inductor import compile_fx
 from .first_call import Verifier
 from .verdicts import Verdicts, Verify, key_of
 
-__all__ = ["all_verdicts", "compile_verified"]
-
-_listening: list[list[Verdicts]] = []
-
-
-@contextlib.contextmanager
-def all_verdicts() -> Iterator[list[Verdicts]]:
-    """In this context, the list takes what is found of all that is compiled, whoever asked for it:
-    also of an optimizer's step, which is in no plan.
-    """
-    found: list[Verdicts] = []
-    _listening.append(found)
-    try:
-        yield found
-    finally:
-        _listening[:] = [other for other in _listening if other is not found]
+__all__ = ["compile_verified"]
 
 
 def compile_verified(
@@ -50,8 +34,7 @@ def compile_verified(
     if not asked.first:
         return compile_fx(gm, inputs, config_patches=patches)
     verdicts = Verdicts.of(key_of(gm, inputs, patches), asked)
-    for found in (asked.found, *_listening):
-        found.append(verdicts)
+    asked.found.append(verdicts)
     if verdicts.complete:
         return compile_fx(gm, inputs, config_patches=patches)
     verifier = Verifier(verdicts, patches)

@@ -44,7 +44,7 @@ def test_functions_are_short() -> None:
 # Where anything may be caught, how often, and why nothing narrower will do.
 BROAD = {
     "mpcompile/backend.py": (2, "a graph that can't be rewritten stays in FP32, whatever fails"),
-    "mpcompile/check/run.py": (1, "a compiler, or another torch, may raise anything"),
+    "mpcompile/cli/check.py": (1, "a compiler, or another torch, may raise anything"),
     "mpcompile/diagnosis/sides.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/finalize.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),

@@ -51,7 +51,6 @@ LAYERS = (
     {"api", "entry_point"},
     {"diagnosis", "finalize", "integrations", "preview", "steps"},
     {"demo"},
-    {"check"},
     {"cli"},
     {"__main__"},
 )

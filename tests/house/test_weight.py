@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 46138,
-    "lines of code": 29359,
-    "files of source": 379,
-    "lines of tests": 67300,
-    "warnings that count more than two frames": 15,
-    "registries of modules": 0,
+    "lines of source": 45808,
+    "lines of code": 29148,
+    "files of source": 376,
+    "lines of tests": 66989,
+    "warnings that count more than two frames": 18,
+    "registries of modules": 30,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -4,14 +4,18 @@ What is put in the place of a method of torch's stands where the release calls i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from repository import ROOT
 from torch.utils import _pytree as pytree
 
+from mpcompile.torch_inside import private_names
 from mpcompile.torch_inside.private_names import NAMES, MissingInTorch, Part, private
 from mpcompile.torch_inside.replace import Replacement, calls_of, method, reads_of
 
@@ -23,9 +27,10 @@ SAYS = "has no torch.utils._pytree.tree_that_never_was, which counts leaves"
 
 @pytest.fixture(autouse=True)
 def names() -> Iterator[None]:
-    """Leaves the table of names as it was."""
-    before = dict(NAMES)
+    """Leaves the tables of names as they were."""
+    before, gone = dict(NAMES), len(private_names.GONE)
     yield
+    del private_names.GONE[gone:]
     NAMES.clear()
     NAMES.update(before)
 
@@ -60,6 +65,26 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
 def test_the_message_names_torch() -> None:
     with pytest.raises(MissingInTorch, match=SAYS):
         private(GONE, "counts leaves", Part.SAY)()
+
+
+WITHOUT_ANY = """
+import importlib, sys, torch._inductor.compile_fx
+theirs = importlib.import_module
+def import_module(name, package=None):
+    if sys._getframe(1).f_code.co_name == "_resolved":
+        raise ImportError(name)
+    return theirs(name, package)
+importlib.import_module = import_module
+from mpcompile import cli
+from mpcompile.torch_inside.private_names import GONE, NAMES
+status = cli.main(["check"])
+assert status == 1
+assert {name.path for name in GONE} == {path for path, name in NAMES.items() if name.taken}
+"""
+
+
+def test_the_import_needs_no_name() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_ANY], cwd=ROOT, check=True, timeout=300)
 
 
 # -- replacing -------------------------------------------------------------------------------------

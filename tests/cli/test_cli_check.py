@@ -1,0 +1,69 @@
+"""`mpcompile check`: what is there is said, what is missing or fails is named by the status."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from factories import squeezed
+
+from mpcompile import cli
+from mpcompile.cli import check
+from mpcompile.devices.registry import capabilities
+from mpcompile.torch_inside.private_names import GONE, Name, Part
+
+CHECK = ["check", "--device", "cpu"]
+Out = pytest.CaptureFixture[str]
+
+
+def test_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    monkeypatch.setattr(check, "_trained", lambda level, device: f"trained on {device}")
+    assert cli.main(CHECK) == 0
+    said = squeezed(capsys.readouterr().out)
+    for expected in (
+        f"Python {platform.python_version()}, torch {torch.__version__}, ",
+        f"cpu: {capabilities('cpu').name()}; units: {capabilities('cpu').units()}",
+        "private names of torch that are missing: none", "O1: trained on cpu", "O2: trained on cpu",
+    ):  # fmt: skip
+        assert expected in said
+
+
+def test_dtypes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(capabilities("cpu"))
+    monkeypatch.setattr(kind, "units", lambda self: "some")
+    monkeypatch.setattr(kind, "has_units", lambda self, dtype: dtype is torch.bfloat16)
+    assert [line for line in check._units() if line.endswith("units: some, for bfloat16")]
+
+
+def test_a_missing_name(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    name = Name("torch._never_was:name", "does something", Part.INDUCTOR)
+    monkeypatch.setattr(check, "GONE", [name])
+    GONE.append(name)
+    try:
+        assert cli.main(CHECK) == 1
+    finally:
+        GONE.remove(name)
+    said = squeezed(capsys.readouterr().out)
+    assert f"torch._never_was.name, which does something: {Part.INDUCTOR.value}" in said
+    assert "O1: FAILED: MPCompileError: emit=" in said
+
+
+def test_what_is_not_verified(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    real = check.mpcompile
+    monkeypatch.setattr(check, "mpcompile", lambda what, **more: real(what, emit="eager", **more))
+    assert cli.main(CHECK) == 1
+    said = squeezed(capsys.readouterr().out)
+    assert "O2: FAILED: MPCompileError: not all that was compiled is verified: nothing" in said
+
+
+@pytest.mark.slow("compiles by Inductor")
+def test_it_trains(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    assert cli.main(CHECK) == 0
+    said = capsys.readouterr().out.splitlines()
+    for line in said[-2:]:
+        assert "forward: verified " in line
+        assert "backward: verified " in line
+    monkeypatch.setattr(check, "_STEPS", 1)
+    assert cli.main(CHECK) == 1
+    assert "O1: FAILED: MPCompileError: it doesn't learn: loss " in capsys.readouterr().out
