@@ -159,7 +159,7 @@ def _searches(
     """Whether backward passes of the graph can search for the scale. A CUDA graph can't, since it
     reads and writes fixed addresses.
     """
-    if not scale.searches or not fit_scale.can_run_again(graph):
+    if not scale.fitting or not fit_scale.can_run_again(graph):
         return False
     if settings.emit == "inductor" and replays(settings.mode, settings.options, device):
         scale.said.unsearched(scale.value)

@@ -11,7 +11,7 @@
       live_scale.py        its current values, when they move, and the log of that
       scale_copies.py      copies of a scale on a device, one for each forward
       overflows.py         the count of backward passes that overflowed
-      scale_search.py      when backward passes search for what fits, and what is kept of it
+      scale_search.py      when backward passes search for the start, and what is kept of it
       messages.py          what it has said to users
       skips_in_a_row.py    how many steps were skipped in a row, and when to look why
       repairs.py           what `repair=True` has pinned to FP32

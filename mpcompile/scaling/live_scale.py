@@ -90,20 +90,15 @@ class LiveScale:
         self._told = self._steps, self._forwards, state.skipped_steps
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
-    def start_at(self, scale: float, *, found: bool) -> None:
-        """Take over the scale that a search has found: the start, or (not `found`) another one.
-        The search also writes to the tensor that the forward being searched has used.
+    def start_at(self, scale: float) -> None:
+        """Take over the start that a search has found. The search also writes to the tensor that
+        the forward being searched has used.
         """
-        good = self.state.good_steps if found else 0  # after an overflow they are counted anew
         self._arriving = None
-        if found:
-            self._scale = scale
-        else:
-            self._log(scale, self._skipped)
-        self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=good)
+        self._scale = scale
+        self._numbers = dataclasses.replace(self._numbers, scale=scale)
         if self._resident:
             self._resident["scale"].fill_(scale)
-            self._resident["good_steps"].fill_(good)
 
     def _take(self, after: ScaleState, before: ScaleState) -> None:
         self.moves += after.scale != before.scale

@@ -221,7 +221,7 @@ class Program:
 
     def try_scales(
         self, given: Sequence[Any], scales: Mapping[LossScale, float]
-    ) -> tuple[set[LossScale], bool]:
+    ) -> tuple[set[LossScale], set[LossScale], bool]:
         """Run forwards and backwards op by op, on copies, with other loss scales; no steps.
 
         Args:
@@ -229,8 +229,8 @@ class Program:
             scales: loss scales -> the values to try.
 
         Returns:
-            The loss scales under which a gradient overflowed, and whether no scale can help: a loss
-            itself is not finite.
+            The loss scales under which a gradient overflowed; those under which all were zero; and
+            whether no scale can help: a loss itself is not finite.
         """
         held = list(self.held.tensors)
         for forward in self.forwards:
@@ -243,12 +243,17 @@ class Program:
                 with torch.enable_grad() if part.grad else torch.no_grad():
                     self._run_part(part, made, running)
         overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
+        zero: set[LossScale] = set()
+        others: set[LossScale] = set()
         for backward in running.backwards.values():
-            for one in filter(None, backward.arrived):
+            arrived = [one for one in backward.arrived if one is not None]
+            for one in arrived:
                 if one.scale is not None and bool(any_nonfinite([one.grad])):
                     overflowed.add(one.scale)
+            has_numbers = any(bool(one.grad.any()) for one in arrived)
+            (others if has_numbers else zero).update(backward.found)
         losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
-        return overflowed, bool(any_nonfinite(losses))
+        return overflowed, zero - others, bool(any_nonfinite(losses))
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
         running = _Running(dict(zip(self._placeholders, given, strict=True)), held)
