@@ -45,7 +45,6 @@ class LiveScale:
         rule: how they move.
         moves: grows whenever the scale may have changed: while it is equal, so is the scale.
         forwards: how many training forwards there were; the scale moves once for each.
-        replaced: how many times a state was loaded, or set back.
     """
 
     def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
@@ -56,7 +55,7 @@ class LiveScale:
         self._asked: tuple[torch.Tensor, ...] = ()  # those of them that `stepped` reads
         self._must_wait = False  # whether reading one waits for the device
         self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
-        self.forwards = self.replaced = 0
+        self.forwards = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
@@ -85,7 +84,6 @@ class LiveScale:
 
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
-        self.replaced += 1
         self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
         self._told = self._steps, self._forwards, state.skipped_steps
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)

@@ -76,9 +76,9 @@ class LossScale(Ruled):
         self.live = LiveScale(state, rule)
         self.search = Search(self.live, fitting=fitting)
         self.overflows = Overflows()
-        self.trouble = Trouble(self.live)
-        self.repairs = Repairs()
         self.said = Said()
+        self.trouble = Trouble(self.live, self.said)
+        self.repairs = Repairs()
         self.restored = self.loaded = False
         self.agreed = not fitting
         self.used: torch.Tensor | None = None
@@ -191,7 +191,7 @@ class LossScale(Ruled):
         kept = dict(state)
         rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
         self._start(kept.pop("_state"), rule, fitting=kept.pop("fitting"))
-        self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
+        self.said.floor, self.said.skips = kept.pop("_warned"), kept.pop("_logged")
         self.__dict__.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class LossScale(Ruled):
         at_floor = self.live.settle(overflow)
         self.trouble.settled(overflow=overflow)
         if at_floor:
-            self._warn_at_floor()
+            self.said.at_floor(self.min_scale)
 
     def _saw_step(self, skipped: bool) -> None:
         if skipped and not self.overflows.began:  # an MPOptimizer's own scale, as one in BF16
@@ -322,7 +322,7 @@ class LossScale(Ruled):
             self._saw_step(known.skipped > 0)
         self.trouble.stepped(known)
         if known is not None and known.at_floor:
-            self._warn_at_floor()
+            self.said.at_floor(self.min_scale)
 
     def begin_step(self) -> bool:
         """Prepare for a generated step; returns whether it is the first since the last forward."""
@@ -333,8 +333,3 @@ class LossScale(Ruled):
         """Count a step skipped by an optimizer of none of these parameters; nothing moves."""
         self.said.step(skipped=True)
         self.live.count_skipped()
-
-    def _warn_at_floor(self) -> None:
-        """Warn once that gradients overflow at the lowest scale, unless a look says which."""
-        if not self.trouble.look_at_floor():
-            self.said.at_floor(self.min_scale)

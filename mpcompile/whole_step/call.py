@@ -117,8 +117,8 @@ class Call:
         if not all(update.rests_on.holds(update.inner) for update in self._updates):
             raise Outdated({u.optimizer: u.constants.changed(u.inner) for u in self._updates})
         for scale, repairs in self._scales:
-            if scale.trouble.pending and self._program.can_be_watched:
-                raise NotThisTime("steps were skipped in a row, so this one is watched")
+            if scale.trouble.pending and self._program.can_be_noted:
+                raise NotThisTime("steps were skipped in a row, and this one is noted")
             if len(scale.repairs.events) != repairs:
                 raise Outdated
 

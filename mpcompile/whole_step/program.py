@@ -127,7 +127,7 @@ class Program:
         return [made for made in self.made if isinstance(made, Update)]
 
     @property
-    def can_be_watched(self) -> bool:
+    def can_be_noted(self) -> bool:
         """Whether a step may run in pieces instead: with several backwards, one piece may hold what
         two of them need, and torch frees it behind the first.
         """

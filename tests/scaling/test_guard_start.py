@@ -69,6 +69,7 @@ def test_no_first_step_is_skipped(level: str, fast: bool) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:4 optimizer steps in a row")
 def test_grad_scalers_start_is_there_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """And a skip is said: one line, and the count in the repr."""
     model = mpcompile(mlp(), loss_scale="grad_scaler", **FP16)

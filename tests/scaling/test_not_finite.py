@@ -35,28 +35,23 @@ def batch(kind: str) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("generated", [False, True])
-@pytest.mark.parametrize("scale", ["dynamic", "grad_scaler", 128.0])
 @pytest.mark.parametrize(
     ("kind", "said"), [("inputs", DATA), ("targets", TARGETS), ("loss", TARGETS)]
 )
 def test_a_training_says_where_to_look(
-    kind: str, said: str, scale: str | float, generated: bool, caplog: pytest.LogCaptureFixture
+    kind: str, said: str, generated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, and not that a loss scale is found so; where a scale is searched for, in the first
-    step, else once steps are skipped in a row.
-    """
-    model = mpcompile(mlp(), loss_scale=scale, **FP16)
+    """Once, in the first step, and not that a loss scale is found so."""
+    model = mpcompile(mlp(), **FP16)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if generated:
         optimizer = MPOptimizer(optimizer, emit="eager")
-    for step in range(17 if generated else 6):
+    for _ in range(3):
         x, y, factor = batch(kind)
         optimizer.zero_grad()
         (F.mse_loss(model(x), y) * factor).backward()
         optimizer.step()
-        if step == 0:
-            assert len(said_in(caplog)) == (scale == "dynamic")
-    (record,) = said_in(caplog)
+        (record,) = said_in(caplog)
     assert record.name == "mpcompile.scale"
     assert record.getMessage().startswith("mpcompile: ")
     assert said in record.getMessage()
