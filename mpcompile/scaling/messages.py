@@ -81,8 +81,8 @@ class Said:
             logs.event("scale", logging.WARNING, "not_finite", text, what=what)
 
     def in_a_row(self, steps: int, scale: float) -> None:
-        """Warn of steps that were skipped one after the other."""
-        if not self.row:
+        """Warn of steps that were skipped one after the other, unless of the lowest scale."""
+        if not (self.row or self.floor):
             self.row = True
             warnings.warn(
                 f"{steps} optimizer steps in a row were skipped, because gradients were not "
@@ -99,9 +99,9 @@ class Said:
             self.floor = True
             warnings.warn(
                 f"the loss scale is at its floor ({lowest:g}) and gradients still "
-                "overflow: the model itself makes inf or nan. Look at the loss and the forward "
-                "activations; try dtype=torch.bfloat16, or Policy(modules={...: 'fp32'}) for the "
-                "part that overflows.",
+                "overflow: the model itself makes inf or nan. mpcompile.diagnose(model, inputs, "
+                "loss_fn=...) names where; try dtype=torch.bfloat16, or Policy(modules={...: "
+                "'fp32'}) for the part that overflows.",
                 MPCompileWarning,
                 stacklevel=2,
             )

@@ -124,8 +124,7 @@ def test_a_hopeless_overflow_warns_once_at_the_floor() -> None:
             model(torch.full((4, 8), 1e6)).sum().backward()
             optimizer.step()
     ours = [w for w in caught if issubclass(w.category, MPCompileWarning)]
-    assert len(ours) == 2
-    assert sum("steps in a row were skipped" in str(w.message) for w in ours) == 1
+    assert len(ours) == 1
     assert "floor" in str(ours[0].message)
     assert scale.value == 2.0
 
