@@ -48,7 +48,7 @@ _CAST = {"convert_element_type.default", "permute.default", "reshape.default",
 __all__ = ["ARMS", "AUTOCAST", "CASES", "FP32", "OURS", "Arm", "Case"]
 
 STEPS = 3  # the second is as all others; that one is compiled for
-SETTLED = "grad_scaler"  # the default settles in the first ten steps, then they are as with this
+SETTLED = "grad_scaler"  # the default searches in the first step, then they are as with this
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,9 +239,9 @@ def _notes() -> list[str]:
         "counted that cuDNN makes for Tensor Cores, by NVIDIA's guide to convolutions: each image "
         "that it reads and each that it returns, once. Most images of DCGAN are of that kind in "
         "the arm of autocast; ours are laid out beforehand, in kernels that are counted, too.",
-        "All of ours start at GradScaler's scale. By default the scale is searched for and settles "
-        "in the first ten steps, in which each backward looks at its gradients once more; from "
-        "then on a step is as those counted here. A generated step reads the scale in every "
+        "All of ours start at GradScaler's scale. By default the scale is searched for in the "
+        "first step, which runs backwards more than once; from then on a step is as those counted "
+        "here. A generated step reads the scale in every "
         "eighth, in three copies of a number; the one counted is none of these. A parameter of the "
         "stand-in can't change its class, by which a GPU's says whether its copy must be written "
         "anew: it is taken to say no.",

@@ -25,8 +25,8 @@ from .pipeline import Planned
 from .planner.target import Target
 from .plans.advice import say_nothing_runs_low, say_products_stay
 from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
+from .runtime.repair import Repairable
 from .runtime.stays_finite import watching
-from .runtime.watched_call import Watched
 from .runtime.witness import constants_of
 from .scaling import copies, fit_scale, shardings
 from .scaling.loss_scale import LossScale
@@ -81,9 +81,17 @@ def function_of(
         if searches:
             scale.search.possible = True
             compiled = fit_scale.fitting(compiled, scale, inputs)
-        watched = Watched(planned, traced_code(), repair=settings.repair)
+        repairable = Repairable(planned, traced_code()) if settings.repair else None
         compiled = scaled(
-            compiled, inputs, reader, scale, examples, target.device, watched, searches, constant
+            compiled,
+            inputs,
+            reader,
+            scale,
+            examples,
+            target.device,
+            repairable,
+            searches,
+            constant,
         )
     elif reader is not None:
         compiled = reading(compiled, inputs, reader)
@@ -157,7 +165,7 @@ def _searches(
     """Whether backward passes of the graph can search for the scale. A CUDA graph can't, since it
     reads and writes fixed addresses.
     """
-    if not scale.searches or not fit_scale.can_run_again(graph):
+    if not scale.fitting or not fit_scale.can_run_again(graph):
         return False
     if settings.emit == "inductor" and replays(settings.mode, settings.options, device):
         scale.said.unsearched(scale.value)

@@ -64,7 +64,7 @@ def _how(work: Work) -> list[str]:
         "to it; the last column is that of the rounded weights in FP32. With two models the "
         "numbers are of the generator / the discriminator.",
         "More runs: forward and backward passes of a graph beyond the ones asked for, over all "
-        "steps (a start settles for a while). Seconds: one cold first step at O1, optimizer "
+        "steps. Seconds: one cold first step at O1, optimizer "
         f"included, with `emit={work.compiler!r}` and empty caches.",
         f"Deep GPT: medians over rounds ({work.deep.rounds}) of all arms in turn; a ratio is the "
         "median of those within a round. Forward, backward and AdamW, from the call that compiles "

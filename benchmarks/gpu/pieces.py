@@ -73,7 +73,6 @@ PIECES = (
     _benchmark("planning", 300),
     _benchmark("parity", 480),
     _benchmark("first_steps", 480),
-    _benchmark("watching", 360),
     _benchmark("overhead", 300),
     _benchmark("whole_step", 480),
     _benchmark("deepbench", 240),

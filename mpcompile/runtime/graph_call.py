@@ -19,8 +19,7 @@ from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
-from .warn_or_repair import judge
-from .watched_call import Watched
+from .repair import Repairable, repair
 from .witness import check_constants
 
 __all__ = ["is_leaf", "noticing_ddp", "reading", "reading_in_full", "scaled"]
@@ -56,7 +55,7 @@ def scaled(
     scale: LossScale,
     examples: Sequence[Any],
     device: torch.device,
-    watched: Watched,
+    repairable: Repairable | None,
     searches: bool,
     constant: Collection[int],
 ) -> Function:
@@ -69,29 +68,30 @@ def scaled(
         reader: provides the working copies; None where the graph reads none.
         examples: the caller's inputs that the graph was compiled with.
         device: the device on which the graph reads the scale.
-        watched: runs it node by node after steps were skipped.
+        repairable: notes a call after steps were skipped; None: nothing is repaired.
         searches: whether its first backward can search for the start of the scale.
         constant: the results that no gradient enters.
     """
     masters = tuple(inputs.copies.values())
     watch = _Watch(examples, scale)
     trouble = scale.trouble
-    trouble.judge = functools.partial(judge, scale)
+    if repairable is not None:
+        trouble.repair = functools.partial(repair, scale)
     is_first = True
 
     def call(*args: Any) -> Any:
         nonlocal is_first
         watch.see(args)
         scale.saw_forward()
-        looks = trouble.pending and trouble.is_watched()
-        # A search would write to the scale that a watched graph has saved.
-        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches and not looks))
+        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])
-        if looks:
-            return watched.run(compiled, given, args, trouble)
+        noted = repairable.note(given) if trouble.pending and repairable is not None else None
         results = compiled(*given)
+        if noted is not None:
+            noted.gave(results)
+            trouble.calls.append(noted)
         if is_first:
             is_first = False
             check_constants(results, constant)

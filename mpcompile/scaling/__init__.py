@@ -10,9 +10,9 @@
       live_scale.py        its current values, when they move, and the log of that
       scale_copies.py      copies of a scale on a device, one for each forward
       overflows.py         the count of backward passes that overflowed
-      scale_search.py      when backward passes search for what fits, and what is kept of it
+      scale_search.py      when backward passes search for the start, and what is kept of it
       messages.py          what it has said to users
-      skips_in_a_row.py    how many steps were skipped in a row, and when to look why
+      skips_in_a_row.py    how many steps were skipped in a row, and what follows
       repairs.py           what `repair=True` has pinned to FP32
     fit_scale.py         a backward is run again at lower scales, and compared at two
     not_finite.py        what was not finite before any gradient was

@@ -1,5 +1,5 @@
-"""Find a fitting loss scale: a backward that overflows is run again at lower scales, until no
-gradient does.
+"""Find the start of the loss scale: a first backward that overflows is run again at lower scales,
+until no gradient does.
 
 Forward and backward are run again at half the scale, and so on, each time with the same random
 numbers and inputs. The gradient is exact at any power of two, so a step that was searched for is as
@@ -7,14 +7,15 @@ good as another. Of the first scale that fits, an eighth is kept (design note 10
 
     first forward     compiled(x, scale=2**19)            kept until its backward
     its backward      2**19: inf; 2**18: inf; 2**17: finite     -> the gradient; the scale is 2**14
-    a later one       2**14: inf; 2**13: finite                 -> the gradient; the scale is 2**13
 
 Once for each graph, while the start is searched, the gradients are compared with those at a lower
 scale. A gradient that leaves a graph does not depend on the scale at which it was made. This is
 asked of numbers: it shares nothing with the proof (`ir/units.py`), which asks the graph.
 
-All this happens only while `scale.search.searching` (`scale_search.py` says when that is);
-otherwise the compiled function is called directly. A search waits for the device.
+A backward whose gradients are all zero, or finite at no scale, finds nothing: the next one does.
+
+All this happens only while `scale.fitting`; otherwise the compiled function is called directly. A
+search waits for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from ..torch_inside.tensors import whole
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite
-from .scale_search import in_closure
 from .second_backward import is_kept, notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
@@ -66,7 +66,7 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
     graph = _Graph(compiled, scale, inputs)
 
     def call(*args: Any) -> Any:
-        if not scale.search.searching or not torch.is_grad_enabled():
+        if not scale.fitting or not torch.is_grad_enabled():
             return compiled(*args)
         trial = _Trial(graph, args)
         bases = _Fitted.apply(trial, *args)  # type: ignore[no-untyped-call]
@@ -115,10 +115,9 @@ class _Trial:
             for i, x in enumerate(values)
             if isinstance(x, torch.Tensor) and not x.requires_grad
         }
-        self.at = self.top = self.scale.search.first_tried()
+        self.at = self.scale.search.top
         self.results: Any = None
         self.number = next(_numbers)
-        self.in_closure = in_closure()
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Call the function on leaves of its own. Returns the bases of its results: each result is
@@ -182,9 +181,9 @@ class _Trial:
         scale, search = self.scale, self.scale.search
         # Gradients of this step may be stored at this scale: by another graph or a failed search.
         stored = bool(self.inputs.copies) and (search.found or search.was_searched(self.used))
-        fixed = stored or not (search.searching or self.in_closure)
+        fixed = stored or not search.fitting
         if self.results is None or (fixed and self.at != float(self.used)):
-            self.again(saved, float(self.used) if fixed else self.top)
+            self.again(saved, float(self.used) if fixed else search.top)
         results = [x.detach() for x in self.results if isinstance(x, torch.Tensor)]
         gradients = self.backward(grads)
         if fixed:
@@ -201,12 +200,14 @@ class _Trial:
                 if self.fits(gradients):
                     break
             else:
-                search.give_up(self.used, hopeless=False)
+                search.give_up(self.used)
                 self._multiply(gradients, float(self.used))
                 return gradients
+        if not any(map(_has_numbers, gradients[:-1])):
+            return gradients
         if not self.graph.compared:
             self._compare(saved, grads, gradients)
-        value = search.keep(self.at, self.used, tried=self.top)
+        value = search.keep(self.at, self.used)
         self.used.fill_(value)
         self._multiply(gradients, value)
         return gradients
@@ -231,7 +232,7 @@ class _Trial:
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """The gradients as without a search, so that what is finite of them is."""
         used = float(self.used)
-        self.scale.search.give_up(self.used, hopeless=True)
+        self.scale.search.give_up(self.used)
         if self.at == used:
             return gradients
         self.again(saved, used)
@@ -297,6 +298,13 @@ def _like(result: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     if _base(result) is result:
         return base
     return base.as_strided(result.size(), result.stride(), result.storage_offset())
+
+
+def _has_numbers(gradient: torch.Tensor | None) -> bool:
+    """Whether some of a gradient is not zero; waits for the device."""
+    if gradient is None:
+        return False
+    return bool((gradient.coalesce().values() if gradient.is_sparse else whole(gradient)).any())
 
 
 def _is_tracked(value: Any) -> bool:

@@ -24,7 +24,6 @@ from torch.optim.optimizer import (
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
 from . import foreign, guard, no_gradient, optimizers, reductions, shardings
-from .scale_search import closure_runs
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
@@ -133,15 +132,9 @@ def _agree(optimizer: Optimizer) -> None:
 def _checked_closure(
     optimizer: Optimizer, closure: Callable[..., Any], *, by_itself: bool
 ) -> Callable[..., Any]:
-    state, calls = optimizers.state_of(optimizer), 0
-
     @functools.wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        state.calls_closure_again |= calls > 1
-        with closure_runs(called_again=state.calls_closure_again):
-            loss = closure(*args, **kwargs)
+        loss = closure(*args, **kwargs)
         _agree(optimizer)
         if not by_itself:
             _check_gradients(optimizer)

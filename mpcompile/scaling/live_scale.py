@@ -44,7 +44,6 @@ class LiveScale:
     Attributes:
         rule: how they move.
         forwards: how many training forwards there were; the scale moves once for each.
-        replaced: how many times a state was loaded, or set back.
     """
 
     def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
@@ -54,7 +53,7 @@ class LiveScale:
         self._asked: tuple[torch.Tensor, ...] = ()  # those of them that `stepped` reads
         self._must_wait = False  # whether reading one waits for the device
         self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
-        self.forwards = self.replaced = 0
+        self.forwards = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
@@ -83,25 +82,19 @@ class LiveScale:
 
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
-        self.replaced += 1
         self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
         self._told = self._steps, self._forwards, state.skipped_steps
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
-    def start_at(self, scale: float, *, found: bool) -> None:
-        """Take over the scale that a search has found: the start, or (not `found`) another one.
-        The search also writes to the tensor that the forward being searched has used.
+    def start_at(self, scale: float) -> None:
+        """Take over the start that a search has found. The search also writes to the tensor that
+        the forward being searched has used.
         """
-        good = self.state.good_steps if found else 0  # after an overflow they are counted anew
         self._arriving = None
-        if found:
-            self._scale = scale
-        else:
-            self._log(scale, self._skipped)
-        self._numbers = dataclasses.replace(self._numbers, scale=scale, good_steps=good)
+        self._scale = scale
+        self._numbers = dataclasses.replace(self._numbers, scale=scale)
         if self._resident:
             self._resident["scale"].fill_(scale)
-            self._resident["good_steps"].fill_(good)
 
     def _take(self, after: ScaleState, before: ScaleState) -> None:
         self._numbers = after

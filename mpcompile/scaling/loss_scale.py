@@ -9,7 +9,7 @@ section 3.2).
     once per training forward     the scale moves, by the rule
 
 A `LossScale` joins the rule (`ir/scale.py`), the current values (`live_scale.py`), the count of
-overflows (`overflows.py`) and the search for what fits (`scale_search.py`). The multiplication
+overflows (`overflows.py`) and the search for the start (`scale_search.py`). The multiplication
 itself is in the graph (`passes/graph/scale_gradients.py`); `guard.py` tells who may take a step.
 """
 
@@ -50,7 +50,6 @@ class LossScale(Ruled):
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
         fitting: whether the first backward is still to find the scale.
-        searches: whether its start was left to a search; then one finds it after an overflow, too.
         used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
         open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
         fp16_only: it was made by default, not by the user: BF16 does without it.
@@ -69,7 +68,6 @@ class LossScale(Ruled):
         assert start is not None
         rule.check(init_scale, start)
         self.open = False
-        self.searches = fitting
         self.fp16_only = False
         self._start(ScaleState(float(start), overflows_left=rule.hysteresis), rule, fitting=fitting)
 
@@ -77,9 +75,9 @@ class LossScale(Ruled):
         self.live = LiveScale(state, rule)
         self.search = Search(self.live, fitting=fitting)
         self.overflows = Overflows()
-        self.trouble = Trouble(self.live)
-        self.repairs = Repairs()
         self.said = Said()
+        self.trouble = Trouble(self.live, self.said)
+        self.repairs = Repairs()
         self.restored = self.loaded = False
         self.agreed = not fitting
         self.used: torch.Tensor | None = None
@@ -100,10 +98,8 @@ class LossScale(Ruled):
         `hysteresis` overflows; never outside [min_scale, max_scale].
 
         Without `init_scale` the first backward finds the start: the largest power of two up to
-        2**16 that leaves room for gradients eight times as large, which is given up step by step if
-        they don't come. Until then a backward that overflows runs again at half the scale, and so
-        does the one after a skipped step. With `init_scale` none does, nor does a CUDA graph, which
-        starts at 2**16.
+        2**16 that leaves room for gradients eight times as large. If it overflows, it runs again at
+        half the scale. With `init_scale` it does not, nor does a CUDA graph, which starts at 2**16.
 
         Raises:
             MPCompileError: a factor, interval or bound that makes no sense.
@@ -154,7 +150,7 @@ class LossScale(Ruled):
     @state.setter
     def state(self, state: ScaleState) -> None:
         self.live.set(state)
-        self.search.fitting = self.search.settling = False
+        self.search.fitting = False
 
     @property
     def value(self) -> float:
@@ -184,7 +180,7 @@ class LossScale(Ruled):
     # -- pickles and checkpoints ------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (*_SETTINGS, "open", "fp16_only", "fitting", "searches")
+        kept = (*_SETTINGS, "open", "fp16_only", "fitting")
         said = {"_warned": self.said.floor, "_logged": self.said.skips}  # as in version 0.3
         state = ScaleState(**self.state.saved())
         return {**{name: getattr(self, name) for name in kept}, **said, "_state": state}
@@ -193,7 +189,7 @@ class LossScale(Ruled):
         kept = dict(state)
         rule = ScaleRule(**{name: kept.pop(name) for name in _SETTINGS})
         self._start(kept.pop("_state"), rule, fitting=kept.pop("fitting"))
-        self.said = Said(floor=kept.pop("_warned"), skips=kept.pop("_logged"))
+        self.said.floor, self.said.skips = kept.pop("_warned"), kept.pop("_logged")
         self.__dict__.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,7 +207,6 @@ class LossScale(Ruled):
         self.state = live
         self.restored = self.loaded = True
         self.search.fitting = bool(state.get("fitting", False))
-        self.searches |= self.fitting
         self.agreed = False
         for reduction in self.overflows.reductions:
             reduction.settled = False
@@ -231,7 +226,7 @@ class LossScale(Ruled):
         self.search.end()
         if value != self.value:
             self.live.forget_tensors()
-            self.live.start_at(value, found=True)
+            self.live.start_at(value)
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
@@ -244,9 +239,8 @@ class LossScale(Ruled):
         backward can search (`searched`) share one tensor for it, which the search writes to. Any
         other keeps the number that it began with: its backward may have run before the search.
         """
-        searching = self.search.searching
         self.used = None  # so that its memory can be used again
-        self.used = self.live.tensor(device, shared=searching and searched)
+        self.used = self.live.tensor(device, shared=self.fitting and searched)
         return self.used, self.overflows.leaf(device)
 
     def saw_forward(self) -> None:
@@ -268,8 +262,6 @@ class LossScale(Ruled):
             # A good backward counts as a step only if no optimizer counts steps.
             if (overflow and (self.open or not held)) or not (self._optimized or held):
                 self.live.move_without_step(overflow, step_will_come=held)
-                if overflow:
-                    self.search.again()
 
     # -- what optimizer steps use -----------------------------------------------------------------
 
@@ -311,16 +303,14 @@ class LossScale(Ruled):
         at_floor = self.live.settle(overflow)
         self.trouble.settled(overflow=overflow)
         if at_floor:
-            self._warn_at_floor()
+            self.said.at_floor(self.min_scale)
 
     def _saw_step(self, skipped: bool) -> None:
-        if skipped:
-            self.search.again()
-            if not self.overflows.began:  # an MPOptimizer's own scale, such as one in BF16
-                self.said.not_finite(
-                    "no graph has a scale, so look at the data, the targets and the loss; steps "
-                    "with such gradients are skipped"
-                )
+        if skipped and not self.overflows.began:  # an MPOptimizer's own scale, as one in BF16
+            self.said.not_finite(
+                "no graph has a scale, so look at the data, the targets and the loss; steps with "
+                "such gradients are skipped"
+            )
         self.said.step(skipped)
 
     def stepped(self) -> None:
@@ -329,7 +319,7 @@ class LossScale(Ruled):
             self._saw_step(known.skipped > 0)
         self.trouble.stepped(known)
         if known is not None and known.at_floor:
-            self._warn_at_floor()
+            self.said.at_floor(self.min_scale)
 
     def begin_step(self) -> bool:
         """Prepare for a generated step; returns whether it is the first since the last forward."""
@@ -340,8 +330,3 @@ class LossScale(Ruled):
         """Count a step skipped by an optimizer of none of these parameters; nothing moves."""
         self.said.step(skipped=True)
         self.live.count_skipped()
-
-    def _warn_at_floor(self) -> None:
-        """Warn once that gradients overflow at the lowest scale, unless a look says which."""
-        if not self.trouble.look_at_floor():
-            self.said.at_floor(self.min_scale)

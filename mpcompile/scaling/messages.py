@@ -18,12 +18,13 @@ class Said:
     the loss itself is not finite, no step is taken, and that is what is said.
 
     Attributes:
-        floor, skips: whether it has spoken of the lowest scale, and of skipped steps.
+        floor, skips, row: whether it has spoken of the lowest scale, of skipped steps, and of many
+            in a row.
         start: whether it has spoken of a start that no search will find.
     """
 
-    def __init__(self, *, floor: bool = False, skips: bool = False) -> None:
-        self.floor, self.skips, self.start = floor, skips, False
+    def __init__(self) -> None:
+        self.floor = self.skips = self.row = self.start = False
         self._skipped = 0  # steps since one was taken
         self._calls: list[tuple[int, Seen]] = []
         self._others = False  # whether it has spoken of what is not the scale's, since then
@@ -68,8 +69,8 @@ class Said:
         self._calls.clear()
         self.not_finite(
             outside(calls)
-            or "the model's results are not, at finite inputs. If that goes on, a warning names "
-            "the operator; mpcompile.diagnose(model, inputs, loss_fn=...) does so at once"
+            or "the model's results are not, at finite inputs; "
+            "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator"
         )
 
     def not_finite(self, what: str) -> None:
@@ -79,15 +80,28 @@ class Said:
             text = "gradients are not finite at any loss scale: %(what)s"
             logs.event("scale", logging.WARNING, "not_finite", text, what=what)
 
+    def in_a_row(self, steps: int, scale: float) -> None:
+        """Warn of steps that were skipped one after the other, unless of the lowest scale."""
+        if not (self.row or self.floor):
+            self.row = True
+            warnings.warn(
+                f"{steps} optimizer steps in a row were skipped, because gradients were not "
+                f"finite. The loss scale is {scale:g}, and may still come down to where they fit. "
+                "If it goes on, mpcompile.diagnose(model, inputs, loss_fn=...) on such a batch "
+                "names what overflows, and what to keep in FP32.",
+                MPCompileWarning,
+                stacklevel=2,
+            )
+
     def at_floor(self, lowest: float) -> None:
         """Warn that the scale can't get lower, where nothing more is known."""
         if not self.floor:
             self.floor = True
             warnings.warn(
                 f"the loss scale is at its floor ({lowest:g}) and gradients still "
-                "overflow: the model itself makes inf or nan. Look at the loss and the forward "
-                "activations; try dtype=torch.bfloat16, or Policy(modules={...: 'fp32'}) for the "
-                "part that overflows.",
+                "overflow: the model itself makes inf or nan. mpcompile.diagnose(model, inputs, "
+                "loss_fn=...) names where; try dtype=torch.bfloat16, or Policy(modules={...: "
+                "'fp32'}) for the part that overflows.",
                 MPCompileWarning,
                 stacklevel=2,
             )

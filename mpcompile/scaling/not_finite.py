@@ -78,13 +78,6 @@ def outside(calls: Sequence[Seen]) -> str | None:
     return None
 
 
-def came_in(calls: Sequence[Seen]) -> bool:
-    """Whether what the graphs did not make was not finite: values before them in the forward, or
-    gradients before them in the backward.
-    """
-    return any((call.inputs and not call.parameters) or call.received for call in calls)
-
-
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 

@@ -16,7 +16,6 @@ class OptimizerState:
 
     Attributes:
         skips_by_itself: its steps check the gradients themselves, as an MPOptimizer's do.
-        calls_closure_again: it was seen to call its closure more than once in a step.
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
@@ -27,8 +26,7 @@ class OptimizerState:
     """
 
     def __init__(self) -> None:
-        self.skips_by_itself = self.calls_closure_again = False
-        self.poisoned = False
+        self.skips_by_itself = self.poisoned = False
         self.looked_for_scaler = self.looked_for_gradient = False
         self.watch: Any = None
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (

@@ -31,7 +31,6 @@ class Part(enum.Enum):
     OPTIMIZER = "MPOptimizer raises; any torch.optim optimizer does without"
     RECURRENT = "graphs with recurrent layers stay in FP32"
     RANKS = "models of several processes are refused"
-    WATCH = "steps that are skipped are not explained or repaired"
     EXPLAIN = "explain, diagnose and plans raise"
     CALLS = "calls of what is compiled for optimizers and whole steps cost some microseconds more"
     SAY = "a message says less"

@@ -65,7 +65,7 @@ class Call:
         scales = dict.fromkeys(f.scale for f in program.forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
         for scale in scales:
-            scale.search.possible |= scale.searches
+            scale.search.possible = True
         # A loss scale speaks itself.
         self._watch = None if scales else StepWatch("training step", [p for _, p in trained])
 
@@ -79,7 +79,7 @@ class Call:
         self._begins()
         for read in self._reads:
             read.copy.refresh(read.master)
-        if fitting := [scale for scale, _ in self._scales if scale.search.searching]:
+        if fitting := [scale for scale, _ in self._scales if scale.fitting]:
             _find_start(self._program, fitting, given)
         for made in self._program.made:
             if isinstance(made, Update):
@@ -117,8 +117,8 @@ class Call:
         if not all(update.rests_on.holds(update.inner) for update in self._updates):
             raise Outdated({u.optimizer: u.constants.changed(u.inner) for u in self._updates})
         for scale, repairs in self._scales:
-            if scale.trouble.pending and self._program.can_be_watched:
-                raise NotThisTime("steps were skipped in a row, so this one is watched")
+            if scale.trouble.pending and self._program.can_be_noted:
+                raise NotThisTime("steps were skipped in a row, and this one is noted")
             if len(scale.repairs.events) != repairs:
                 raise Outdated
 
@@ -128,14 +128,14 @@ def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[A
 
     As in pieces (`scaling/fit_scale.py`), the start is the largest power of two that leaves room
     for gradients eight times as large. Forward and backward run op by op on copies of what they
-    write to, with ever smaller scales, until no gradient overflows; no optimizer steps.
+    write to, with ever smaller scales, until no gradient overflows; no optimizer steps. A scale
+    whose gradients are all zero is searched for in the next step.
     """
-    first = {scale: scale.search.first_tried() for scale in scales}
-    tried = dict(first)
+    tried = {scale: scale.search.top for scale in scales}
     devices = {x.device for x in given if isinstance(x, torch.Tensor)}
     while True:
         with unchanged(devices), autocast_off():
-            overflowed, hopeless = program.try_scales(given, tried)
+            overflowed, zero, hopeless = program.try_scales(given, tried)
         too_large = [scale for scale in scales if scale in overflowed]
         if not too_large or hopeless:
             break
@@ -144,7 +144,7 @@ def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[A
         tried.update({scale: tried[scale] * 0.5 for scale in too_large})
     for scale, at in tried.items():
         if hopeless or scale in too_large:
-            scale.search.give_up(torch.tensor(scale.value), hopeless=hopeless)
-        else:
-            scale.search.keep(at, None, tried=first[scale])
-            scale.search.end(settle=False)
+            scale.search.give_up(torch.tensor(scale.value))
+        elif scale not in zero:
+            scale.search.keep(at, None)
+            scale.search.end()

@@ -26,7 +26,7 @@ from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
 from ..rules.policy import Level
 from ..runtime.graph_call import is_leaf
-from ..runtime.warn_or_repair import judge
+from ..runtime.repair import repair
 from ..runtime.witness import check_constants, constants_of
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
@@ -141,7 +141,8 @@ def rewritten(
     forward.recurrent = sum(n.target in RNN_OPS for n in planned.graph.graph.nodes)
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
-        scale.trouble.judge = functools.partial(judge, scale)
+        if settings.repair:
+            scale.trouble.repair = functools.partial(repair, scale)
         forward.scale_at = held.add(scale.live.reside(device)["scale"])
         forward.leaf_at = held.add(scale.overflows.leaf(device))
     return forward

@@ -124,7 +124,7 @@ class Program:
         return [made for made in self.made if isinstance(made, Update)]
 
     @property
-    def can_be_watched(self) -> bool:
+    def can_be_noted(self) -> bool:
         """Whether a step may run in pieces instead: with several backwards, one piece may hold what
         two of them need, and torch frees it behind the first.
         """
@@ -218,7 +218,7 @@ class Program:
 
     def try_scales(
         self, given: Sequence[Any], scales: Mapping[LossScale, float]
-    ) -> tuple[set[LossScale], bool]:
+    ) -> tuple[set[LossScale], set[LossScale], bool]:
         """Run forwards and backwards op by op, on copies, with other loss scales; no steps.
 
         Args:
@@ -226,8 +226,8 @@ class Program:
             scales: loss scales -> the values to try.
 
         Returns:
-            The loss scales under which a gradient overflowed, and whether no scale can help: a loss
-            itself is not finite.
+            The loss scales under which a gradient overflowed; those under which all were zero; and
+            whether no scale can help: a loss itself is not finite.
         """
         held = list(self.held.tensors)
         for forward in self.forwards:
@@ -240,12 +240,16 @@ class Program:
                 with torch.enable_grad() if part.grad else torch.no_grad():
                     self._run_part(part, made, running)
         overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
+        zero: set[LossScale] = set()
+        others: set[LossScale] = set()
         for backward in running.backwards.values():
             for scale, gradient in backward.uncounted:
                 if bool(any_nonfinite([gradient])):
                     overflowed.add(scale)
+            has_numbers = any(bool(g.any()) for g in backward.arrived if g is not None)
+            (others if has_numbers else zero).update(backward.found)
         losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
-        return overflowed, bool(any_nonfinite(losses))
+        return overflowed, zero - others, bool(any_nonfinite(losses))
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
         running = _Running(dict(zip(self._placeholders, given, strict=True)), held)

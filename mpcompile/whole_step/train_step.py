@@ -6,7 +6,7 @@
 
 A step that can't be traced as a whole runs in pieces for good; one warning says why. Single steps
 run in pieces as well, op by op: the first one of an optimizer that makes its state there, and those
-that are watched because steps were skipped. Nothing was done before the decision.
+that are noted because steps were skipped. Nothing was done before the decision.
 """
 
 from __future__ import annotations

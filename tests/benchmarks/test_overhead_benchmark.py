@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import overhead, serving, watching
+from benchmarks import overhead, serving
 from benchmarks.harness.report import Settings
 
 
@@ -62,15 +62,3 @@ def test_serving_tiny() -> None:
     assert tuple(arms) == serving.ARMS
     assert all(len(times) == serving.TINY.rounds for times in arms.values())
     assert len(report.verdicts) == 1
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_watching_tiny() -> None:
-    report = watching.run(Settings(torch.device("cpu"), quick=True))
-    arms = report.data["seconds_per_step"]
-    assert set(arms) == {"MLP, AdamW", "MLP, MPOptimizer"}
-    assert all(set(times) == {"ready", "off"} for times in arms.values())
-    copies = report.data["copies"]
-    assert copies["seconds"] > 0
-    assert copies["bytes"] > copies["nodes"]
-    assert len(report.verdicts) == 2

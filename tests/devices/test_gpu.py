@@ -74,7 +74,7 @@ def test_training_follows_fp32(level: str, dtype: torch.dtype, generated: bool) 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_training_step_never_waits_for_the_device(level: str) -> None:
-    """From a given scale: until one that was searched for has settled, each backward waits."""
+    """From a given scale: the backward that searches for one waits."""
     scale = LossScale.dynamic(init_scale=2.0**10)
     model = mpcompile(Block().cuda(), level=level, dtype=torch.float16, loss_scale=scale)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)

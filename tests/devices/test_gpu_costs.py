@@ -38,7 +38,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def given_scale() -> LossScale:
-    """Until a scale that was searched for has settled, each backward waits to see if it fits."""
+    """The backward that searches for the scale waits to see if it fits."""
     return LossScale.dynamic(init_scale=2.0**10)
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 45808,
-    "lines of code": 29148,
-    "files of source": 376,
-    "lines of tests": 66989,
+    "lines of source": 45448,
+    "lines of code": 28916,
+    "files of source": 375,
+    "lines of tests": 66363,
     "warnings that count more than two frames": 18,
-    "registries of modules": 30,
+    "registries of modules": 29,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

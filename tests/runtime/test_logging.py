@@ -164,7 +164,7 @@ def test_a_search_in_vain(facts: Facts) -> None:
     not_found, not_finite = facts("scale")
     assert not_finite["event"] == "not_finite"
     assert "look at the data" in not_finite["what"]
-    assert not_found == {"event": "not_found", "hopeless": True}
+    assert not_found == {"event": "not_found"}
 
 
 def test_a_loaded_scale_is_no_move(facts: Facts) -> None:

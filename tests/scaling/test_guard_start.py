@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 
 
 @pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
@@ -67,6 +69,7 @@ def test_no_first_step_is_skipped(level: str, fast: bool) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:4 optimizer steps in a row")
 def test_grad_scalers_start_is_there_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """And a skip is said: one line, and the count in the repr."""
     model = mpcompile(mlp(), loss_scale="grad_scaler", **FP16)
@@ -105,17 +108,99 @@ def test_a_training_that_fits_at_a_scale_below_one() -> None:
     assert loss_scale_of(model).skipped_steps == 0
 
 
-def test_a_search_that_fails_again_and_again_ends() -> None:
+def test_a_search_that_fails_is_followed_by_another() -> None:
     model = mpcompile(mlp(), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = parameters(model)
-    for _ in range(4):
-        optimizer.zero_grad()
-        (model(torch.randn(4, 8)).sum() * OVERFLOW).backward()
-        optimizer.step()
+    (model(torch.randn(4, 8)).sum() * OVERFLOW).backward()
+    optimizer.step()
     assert_unchanged(before, model)
+    assert loss_scale_of(model).fitting
+    optimizer.zero_grad()
+    (model(torch.ones(4, 8)).sum() * 2.0**8).backward()
+    optimizer.step()
     assert not loss_scale_of(model).fitting
-    assert loss_scale_of(model).skipped_steps == 4
+    assert loss_scale_of(model).value < 2.0**10
+    assert loss_scale_of(model).skipped_steps == 1
+
+
+def test_a_model_that_fits_at_no_scale_stops_to_search() -> None:
+    """A search runs a backward some thirty times."""
+    model = mpcompile(nn.Linear(4, 4), dtype=torch.float16, emit="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    passes: list[int] = []
+    with pytest.warns(MPCompileWarning, match="4 optimizer steps in a row"):
+        for _ in range(6):
+            model(torch.ones(2, 4)).sum().mul(float("inf")).backward()
+            passes.append(int(loss_scale_of(model).search.goes_on))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert passes == [1, 1, 1, 0, 0, 0]
+    assert loss_scale_of(model).value < 2.0**16
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("factor", [0.0, math.inf, math.nan])
+def test_a_first_batch_without_a_usable_gradient_finds_nothing(
+    factor: float, level: str, whole: bool
+) -> None:
+    """The next one does: its own gradients would overflow at 2**16."""
+    model, scale = mlp(), LossScale.dynamic()
+    before = parameters(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    if level == "O2":
+        optimizer = MPOptimizer(optimizer, emit="eager")
+    options = {**FP16, "level": level, "loss_scale": scale}
+    call = model if whole else mpcompile(model, **options)
+
+    def step(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = call(x).sum() * factor
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = mpcompile(step, **options) if whole else step
+    run(torch.ones(4, 8), torch.tensor(factor))
+    assert scale.fitting
+    assert_unchanged(before, model)
+    run(torch.ones(4, 8), torch.tensor(2.0**8))
+    assert not (scale.fitting and scale.search.goes_on)
+    assert scale.value < 2.0**10
+    assert scale.skipped_steps == (factor != 0)
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lbfgs_trains(level: str) -> None:
+    """Its first closure finds the start. Later its overflows are skipped by the rule."""
+    torch.manual_seed(0)
+    model = mpcompile(nn.Linear(8, 1), level=level, **FP16)
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
+    factor, losses = 1e3, []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y) * factor
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert loss_scale_of(model).skipped_steps == 0
+    assert not loss_scale_of(model).fitting
+    before, factor = parameters(model), OVERFLOW
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert_unchanged(before, model)
+    assert loss_scale_of(model).skipped_steps > 0
+    factor = 1e3
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    a = torch.cat([x, torch.ones(32, 1)], 1)
+    best = F.mse_loss(a @ torch.linalg.lstsq(a, y).solution, y) * factor
+    assert losses[-1] == pytest.approx(float(best), rel=0.02)
 
 
 def test_a_model_whose_every_training_forward_is_a_checkpoints() -> None:

@@ -100,7 +100,7 @@ def test_a_pickle_holds_what_version_0_3_reads() -> None:
     }  # fmt: skip
     assert kept == {
         **{k: v for k, v in scale.state_dict().items() if k not in state.saved()},
-        "open": False, "fp16_only": False, "searches": False, "_warned": False, "_logged": False,
+        "open": False, "fp16_only": False, "_warned": False, "_logged": False,
     }  # fmt: skip
 
 

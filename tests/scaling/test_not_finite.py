@@ -35,28 +35,23 @@ def batch(kind: str) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("generated", [False, True])
-@pytest.mark.parametrize("scale", ["dynamic", "grad_scaler", 128.0])
 @pytest.mark.parametrize(
     ("kind", "said"), [("inputs", DATA), ("targets", TARGETS), ("loss", TARGETS)]
 )
 def test_a_training_says_where_to_look(
-    kind: str, said: str, scale: str | float, generated: bool, caplog: pytest.LogCaptureFixture
+    kind: str, said: str, generated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, and not that a loss scale is found so; where a scale is searched for, in the first
-    step, else once steps are skipped in a row.
-    """
-    model = mpcompile(mlp(), loss_scale=scale, **FP16)
+    """Once, in the first step, and not that a loss scale is found so."""
+    model = mpcompile(mlp(), **FP16)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if generated:
         optimizer = MPOptimizer(optimizer, emit="eager")
-    for step in range(17 if generated else 6):
+    for _ in range(3):
         x, y, factor = batch(kind)
         optimizer.zero_grad()
         (F.mse_loss(model(x), y) * factor).backward()
         optimizer.step()
-        if step == 0:
-            assert len(said_in(caplog)) == (scale == "dynamic")
-    (record,) = said_in(caplog)
+        (record,) = said_in(caplog)
     assert record.name == "mpcompile.scale"
     assert record.getMessage().startswith("mpcompile: ")
     assert said in record.getMessage()
@@ -75,19 +70,22 @@ def test_without_a_scale_none_is_spoken_of(caplog: pytest.LogCaptureFixture) -> 
     assert "no graph has a scale, so look at the data" in record.getMessage()
 
 
-def test_a_few_bad_batches_cost_steps_and_no_scale(caplog: pytest.LogCaptureFixture) -> None:
-    """The scale goes on from where it was, and no line says that it is found so."""
+def test_of_bad_first_batches_no_line_says_that_a_scale_is_found_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The start is found in the first backward that is finite."""
     model = mpcompile(mlp(), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = []
-    for kind in ("fine", "targets", "targets", "targets", "fine"):
+    for kind in ("targets", "targets", "targets", "fine"):
         x, y, _ = batch(kind)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         values.append(loss_scale_of(model).value)
     assert loss_scale_of(model).skipped_steps == 3
-    assert values[-1] == values[0] > values[-2]
+    assert values[:3] == [2.0**15, 2.0**14, 2.0**13]
+    assert not loss_scale_of(model).fitting
     (record,) = said_in(caplog)
     assert TARGETS in record.getMessage()
 

@@ -25,7 +25,6 @@ from mpcompile.ir.scale import (
 )
 from mpcompile.ir.step import Slot, StepConfig
 from mpcompile.passes.step.move_scale import move_scale
-from mpcompile.scaling.messages import Said
 
 OVERFLOW = Slot("result", key="skipped")
 
@@ -97,7 +96,9 @@ def test_a_loss_scale_settles_as_the_model_does(
     device.live.reside(torch.device("cpu"))
     models = {host: Model(rule, start), device: Model(rule, start, np.float32)}
     for scale, model in models.items():
-        scale.said = Said(floor=True, skips=True)  # that it does is tested elsewhere
+        scale.said.floor = scale.said.skips = scale.said.row = (
+            True  # that it does is tested elsewhere
+        )
         for i, (overflow, first) in enumerate(steps):
             first = first or i == 0
             if first:

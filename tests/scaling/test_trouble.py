@@ -1,9 +1,8 @@
-"""When a step is watched, and that watching it changes nothing."""
+"""When it is said that steps were skipped in a row, and that noting a step changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,13 @@ from faulty_models import Activation, Steep, Training, compiled, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.ir.inputs import SCALE
+from mpcompile import MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.ir.scale import ScaleRule, ScaleState
-from mpcompile.observe.watch import Watch
 from mpcompile.records import repairs_of
 from mpcompile.scaling.live_scale import LiveScale
+from mpcompile.scaling.messages import Said
 from mpcompile.scaling.scale_search import after_backward
-from mpcompile.scaling.skips_in_a_row import EVERY, FIRST_LOOK, Trouble, Verdict
+from mpcompile.scaling.skips_in_a_row import SKIPS, Trouble
 
 # -- counting --------------------------------------------------------------------------------------
 
@@ -26,21 +24,16 @@ from mpcompile.scaling.skips_in_a_row import EVERY, FIRST_LOOK, Trouble, Verdict
 class Steps:
     """The steps of a loss scale, without a model."""
 
-    def __init__(self, verdict: Verdict = Verdict.WAIT) -> None:
+    def __init__(self, *, repairs: bool = False) -> None:
         self.live = LiveScale(ScaleState(2.0**16), ScaleRule())
-        self.trouble = Trouble(self.live)
-        self.judged: list[int] = []  # the number of the step after which looks were judged
-        self.verdict, self.taken = verdict, 0
-        self.trouble.judge = self._judge
+        self.trouble = Trouble(self.live, Said())
+        self.repaired: list[int] = []  # the numbers of the steps that were repaired
+        self.taken = 0
+        self.trouble.repair = self._repair if repairs else None
 
-    def _judge(self) -> Verdict:
-        self.judged.append(self.taken)
-        return self.verdict
-
-    def forward(self) -> None:
-        self.live.forward_begins()
-        if self.trouble.pending and self.trouble.is_watched():
-            self.trouble.looks.append("a look")
+    def _repair(self) -> bool:
+        self.repaired.append(self.taken)
+        return True
 
     def step(self, *, overflow: bool) -> None:
         self.taken += 1
@@ -51,156 +44,54 @@ class Steps:
             self.live.set(dataclasses.replace(state, scale=state.scale / 2, skipped_steps=skipped))
         self.trouble.settled(overflow=overflow)
 
-    def run(self, overflows: str) -> list[int]:
-        """One forward and one step for each letter: "x" overflows. Returns `judged`."""
-        for letter in overflows:
-            self.forward()
-            self.step(overflow=letter == "x")
-        return self.judged
-
-
-def test_the_step_after_four_skipped_ones_is_watched_and_again_after_twice_as_many() -> None:
-    # Watched are the steps after 4, after 2 * 5, and after 2 * 11 skipped ones.
-    assert Steps().run("x" * 40) == [5, 11, 23]
-
-
-def test_skipped_steps_apart_are_no_trouble() -> None:
-    assert Steps().run("xxx." * 10) == []
-
-
-def test_a_good_step_starts_the_count_anew() -> None:
-    assert Steps().run("x" * 6 + "." + "x" * 6) == [5, 12]
-
-
-def test_a_watched_step_that_is_good_is_not_judged() -> None:
-    assert Steps().run("xxxx." + "xxx.") == []
-
-
-def test_nothing_is_watched_once_the_user_was_told() -> None:
-    assert Steps(Verdict.TOLD).run("x" * 40) == [5]
-
-
-def test_the_lowest_scale_is_looked_at_before_the_user_is_warned_of_it() -> None:
-    steps = Steps()
-    assert steps.trouble.look_at_floor()
-    assert steps.run("x") == [1]  # at once
-    steps.trouble.give_up()
-    assert not steps.trouble.look_at_floor()  # no look will ever tell
-    told = Steps(Verdict.TOLD)
-    told.run("x" * 5)
-    assert told.trouble.look_at_floor()
-
-
-def test_a_repair_starts_the_count_anew() -> None:
-    assert Steps(Verdict.REPAIRED).run("x" * 10) == [5, 10]
-
-
-def test_the_scale_before_the_trouble_is_known() -> None:
-    steps = Steps()
-    steps.run("x..xxxx")
-    assert steps.trouble.before == 2.0**15
-
-
-def test_several_forwards_make_one_step() -> None:
-    steps = Steps()
-    for _ in range(FIRST_LOOK):
-        for _ in range(3):
-            steps.forward()
-        steps.step(overflow=True)
-    assert steps.trouble.pending
-    for _ in range(3):
-        steps.forward()
-    assert len(steps.trouble.looks) == 3
-
-
-def test_several_optimizers_of_one_forward_count_once() -> None:
-    steps = Steps()
-    for _ in range(FIRST_LOOK - 1):
-        steps.forward()
-        for _ in range(3):
-            steps.step(overflow=True)
-    assert not steps.trouble.pending
-
-
-def test_steps_on_a_device_are_counted_now_and_then() -> None:
-    live = LiveScale(ScaleState(2.0**16), ScaleRule())
-    trouble = Trouble(live)
-    trouble.judge = lambda: Verdict.WAIT
-    state = live.reside(torch.device("cpu"))
-    counts = []
-    for step in range(3 * EVERY):
-        overflow = step >= 3  # three good steps, then none
-        live.forward_begins()
-        state["skipped_steps"].add_(overflow)
-        state["scale"].mul_(0.5 if overflow else 1.0)
-        trouble.stepped(live.stepped())
-        counts.append(trouble.skipped)
-    assert [counts[i] for i in (EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1)] == [0, EVERY, 2 * EVERY]
-    assert trouble.pending
-    assert trouble.before == 2.0**16
-
-
-class OnDevice:
-    """The generated steps of a loss scale, without a model."""
-
-    def __init__(self, state: ScaleState) -> None:
-        self.live = LiveScale(state, ScaleRule("static"))
-        self.trouble = Trouble(self.live)
-        self.trouble.judge = lambda: Verdict.WAIT
-        self.state = self.live.reside(torch.device("cpu"))
-
     def run(self, overflows: str, *, optimizers: int = 1) -> None:
         """One forward, and a step of each optimizer, for each letter: "x" overflows."""
         for letter in overflows:
             self.live.forward_begins()
+            if self.trouble.pending:
+                self.trouble.calls.append("a call")
             for _ in range(optimizers):
-                self.state["skipped_steps"].add_(letter == "x")
-                self.trouble.stepped(self.live.stepped())
+                self.step(overflow=letter == "x")
 
 
-@pytest.mark.parametrize("loaded", ["before", "between"])
-def test_what_a_loaded_run_has_skipped_is_no_trouble_of_this_one(loaded: str) -> None:
-    old = ScaleState(2.0**10, skipped_steps=100)
-    steps = OnDevice(old if loaded == "before" else ScaleState(2.0**16))
-    if loaded == "between":
-        steps.run("." * (EVERY + 3))
-        steps.live.set(old)
-    steps.run("." * 2 * EVERY)
-    assert steps.trouble.skipped == 0
-    assert not steps.trouble.pending
+def test_four_in_a_row_are_said_once() -> None:
+    steps = Steps()
+    steps.run("xxx." * 10)
+    steps.run("xxx", optimizers=3)
+    with pytest.warns(MPCompileWarning, match="4 optimizer steps in a row were skipped"):
+        steps.run("x")
+    steps.run("x" * 40)  # warnings are errors
 
 
-def test_what_other_optimizers_skipped_before_the_first_generated_step_is_none_of_its() -> None:
-    steps = OnDevice(ScaleState(2.0**16))
-    for _ in range(2 * EVERY):
-        steps.live.forward_begins()
-        steps.live.settle(overflow=True)
-    steps.run("." * 2 * EVERY)
-    assert not steps.trouble.pending
-
-
-def test_two_generated_optimizers_of_one_forward_count_once() -> None:
-    steps = OnDevice(ScaleState(2.0**16))
-    steps.run("x" * (EVERY // 2), optimizers=2)
-    assert steps.trouble.skipped == 0  # too early to be asked
-    steps.run("x" * (EVERY // 2), optimizers=2)
-    assert steps.trouble.skipped == EVERY
-    steps = OnDevice(ScaleState(2.0**16))
-    steps.run("x." * EVERY, optimizers=2)
-    assert steps.trouble.skipped == 0  # half of the steps were good
-    assert not steps.trouble.pending
-
-
-def test_a_watched_generated_step_that_is_good_starts_the_count_anew() -> None:
-    steps = OnDevice(ScaleState(2.0**16))
-    steps.run("x" * EVERY)
+def test_the_step_after_four_skipped_ones_is_repaired() -> None:
+    steps = Steps(repairs=True)
+    steps.run("x..xxxx")
     assert steps.trouble.pending
-    assert steps.trouble.is_watched()
-    steps.trouble.looks.append("a look")
-    steps.run(".")
-    assert steps.trouble.skipped == 0
-    steps.run("...")
+    assert steps.trouble.before == 2.0**15
+    steps.run("xxxxxx")
+    assert steps.repaired == [8, 13]
+
+
+def test_a_noted_step_that_is_good_is_not_repaired() -> None:
+    steps = Steps(repairs=True)
+    steps.run("xxxx." + "xxx." * 3)
+    assert steps.repaired == []
     assert not steps.trouble.pending
+
+
+def test_steps_on_a_device_are_counted() -> None:
+    """What others or a loaded run have skipped before is none of these."""
+    live = LiveScale(ScaleState(2.0**10, skipped_steps=100), ScaleRule("static"))
+    trouble = Trouble(live, Said())
+    state = live.reside(torch.device("cpu"))
+    counts = []
+    for letter in "...xx.xxx":
+        live.forward_begins()
+        for _ in range(2):
+            state["skipped_steps"].add_(letter == "x")
+            trouble.stepped(live.stepped())
+        counts.append(trouble.skipped)
+    assert counts == [0, 0, 0, 1, 2, 0, 1, 2, 3]
 
 
 def test_after_a_backward() -> None:
@@ -214,7 +105,7 @@ def test_after_a_backward() -> None:
     assert said == ["at once", "the last hook", "after"]
 
 
-# -- a watched step --------------------------------------------------------------------------------
+# -- a noted step ----------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -228,14 +119,18 @@ class Normed(nn.Module):
         return y
 
 
-def _trained(level: str, generated: bool, *, watched: bool) -> list[torch.Tensor]:
-    """All tensors after some steps, the third of which is watched."""
+def _trained(level: str, generated: bool, *, noted: bool) -> list[torch.Tensor]:
+    """All tensors after some steps, the third of which is noted."""
     torch.manual_seed(0)
-    model = mpcompile(Normed(), dtype=torch.float16, level=level, emit="eager", loss_scale=128.0)
+    model = mpcompile(
+        Normed(), dtype=torch.float16, level=level, emit="eager", loss_scale=128.0, repair=True
+    )
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = MPOptimizer(plain, emit="eager") if generated else plain
     for step in range(4):
-        loss_scale_of(model).trouble.pending = step == 2 and watched
+        trouble = loss_scale_of(model).trouble
+        trouble.pending = step == 2 and noted
+        trouble.repair = (lambda: True) if noted else None
         optimizer.zero_grad()
         x = torch.tanh(torch.randn(4, 8, requires_grad=True))  # whose backward reads x
         model(x).square().mean().backward()
@@ -245,25 +140,10 @@ def _trained(level: str, generated: bool, *, watched: bool) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize(("level", "generated"), [("O1", False), ("O2", True)])
-def test_watching_a_step_changes_nothing(level: str, generated: bool) -> None:
+def test_noting_a_step_changes_nothing(level: str, generated: bool) -> None:
     """Not a weight, not a running mean, and not the random state."""
-    wanted = _trained(level, generated, watched=False)
-    for mine, theirs in zip(_trained(level, generated, watched=True), wanted, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_a_graph_that_cannot_be_watched_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its running means are written once, though the watched run had begun to write them."""
-    wanted = _trained("O1", False, watched=False)
-    run_node = Watch.run_node
-
-    def fails(self: Watch, n: torch.fx.Node) -> Any:
-        if n.op == "output" and SCALE in {x.target for x in n.graph.nodes}:  # the rewritten one
-            raise RuntimeError("out of memory")
-        return run_node(self, n)
-
-    monkeypatch.setattr(Watch, "run_node", fails)
-    for mine, theirs in zip(_trained("O1", False, watched=True), wanted, strict=True):
+    wanted = _trained(level, generated, noted=False)
+    for mine, theirs in zip(_trained(level, generated, noted=True), wanted, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -286,44 +166,7 @@ def test_a_handwritten_update_and_accumulation() -> None:
                     assert p.grad is not None
                     p -= 0.01 * p.grad
     assert len(repairs_of(model)) == 1
-    assert loss_scale_of(model).skipped_steps == FIRST_LOOK + 1
-
-
-def test_the_critic_of_a_repaired_generator_gets_its_scale_back() -> None:
-    generator = compiled(Activation, repair=True, loss_scale=LossScale.dynamic(2.0**10))
-    torch.manual_seed(0)
-    critic = mpcompile(
-        nn.Linear(4, 1), dtype=torch.float16, emit="eager", loss_scale=LossScale.dynamic(2.0**10)
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (critic, generator)]
-    for _ in range(10):
-        made = generator(torch.randn(8, 16))
-        for optimizer, seen in zip(optimizers, (made.detach(), made), strict=True):
-            optimizer.zero_grad()
-            critic(seen).square().mean().backward()
-            optimizer.step()
-    assert len(repairs_of(generator)) == 1
-    assert repairs_of(critic) == ()
-    assert loss_scale_of(generator).value == 2.0**10
-    # The critic's last bad backward, in the generator's step, counts once more, after the repair.
-    assert loss_scale_of(critic).value == 2.0**9
-
-
-def test_the_scale_of_an_unrelated_model_is_left_where_it_is() -> None:
-    """It is on its way down by itself, while the other model is repaired."""
-    torch.manual_seed(0)
-    other = mpcompile(
-        nn.Linear(16, 4), dtype=torch.float16, emit="eager", loss_scale=LossScale.dynamic(2.0**16)
-    )
-    model = compiled(Activation, repair=True)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-9) for m in (other, model)]
-    for _ in range(FIRST_LOOK + 1):
-        for m, optimizer, size in zip((other, model), optimizers, (1e6, 1.0), strict=True):
-            optimizer.zero_grad()
-            (m(torch.randn(8, 16)).square().mean() * size).backward()
-            optimizer.step()
-    assert len(repairs_of(model)) == 1
-    assert loss_scale_of(other).value == 2.0 ** (16 - FIRST_LOOK - 1)
+    assert loss_scale_of(model).skipped_steps == SKIPS + 1
 
 
 def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:

@@ -55,7 +55,7 @@ class World(Parts):
             # It did not see the pass, or saw no reason.
             scale.numbers, scale.early = before_numbers, early
             scale.numbers.good = mine.state.good_steps
-        scale.fitting = mine.search.searching
+        scale.fitting = mine.fitting
         assert mine.used is not None
 
         def note(tensor: torch.Tensor, grad: torch.Tensor) -> None:
