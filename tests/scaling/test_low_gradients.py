@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling.copies import copies_of
-from mpcompile.scaling.reductions import Low, gradients_in
 
 
 class Twice(nn.Module):
@@ -235,11 +234,3 @@ def test_a_failed_backward_leaves_no_gradient_behind() -> None:
     kept = [k for p in model.parameters() for k in copies_of(p).values()]
     assert len(kept) == 4
     assert not any(k.gradient._aside for k in kept)
-
-
-def test_gradients_of_ranks_travel_in_fp16_on_a_scale_alone() -> None:
-    scale = LossScale.dynamic()
-    assert gradients_in(torch.float16, scale) == Low(torch.float16, scale)
-    assert gradients_in(torch.float16, None) is None
-    assert gradients_in(torch.bfloat16, scale) == Low(torch.bfloat16, None)
-    assert gradients_in(None, scale) is None
