@@ -58,7 +58,6 @@ def mpcompile(
     level: Level | str = "O1",
     policy: Policy | str | os.PathLike[str] | None = None,
     loss_scale: LossScale | str | float | None = "dynamic",
-    reduce: str = "auto",
     pad: str = "auto",
     emit: str = "inductor",
     dump: str | Path | None = None,

@@ -60,8 +60,7 @@ def function_of(
     _heed_the_device(planned, target)
     in_full = known.read_in_full(planned)
     copies.read_in_full([examples[i] for i in in_full])
-    reduced_in = target.low if settings.reduces_low else None
-    sharded = shardings.enter(graph, examples, reduced_in, scale, hooked=settings.reduces_low)
+    sharded = shardings.enter(examples)
     working = [
         fake_of_fixed_size(copy.stored.detach().requires_grad_(master.requires_grad))
         for master, copy in known.copies_for(planned)
@@ -99,18 +98,17 @@ def function_of(
         compiled = reading_in_full(compiled, in_full)
     if scale is None:
         compiled = watching(compiled, examples, settings.names)
-    return noticing_ddp(compiled, examples, reduced_in, scale, hooked=settings.reduces_low)
+    return noticing_ddp(compiled, scale)
 
 
 def function_of_left(
     gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, verify: Verify
 ) -> Function:
     """Compile a graph unchanged, in FP32."""
-    low_wire = settings.reduces_low  # other ranks may have rewritten this graph
-    shardings.enter(gm, examples, None, None, hooked=low_wire)
+    shardings.enter(examples)  # other ranks may have rewritten this graph
     compiled = _emit(gm, examples, settings, verify, untouched=True)
     compiled = watching(compiled, examples, settings.names)
-    return noticing_ddp(compiled, examples, None, None, hooked=low_wire)
+    return noticing_ddp(compiled, None)
 
 
 def _heed_the_device(planned: Planned, target: Target) -> None:

@@ -41,7 +41,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EMITS = ("inductor", "aot_eager", "eager")
 PADS = ("auto", "always", "never")
-REDUCTIONS = ("auto", "low", "fp32")
 _OTHER_TORCH = f"install torch {'.'.join(map(str, NEWEST))}, or an mpcompile made for this one"
 
 
@@ -211,11 +210,6 @@ class Settings:
         'fit), "none", a number, or a `LossScale`. BF16 needs none and gets none unless you give '
         "a `LossScale`.",
     )  # fmt: skip
-    reduce: str = _choice(
-        "auto", REDUCTIONS,
-        "the dtype in which data-parallel processes exchange gradients and FSDP's shards of "
-        'matrices: "low" (half the bytes), "fp32", or "auto": low at O2 and O3.',
-    )  # fmt: skip
     pad: str = _choice(
         "auto", PADS,
         '"auto" pads odd dims of matrix products where that pays on the device, "always" '
@@ -276,12 +270,6 @@ class Settings:
         """How one graph is verified: takes what is found of it."""
         return replace(self.verify, strict=self.strict, found=[])
 
-    @property
-    def reduces_low(self) -> bool:
-        """Whether processes exchange gradients in the low dtype."""
-        low_by_default = self.level in (Level.O2, Level.O3)
-        return self.reduce == "low" or (self.reduce == "auto" and low_by_default)
-
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> Settings:
         """Check a request; absent keys take their defaults.
@@ -336,7 +324,6 @@ class Options(TypedDict, total=False):
     level: Level | str
     policy: Policy | str | os.PathLike[str] | None
     loss_scale: LossScale | str | float | None
-    reduce: str
     pad: str
     emit: str
     dump: str | Path | None

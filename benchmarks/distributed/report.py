@@ -12,9 +12,6 @@ from .measure import RANKS, Counted
 
 __all__ = ["make_report", "verdicts"]
 
-HALF = 0.505
-"""Of the peer's bytes, at O2: half, and the few parameters and numbers that stay in FP32."""
-
 
 def make_report(
     name: str,
@@ -43,11 +40,8 @@ def _notes(work: Work) -> list[str]:
         "bytes, and are what a rank sends where the ranks form a ring, as NCCL's do: for n ranks "
         "2(n - 1)/n of a tensor that is all-reduced, (n - 1)/n of one that is gathered or "
         "reduce-scattered. The number of DDP's buckets depends on the order in which gradients "
-        "arrive, which may differ between an eager and a compiled model. Under FSDP2 at O2 a "
-        "parameter is gathered low if the model does nothing with it but cast it: biases and norms "
-        "are not, nor is the embedding that is tied to the head; uint8 is a message of both "
-        f"dtypes. The start is what the first {work.warm} steps send beyond as many "
-        "later ones.",
+        "arrive, which may differ between an eager and a compiled model. The start is what the "
+        f"first {work.warm} steps send beyond as many later ones.",
     ]
 
 
@@ -78,16 +72,14 @@ def _parts(counted: Counted) -> str:
 
 
 def verdicts(found: Mapping[str, Counted]) -> dict[str, bool]:
-    """Never more collectives or bytes than the peer, and at O2 half of its bytes."""
+    """Never more collectives or bytes than the peer."""
     result = {}
     for arm in ARMS:
         if arm.way not in OURS:
             continue
         counted, peer = found[arm.name], found[Arm(arm.engine, AUTOCAST, arm.clips).name]
-        level, _ = OURS[arm.way]
         share = round(counted.sent / peer.sent, 3)
-        most = HALF if level == "O2" else 1.0
-        fits = len(counted.step) <= len(peer.step) and share <= most
-        claim = f"{arm.name}: at most {len(peer.step)} collectives and {most:g}x the bytes"
+        fits = len(counted.step) <= len(peer.step) and share <= 1.0
+        claim = f"{arm.name}: at most {len(peer.step)} collectives and 1x the bytes"
         result[f"{claim}: {len(counted.step)}, {share:.3f}x"] = fits
     return result

@@ -62,7 +62,7 @@ from .marks import (
 )
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
-from .reads import all_before, reads_only_low
+from .reads import all_before
 from .sizes import hint, known_below, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,
@@ -187,7 +187,6 @@ __all__ = [
     "positions",
     "precision",
     "read_by_digit",
-    "reads_only_low",
     "refresh",
     "regions",
     "remark",

@@ -2,17 +2,15 @@
 
 Its reducer copies each gradient that autograd has stored into a bucket of FP32 numbers, averages
 full buckets over the ranks, and writes the averages back. It hooks into autograd from C++, so from
-Python only three things show: which DDP's forward is running, whether its next backward is to
-reduce, and what a communication hook is called with.
+Python only two things show: which DDP's forward is running, and whether its next backward is to
+reduce.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,11 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import MPCompileError
 from ..torch_inside.autograd import call_after_backward
 from ..torch_inside.distributed import (
-    has_comm_hook,
     is_joined,
     parameters_of,
     reduces_in_python,
-    register_comm_hook,
 )
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
@@ -118,72 +114,3 @@ def after_reduction(function: Callable[[], None]) -> None:
             function()
 
     hop(_HOPS)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How a bucket travels.
-
-    Attributes:
-        dtype: what it is cast to.
-        multiplier: what each gradient is multiplied by: 0-d FP32 on the bucket's device, or 1.
-    """
-
-    dtype: torch.dtype
-    multiplier: torch.Tensor | float
-
-
-# How a bucket of these parameters travels; None: in its own dtype. All ranks must answer alike. It
-# is also told whether the bucket is the first of a backward. All ranks ask for the same buckets in
-# the same order, so it may exchange something with the others before it answers.
-Chosen = Callable[[Sequence[torch.Tensor], bool], Wire | None]
-
-
-def reduce_by(module: DistributedDataParallel, choose: Chosen) -> bool:
-    """Let `choose` say how each bucket travels, from the next backward on. Returns False, and
-    changes nothing, where the module has a communication hook already.
-    """
-    if has_comm_hook(module):
-        return False
-    group, ranks = module.process_group, module.process_group.size()
-
-    def hook(_: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return _average(bucket, choose, group, ranks)
-
-    try:
-        # Not module.register_comm_hook: pickles and copies of the module would hold the hook.
-        register_comm_hook(module.reducer, None, hook)
-    except RuntimeError:  # a built-in hook is there
-        return False
-    return True
-
-
-def _average(
-    bucket: Any, choose: Chosen, group: dist.ProcessGroup, ranks: int
-) -> torch.futures.Future[torch.Tensor]:
-    """The average over ranks. Each rank divides before it sums: a sum of finite numbers of a
-    narrow dtype is then finite.
-    """
-    buffer: torch.Tensor = bucket.buffer()
-    asked = buffer.dtype is torch.float32
-    # Asked in any case: in the first bucket the ranks may agree on something.
-    wire = choose(bucket.parameters(), bucket.index() == 0) if asked else None
-    if buffer.is_sparse:  # an embedding's: FP16 has no kernels for it
-        wire = None
-    if wire is None:
-        sent = buffer.div_(ranks)
-    else:
-        low = torch.empty_like(buffer, dtype=wire.dtype)
-        sent = torch.mul(buffer, wire.multiplier / ranks, out=low)
-
-    def received(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        if wire is not None:
-            buffer.copy_(future.value()[0])
-            if isinstance(wire.multiplier, torch.Tensor):
-                buffer.div_(wire.multiplier)
-        return buffer
-
-    work = dist.all_reduce(sent, group=group, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
-    return averaged

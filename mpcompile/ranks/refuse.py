@@ -60,12 +60,12 @@ def _is_fsdp1(model: nn.Module) -> bool:
 
 
 def _check_dtypes(name: str, policy: Any) -> None:
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+    for field in ("param_dtype", "output_dtype"):
         if (dtype := getattr(policy, field)) not in (None, torch.float32):
             raise MPCompileError(
                 f"fully_shard({name}, mp_policy=MixedPrecisionPolicy({field}={dtype})): mpcompile "
-                f"chooses the dtypes itself. Leave {field} out; mpcompile(..., dtype={dtype}, "
-                'reduce="low") exchanges parameters and gradients in that dtype'
+                f"chooses the dtypes that a module computes in. Leave {field} out, or use "
+                "reduce_dtype, in which gradients are reduced"
             )
 
 

@@ -138,28 +138,15 @@ class _Watch:
             known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
 
 
-def noticing_ddp(
-    call: Function,
-    examples: Sequence[Any],
-    low: torch.dtype | None,
-    scale: LossScale | None,
-    *,
-    hooked: bool,
-) -> Function:
+def noticing_ddp(call: Function, scale: LossScale | None) -> Function:
     """Wrap what Dynamo calls: it may run in the forward of a DistributedDataParallel, which only
     that forward tells (`mpcompile/ranks/ddp.py`), so each graph asks in each call.
-
-    Args:
-        low: the dtype in which its gradients may be exchanged; None: FP32.
-        hooked: see `reductions.enter`.
     """
-    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
-    wish = reductions.gradients_in(low, scale)
 
     def run(*args: Any) -> Any:
         module = active_ddp()
         if module is not None and torch.is_grad_enabled():
-            reductions.enter(module, [args[i] for i in leaves], wish, scale, hooked=hooked)
+            reductions.enter(module, scale)
         return call(*args)
 
     return run

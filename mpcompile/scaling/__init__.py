@@ -19,7 +19,7 @@
     second_backward.py   a compiled backward may run again, and refuses to be differentiated
     agreement.py         on what ranks agree, once
     reductions.py        what DistributedDataParallel averages over ranks
-    shardings.py         what FSDP2 gathers and reduces
+    shardings.py         which groups of FSDP2 its ranks agree for
     async_read.py        numbers on the device that the host reads later
     guard.py             whether an optimizer may take its step
     hooks.py             torch's step hooks, which ask the guard; `register` installs them

@@ -16,32 +16,17 @@ from .private_names import Part, attribute, private
 
 if TYPE_CHECKING:
     from torch.distributed._composable_state import _get_module_state as engine_of
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-        DefaultAllGather,
-        DefaultReduceScatter,
-    )
-    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 else:
     _STATE = "torch.distributed._composable_state"
     engine_of = private(f"{_STATE}:_get_module_state", "tells a sharded module", Part.RANKS)
     _FSDP = "torch.distributed.fsdp._fully_shard"
     FSDPState = private(f"{_FSDP}._fsdp_state:FSDPState", "is FSDP's state", Part.RANKS)
-    ShardedState = private(f"{_FSDP}._fsdp_param:ShardedState", "says what is held", Part.RANKS)
-    DefaultAllGather = private(
-        f"{_FSDP}._fsdp_collectives:DefaultAllGather", "gathers parameters", Part.RANKS
-    )
-    DefaultReduceScatter = private(
-        f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "reduces gradients", Part.RANKS
-    )
 
 engine_states: Mapping[Any, Any] = private(
     "torch.distributed._composable_state:_module_state_mapping", "lists the engines", Part.RANKS
 )
 """Each module that an engine has taken charge of -> a weak reference to the engine's state."""
-register_comm_hook: Any = private(
-    "torch.distributed:_register_comm_hook", "lets DDP's buckets travel narrow", Part.RANKS
-)
 FSDP_MARK = "_is_fsdp_managed_module"
 """An attribute of each module below one that FSDP shards: FSDP2 and FSDP1 set it for Dynamo."""
 LOCAL = "_local_tensor"
@@ -51,25 +36,17 @@ object in each call, and takes part in no autograd graph."""
 __all__ = [
     "FSDP_MARK",
     "LOCAL",
-    "DefaultAllGather",
-    "DefaultReduceScatter",
     "FSDPState",
     "active_ddp",
-    "comms_of",
     "engine_of",
     "engine_states",
     "groups_of",
-    "has_comm_hook",
     "is_joined",
     "is_reducing",
     "modules_of",
     "overlaps_backward",
     "parameters_of",
     "reduces_in_python",
-    "register_comm_hook",
-    "set_all_gather",
-    "set_reduce_scatter",
-    "shard_of",
     "whole_of",
 ]
 
@@ -105,11 +82,6 @@ def parameters_of(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter
     return ddp._module_parameters
 
 
-def has_comm_hook(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a communication hook was registered with the module."""
-    return bool(ddp._comm_hooks)
-
-
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
@@ -128,30 +100,6 @@ def whole_of(holder: Any) -> torch.Tensor | None:
     return getattr(holder, "_unsharded_param", None)
 
 
-def shard_of(holder: Any) -> torch.Tensor:
-    """What this rank gives to the next gathering of a parameter, flat."""
-    resharded = holder.sharded_state == ShardedState.SHARDED
-    shard: torch.Tensor = (
-        holder._sharded_param_data if resharded else holder._sharded_post_forward_param_data
-    )
-    return shard
-
-
-def comms_of(group: Any) -> tuple[Any, Any]:
-    """How a group (`FSDPParamGroup`) gathers parameters, and how it reduces gradients."""
-    return group._all_gather_comm, group._reduce_scatter_comm
-
-
-def set_all_gather(group: Any, comm: Any) -> None:
-    """Let a group gather its parameters by this, as `set_custom_all_gather` does for a module."""
-    group._all_gather_comm = comm
-
-
-def set_reduce_scatter(group: Any, comm: Any) -> None:
-    """Let a group reduce its gradients by this."""
-    group._reduce_scatter_comm = comm
-
-
 # -- ZeRO-1 ----------------------------------------------------------------------------------------
 
 
@@ -166,8 +114,8 @@ attribute(
     Part.RANKS,
 )
 attribute(
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_comm",
-    "gathers parameters and reduces gradients",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param",
+    "is the whole of a sharded parameter",
     Part.RANKS,
 )
 attribute(

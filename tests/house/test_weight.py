@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 45448,
-    "lines of code": 28916,
-    "files of source": 375,
-    "lines of tests": 66363,
+    "lines of source": 44920,
+    "lines of code": 28575,
+    "files of source": 374,
+    "lines of tests": 66102,
     "warnings that count more than two frames": 18,
     "registries of modules": 29,
 }

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import Case, check_same, flat, sgd
+from ddp_training import CLOSE, Case, check_same, flat, held, sgd
 from ddp_training import train as train_like_one
 from low_gradients import Net
 from ranks import join, on_each_rank
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile import (
@@ -167,6 +168,70 @@ def _train_parts(rank: int) -> None:
         assert (flat(net) - flat(reference)).norm() <= 1e-3 * flat(reference).norm()
 
 
+def bf16(state: Any, bucket: Any) -> Any:
+    """Torch's own, which DDP takes on GPUs alone."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+bf16.__annotations__.clear()  # DDP refuses them as text
+HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": bf16,
+    "builtin": dist.BuiltinCommHookType.FP16_COMPRESS,
+}
+# How far the gradients may be off that a hook has rounded, as a part of themselves.
+NEAR = {"fp16": 2.0**-9, "builtin": 2.0**-9, "bf16": 2.0**-6}
+
+
+def _hooks_of_torch(rank: int) -> None:
+    """They get unscaled gradients in FP32; overflows are counted behind them."""
+    for name, dtype, level, ours in (
+        ("fp16", FP16, "O1", False),
+        ("fp16", FP16, "O2", True),
+        ("builtin", FP16, "O2", False),
+        ("bf16", FP16, "O1", True),
+        ("bf16", BF16, "O1", False),
+        ("bf16", BF16, "O2", True),
+    ):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        net = Net()
+        reference = copy.deepcopy(net)
+        scale = LossScale.dynamic(init_scale=2.0**10) if dtype is FP16 else "none"
+        mpcompile(net, dtype=dtype, level=level, emit="eager", loss_scale=scale)
+        model = DistributedDataParallel(net)
+        if name == "builtin":
+            model._register_builtin_comm_hook(HOOKS[name])
+        else:
+            model.register_comm_hook(None, HOOKS[name])
+        optimizer = held(sgd(net), ours)
+        plain = sgd(reference)
+        for step in range(4):
+            xs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
+            overflows = step == OVERFLOW and dtype is FP16
+            factor = 1e30 if overflows and rank == 0 else 1.0
+            optimizer.zero_grad()
+            (model(xs[rank]).square().mean() * factor).backward()
+            before = flat(net)
+            optimizer.step()
+            assert torch.equal(before, flat(net)) == overflows, (name, level, step)
+            if not overflows:
+                plain.zero_grad()
+                reference(xs.flatten(0, 1)).square().mean().backward()
+                plain.step()
+        check_same(net)
+        if dtype is FP16:
+            check_same(loss_scale_of(net).state_dict())
+            assert (loss_scale_of(net).value, loss_scale_of(net).skipped_steps) == (2.0**9, 1)
+        near = max(NEAR[name], CLOSE[dtype])
+        assert (flat(net) - flat(reference)).norm() <= near * flat(reference).norm()
+
+
+@pytest.mark.slow("trains on ranks")
+def test_hooks_of_torch_send_gradients_low() -> None:
+    on_each_rank(_hooks_of_torch)
+
+
 def test_other_engines_in_a_ddp_are_refused(tmp_path: Path) -> None:
     join(0, 1, str(tmp_path))
     try:
@@ -204,6 +269,7 @@ def _goes_right_after_a_backward(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/first", 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     model = mpcompile(DistributedDataParallel(Net()), level="O2", emit="eager")
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     model(torch.randn(2, 8)).sum().backward()
     dist.destroy_process_group()
     del model
@@ -226,7 +292,7 @@ def test_a_ddp_keeps_its_group_only_while_it_lives(tmp_path: Path) -> None:
     join(0, 1, str(tmp_path))
     try:
         models = [mpcompile(DistributedDataParallel(Net()), emit="eager") for _ in range(2)]
-        for model in models:  # at O1 no hook of ours is there
+        for model in models:
             model(torch.randn(2, 8)).sum().backward()
         assert all(any(model is one for one in kept()) for model in models)
         del model, models

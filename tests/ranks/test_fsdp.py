@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import on_each_rank
 from torch import nn
 
@@ -27,6 +30,9 @@ from fsdp_training import (
     shard_blocks,
     shard_root,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 pytestmark = pytest.mark.inside
 
@@ -209,3 +215,96 @@ def _on_four(rank: int) -> None:
 @pytest.mark.slow("trains on ranks")
 def test_four_ranks_some_of_whose_shards_are_padded() -> None:
     on_each_rank(_on_four, ranks=4)
+
+
+def _reduced_low(rank: int) -> None:
+    """`MixedPrecisionPolicy(reduce_dtype=...)`: FSDP gets unscaled gradients, and rounds them."""
+    for low, level, dtype, ours in (
+        (torch.float16, "O1", torch.float16, False),
+        (torch.float16, "O2", torch.float16, True),
+        (torch.bfloat16, "O1", torch.float16, True),
+        (torch.bfloat16, "O2", torch.float16, False),
+        (torch.bfloat16, "O1", torch.bfloat16, False),
+        (torch.bfloat16, "O2", torch.bfloat16, True),
+    ):
+
+        def optimizing(model: nn.Module, ours: bool = ours) -> torch.optim.Optimizer:
+            return MPOptimizer(sgd(model), emit="eager") if ours else sgd(model)
+
+        run = Training(
+            options={"level": level, "dtype": dtype},
+            sharding={"mp_policy": MixedPrecisionPolicy(reduce_dtype=low)},
+            optimizing=optimizing,
+        )
+        with reductions() as seen:
+            run.step()
+        assert set(seen) == {low}
+        run.step()
+        if dtype is torch.float16:
+            run.overflow([0])
+            run.overflow([1], gradient=True)
+        run.step()
+        run.check(4e-3 if torch.bfloat16 in (low, dtype) else 1e-3)
+
+
+@contextmanager
+def reductions() -> Iterator[list[torch.dtype]]:
+    """The dtypes in which gradients are reduced meanwhile."""
+    seen: list[torch.dtype] = []
+    reduce = DefaultReduceScatter.__call__
+
+    def spy(self: Any, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(output_tensor.dtype)
+        return reduce(self, output_tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DefaultReduceScatter, "__call__", spy)
+        yield seen
+
+
+@pytest.mark.slow("trains on ranks")
+def test_a_policy_of_fsdp_reduces_gradients_low() -> None:
+    on_each_rank(_reduced_low)
+
+
+class Tied(nn.Module):
+    """An embedding whose matrix is that of the last layer too, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 12, bias=False)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = F.gelu(self.frozen(self.embed(x))) @ self.head.weight
+        return y
+
+
+def _settings_of_fsdp(rank: int) -> None:
+    sharding: list[dict[str, Any]] = [
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)},
+        {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
+    ]
+    for options in sharding:
+        run = Training(options={"level": "O2"}, sharding=options)
+        run.step()
+        run.step()
+        run.overflow([3])
+        run.step()
+        run.check()
+    tied = Training(make=Tied, shard=shard_root, options={"level": "O2"})
+    tied.step()
+    tied.step()
+    tied.overflow([1])
+    tied.step()
+    tied.check()
+
+
+@pytest.mark.slow("trains on ranks")
+def test_settings_of_fully_shard_on_four_ranks() -> None:
+    on_each_rank(_settings_of_fsdp, ranks=4)

@@ -40,7 +40,6 @@ def refused(make: Any, match: str) -> None:
 def _refusals(rank: int) -> None:
     for policy, match in (
         (MixedPrecisionPolicy(param_dtype=torch.bfloat16), "Leave param_dtype out"),
-        (MixedPrecisionPolicy(reduce_dtype=torch.float16), "Leave reduce_dtype out"),
         (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "Leave output_dtype out"),
     ):
         refused(lambda model, policy=policy: fully_shard(model, mp_policy=policy), match)

@@ -72,7 +72,6 @@ VALUES: dict[tuple[str, Any], str] = {
     ("loss_scale", float("nan")): "must be positive and finite",
     ("loss_scale", "static"): "use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale",
     ("loss_scale", torch.amp.GradScaler("cpu")): "leave the GradScaler out of the loop, too",
-    ("reduce", "mean"): "reduce='mean': use one of auto, low, fp32",
     ("pad", True): "pad=True: use one of auto, always, never",
     ("emit", "cudagraphs"): "emit='cudagraphs': use one of inductor, aot_eager, eager",
     ("dump", True): "dump=True: give the path of a directory",

@@ -66,7 +66,6 @@ def test_a_request_without_keys_means_the_defaults(monkeypatch: pytest.MonkeyPat
         level=Level.O1,
         policy=Policy(),
         loss_scale=None,
-        reduce="auto",
         pad="auto",
         emit="inductor",
         dump=None,

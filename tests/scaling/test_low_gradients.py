@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.scaling.reductions import Low, gradients_in
 
 
 class Twice(nn.Module):
@@ -227,11 +226,3 @@ def test_a_trained_model_is_freed() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
-
-
-def test_gradients_of_ranks_travel_in_fp16_on_a_scale_alone() -> None:
-    scale = LossScale.dynamic()
-    assert gradients_in(torch.float16, scale) == Low(torch.float16, scale)
-    assert gradients_in(torch.float16, None) is None
-    assert gradients_in(torch.bfloat16, scale) == Low(torch.bfloat16, None)
-    assert gradients_in(None, scale) is None

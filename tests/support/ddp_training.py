@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,23 +59,6 @@ def check_same(*values: Any) -> None:
         plain = flat(value).tolist() if isinstance(value, nn.Module) else value
         first, *others = everyones(plain)
         assert all(other == first for other in others), everyones(plain)
-
-
-@contextmanager
-def sent() -> Iterator[list[tuple[torch.dtype, int]]]:
-    """The all-reduces that Python code starts meanwhile: their dtypes and numbers of elements."""
-    known: list[tuple[torch.dtype, int]] = []
-    real = dist.all_reduce
-
-    def spy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        known.append((tensor.dtype, tensor.numel()))
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = spy
-    try:
-        yield known
-    finally:
-        dist.all_reduce = real
 
 
 @dataclass(frozen=True)

@@ -169,14 +169,6 @@ MUTANTS = (
         ("tests/hazards/test_hazards_checkpoint.py::test_dropout_is_the_same_when_recomputed",),
     ),
     Mutant(
-        "ranks-summed",
-        "gradients are summed over ranks, not averaged",
-        "mpcompile/ranks/ddp.py",
-        "sent = buffer.div_(ranks)",
-        "sent = buffer",
-        ("tests/ranks/test_ddp.py::test_two_processes_train_as_one",),
-    ),
-    Mutant(
         "scale-grows-on-overflow",
         "the loss scale is raised where a gradient overflowed",
         "mpcompile/ir/scale.py",
