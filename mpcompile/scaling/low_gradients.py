@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..torch_inside.autograd import will_run
+from ..torch_inside.tensors import copy_all, multiply_all
 
 
 def expect(master: torch.Tensor, *, low: bool) -> None:
@@ -46,7 +47,7 @@ def unscaled(gradients: Sequence[torch.Tensor], scale: torch.Tensor | None) -> l
     if not gradients:
         return []
     wide = [torch.empty_like(g, dtype=torch.float32) for g in gradients]
-    torch._foreach_copy_(wide, list(gradients))
+    copy_all(wide, list(gradients))
     if scale is not None:
-        torch._foreach_mul_(wide, scale.reciprocal())
+        multiply_all(wide, scale.reciprocal())
     return wide

@@ -25,6 +25,7 @@ __all__ = [
     "overload_name",
     "packet_name",
     "schema",
+    "schema_of",
 ]
 
 
@@ -32,6 +33,11 @@ def schema(op: Any) -> FunctionSchema:
     """What an OpOverload declares: its arguments, and which of them it writes to."""
     declared: FunctionSchema = op._schema
     return declared
+
+
+def schema_of(target: Any) -> FunctionSchema | None:
+    """The same of whatever a node calls; None where it is no OpOverload."""
+    return schema(target) if isinstance(target, OpOverload) else None
 
 
 def overload_name(op: OpOverload) -> str:

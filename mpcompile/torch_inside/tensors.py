@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import _add_batch_dim as _batched
     from torch import _check as check
     from torch import _foreach_copy_ as copy_all
+    from torch import _foreach_mul_ as multiply_all
     from torch import _foreach_norm as norm_of_each
     from torch import _remove_batch_dim as _unbatched
     from torch._C import _dispatch_keys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 else:
     check = private("torch:_check", "says what an operator expects", Part.COMPILE)
     copy_all = private("torch:_foreach_copy_", "copies many tensors at once", Part.COMPILE)
+    multiply_all = private("torch:_foreach_mul_", "unscales many gradients at once", Part.COMPILE)
     norm_of_each = private("torch:_foreach_norm", "measures many tensors at once", Part.COMPILE)
     TensorGuards = private(
         "torch._C._dynamo.guards:TensorGuards", "compares many tensors at once", Part.OPTIMIZER
@@ -59,6 +61,7 @@ __all__ = [
     "holders",
     "is_functorch_wrapped_tensor",
     "make_contiguous_strides_for",
+    "multiply_all",
     "norm_of_each",
     "sparse_values",
     "storage_of",

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..devices.torch_faults import GCC_FLAG
 from ..torch_inside.inductor import setting
+from ..torch_inside.ops import schema_of
 from .case import Case
 from .reference import is_product
 
@@ -160,7 +161,7 @@ def _returning(gm: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return node.op in ("placeholder", "output") or bool(schema and schema.is_mutable)
 
 

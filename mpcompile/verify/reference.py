@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.dtypes import HALF
+from ..torch_inside.ops import schema_of
 from ..torch_inside.pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -222,7 +223,7 @@ def why_not(graph: fx.Graph) -> str | None:
     for node in graph.find_nodes(op="call_module"):
         return f"it calls a module ({node.target})"
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         if node.op != "call_function" or schema is None:
             continue
         if "c10d" in schema.name:
@@ -285,7 +286,7 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
 
 def _is_new(node: fx.Node) -> bool:
     """Whether the result is memory of its own: no view."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and all(r.alias_info is None for r in schema.returns)
 
 

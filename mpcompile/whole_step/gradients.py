@@ -130,17 +130,15 @@ def go_backward(
         ]
         alone = grad is None and len(of_copy) == 1 and i in direct
         if alone and of_copy[0][1].low:
-            _, of, low = of_copy[0]
-            arrived.append(of.copy.real_part(low, of.master))
+            arrived.append(of_copy[0][1].copy.real_part(of_copy[0][2], master))
             continue
-        for ran_one, *one in of_copy:
-            true = _unscaled(ran_one, *one)
-            if (scale := ran_one.forward.scale) is not None:
-                if alone:
-                    uncounted.append((scale, true))
-                else:
-                    overflow = true.isfinite().logical_not().any().to(torch.float32)
-                    found[scale] = found[scale] + overflow if scale in found else overflow
+        for r, of, g in of_copy:
+            true, scale = _unscaled(r, of, g), r.forward.scale
+            if scale is not None and alone:
+                uncounted.append((scale, true))
+            elif scale is not None:
+                overflow = true.isfinite().logical_not().any().to(torch.float32)
+                found[scale] = found[scale] + overflow if scale in found else overflow
             grad = true if grad is None else grad + true
         arrived.append(grad)
     return Backward(arrived, found, uncounted)

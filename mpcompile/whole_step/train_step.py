@@ -34,7 +34,6 @@ from ..torch_inside.dynamo import reset_code
 from ..torch_inside.dynamo_names import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
-    recompile_limit,
 )
 from ..torch_inside.health import why_off
 from ..torch_inside.private_names import Part
@@ -220,10 +219,9 @@ def _reason(error: Exception) -> str:
     if isinstance(error.__cause__ or error, ON_VALUES):
         return f"it makes a Python number of a tensor's value, or branches on it{_place(error)}"
     if isinstance(error, FailOnRecompileLimitHit):
-        many = recompile_limit()
         return (
-            f"it differs from call to call, and has been compiled {many} times "
-            "(torch._dynamo.config.recompile_limit)"
+            "it differs from call to call, more often than torch compiles it again "
+            "(torch._dynamo.config.recompile_limit, as it is when you compile the step)"
         )
     return f"{in_one_line(error)}{_place(error)}"
 

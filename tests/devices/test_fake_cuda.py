@@ -55,8 +55,7 @@ def test_nobody_waits_for_the_device(gpu: str) -> None:
 @each_gpu
 def test_gradients_are_where_they_should_be(gpu: str) -> None:
     for run in trained(gpu):
-        stored_low = run["level"] == "O2" and run["generated"]
-        wanted = {"torch.float32 on cuda:0", *(["torch.float16 on cuda:0"] if stored_low else [])}
+        wanted = {"torch.float32 on cuda:0"}
         assert set(run["gradients"]) == wanted
 
 
@@ -92,13 +91,12 @@ def plans(gpu: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "rows", "last"),
-    [("h100", 4095, "f32[64, 10] FULL"), ("t4", 4096, "f16[64, 10] LOW"),
-     ("v100", 4096, "f16[64, 10] LOW")],
-)  # fmt: skip
-def test_plans(gpu: str, rows: int, last: str) -> None:
-    """Before Ampere the number of rows counts, too: they are padded as well. By the H100's profile,
-    a product whose casts would cost more than they save stays in FP32.
+    ("gpu", "rows"),
+    [("h100", 4095), ("t4", 4096), ("v100", 4096)],
+)
+def test_plans(gpu: str, rows: int) -> None:
+    """Before Ampere the number of rows counts, too: they are padded as well. By the estimate of an
+    H100 the last product, which is small, would be FP32; no estimate makes it so.
     """
     expected = f"""\
 mlp
@@ -114,7 +112,7 @@ linear_4: f16[16, 128, 1008] LOW
 conv
 conv2d: f16[64, 128, 56, 56] LOW
 conv2d_1: f16[64, 136, 26, 26] LOW
-linear: {last}"""
+linear: f16[64, 10] LOW"""
     assert plans(gpu) == expected
 
 

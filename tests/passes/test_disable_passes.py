@@ -18,7 +18,7 @@ PASSES = tuple(pipeline.MAY_BE_DISABLED)
 
 
 class Attention(nn.Module):
-    """Attention with a mask, a softmax beside it, and dims that are worth padding."""
+    """Attention with a mask, a softmax beside it, a square, and dims that are worth padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         weights = (q @ k.transpose(-1, -2)).softmax(-1).to(q.dtype)
-        return self.out(own + weights @ v)
+        return self.out(own * own + weights @ v)
 
 
 class Convolutions(nn.Module):

@@ -288,7 +288,7 @@ def fail(*_, **__):
 trace.GraphPlan.to_dict = trace._with_reasons = trace.ir.render = fail
 """
     assert ran(failing) == ""
-    assert [logging.getLogger(f"mpcompile.{t}").handlers for t in logs.TOPICS] == [[]] * 7
+    assert not any(logging.getLogger(f"mpcompile.{t}").handlers for t in logs.TOPICS)
 
 
 @pytest.mark.slow("trainings in processes of their own")

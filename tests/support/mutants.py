@@ -84,8 +84,8 @@ MUTANTS = (
         "unscaled-twice",
         "gradients of working copies are divided by the loss scale twice",
         "mpcompile/scaling/low_gradients.py",
-        "torch._foreach_mul_(wide, scale.reciprocal())\n",
-        "torch._foreach_mul_(wide, scale.reciprocal() ** 2)\n",
+        "multiply_all(wide, scale.reciprocal())\n",
+        "multiply_all(wide, scale.reciprocal() ** 2)\n",
         ("tests/scaling/test_low_gradients_scale.py",),
     ),
     Mutant(
