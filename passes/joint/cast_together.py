@@ -8,12 +8,13 @@ lowers it.
 
 On a GPU a kernel that is shorter than its launch costs the launch, and no kernel of a library casts
 its operands. Cast so early, a low copy lives from the beginning of the forward to its end. So only
-those are taken that the backward keeps anyway, and small ones such as biases.
+those are taken that the backward keeps anyway (in one graph with it: that more than one product
+reads), and small ones such as biases.
 
 Contract. Each value carries its FakeTensor. A weight is an input, dense, of sizes that are numbers,
-that the graph doesn't write. Its cast is read by library kernels alone, directly or by views; a
-generated kernel would cast on the way. Nor is it the weight of a convolution over images, which
-Inductor lays out anew where it casts.
+that the graph doesn't write before the cast. Its cast is read by library kernels alone, directly or
+by views; a generated kernel would cast on the way. Nor is it the weight of a convolution over
+images, which Inductor lays out anew where it casts.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ _SMALL = 2**15  # elements of a cast that may live longer than it must
 
 def cast_together(graph: fx.Graph) -> bool:
     """Rewrite the graph. Returns whether anything changed."""
-    written = {n.args[0] for n in graph.find_nodes(op="call_function", target=aten.copy_.default)}
+    written: set[fx.Node] = set()
     of_dtype: dict[torch.dtype, list[fx.Node]] = {}
-    for weight in graph.find_nodes(op="placeholder"):
-        if weight not in written:
-            for cast in filter(_is_taken, list(weight.users)):
-                of_dtype.setdefault(ir.dtype(cast), []).append(cast)
+    for node in graph.nodes:
+        if node.target is aten.copy_.default:
+            written.add(node.args[0])
+        elif node.target is CAST and _is_taken(node):
+            weight = node.all_input_nodes[0]
+            if weight.op == "placeholder" and weight not in written:
+                of_dtype.setdefault(ir.dtype(node), []).append(node)
     several = {dtype: casts for dtype, casts in of_dtype.items() if len(casts) >= _FEWEST}
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for dtype, casts in several.items():
@@ -64,10 +68,10 @@ def cast_together(graph: fx.Graph) -> bool:
 def _is_taken(cast: fx.Node) -> bool:
     """Whether it is a cast of a weight that may be made at the beginning, and gains by it."""
     weight, low = cast.all_input_nodes[0], ir.tensor(cast)
-    if cast.target is not CAST or low is None or low.dtype not in (torch.float16, torch.bfloat16):
+    if low is None or low.dtype not in (torch.float16, torch.bfloat16):
         return False
     readers = list(_readers(cast))
-    kept = any(reader.op == "output" for reader, _ in readers)
+    kept = len(readers) > 1
     products = [(reader, node) for reader, node in readers if reader.op != "output"]
     return (
         bool(products)
