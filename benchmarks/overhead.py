@@ -38,7 +38,6 @@ from mpcompile.optim.step import CompiledStep
 from mpcompile.runtime.module_call import ModuleCall
 from mpcompile.scaling import copies, guard
 from mpcompile.scaling.loss_scale import LossScale
-from mpcompile.scaling.low_gradients import LowGradient
 
 PHASES, WHOLE = ("forward", "backward", "step", "zero_grad"), "the whole step"
 PEER = "compile + autocast + GradScaler + fused AdamW"
@@ -52,9 +51,7 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     ),
     "the scale, before a forward": ((LossScale, "saw_forward"), (LossScale, "inputs")),
     "copies handed to a graph": ((copies.Reader, "read"),),
-    "gradients of copies, stored": (
-        (copies._ReadCopies, "backward"), (LowGradient, "_arrive"), (LowGradient, "note_arrival"),
-    ),
+    "gradients of copies, unscaled": ((copies._ReadCopies, "backward"),),
     "overflows, looked at by the step": ((guard, "look"),),
     "which step is it (key)": ((MPOptimizer, "_known_key"),),
     "is the compiled step still right": ((CompiledStep, "still_holds"),),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, WAYS, Way, agree, same, snapshot
+from loops import O1, O2, WAYS, Way, agree
 from torch import nn
 
-from mpcompile import LossScale, MPCompileError
+from mpcompile import LossScale
 
 
 def features() -> nn.Module:
@@ -85,12 +85,8 @@ def test_two_o2_models_share_a_trunk_under_one_scale() -> None:
     assert scale.skipped_steps == 1
 
 
-def test_two_o2_models_that_share_a_trunk_under_two_scales_are_refused() -> None:
-    way = O2.again
-    with pytest.raises(MPCompileError, match="hand both models the same LossScale"):
-        share(way)
-    for model, before in zip(way.models, way.before, strict=True):
-        assert same(list(before.values()), snapshot([model]))
+def test_two_o2_models_share_a_trunk_under_two_scales() -> None:
+    agree(O2, share)
 
 
 @WAYS

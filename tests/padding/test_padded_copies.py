@@ -75,9 +75,9 @@ def check_copies(model: nn.Module) -> None:
         assert kept.tensor.data_ptr() == kept.stored.data_ptr(), name
 
 
-def check_gradients(model: nn.Module, reference: nn.Module, scale: float) -> None:
+def check_gradients(model: nn.Module, reference: nn.Module) -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (p.grad.double() / scale - q.grad).norm() < 3e-2 * q.grad.norm()
+        assert (p.grad.double() - q.grad).norm() < 3e-2 * q.grad.norm()
 
 
 @pytest.mark.slow("compiles padded models, of many sizes")
@@ -109,9 +109,10 @@ def test_gradients_have_the_shape_of_their_parameters(dtype: torch.dtype) -> Non
     optimizer = trained(model, "always", dtype, max_grad_norm=100.0)
     reference(image(0).double()).square().mean().backward()
     step(model, optimizer, clear=False)
-    check_gradients(model, reference, 2.0**10 if dtype is torch.float16 else 1.0)
+    check_gradients(model, reference)
     for p in model.parameters():
-        assert (p.grad.dtype, p.grad.shape) == (dtype, p.shape)
+        stored = torch.float32 if dtype is torch.float16 else dtype
+        assert (p.grad.dtype, p.grad.shape) == (stored, p.shape)
         assert p.grad.is_contiguous()
     wanted = torch.stack([q.grad.norm() for q in reference.parameters() if q.grad is not None])
     torch.testing.assert_close(optimizer.grad_norm.double(), wanted.norm(), rtol=2e-2, atol=0)
@@ -138,7 +139,7 @@ def test_accumulated_gradients_add_up() -> None:
     for seed in range(3):
         model(image(seed)).square().mean().backward()
         reference(image(seed).double()).square().mean().backward()
-    check_gradients(model, reference, 2.0**10)
+    check_gradients(model, reference)
 
 
 @HALVES
@@ -201,7 +202,7 @@ def test_models_that_pad_and_models_that_do_not_share_one_copy(
     reference = copy.deepcopy(one).double()
     (one(image(0)) * two(image(0))).mean().backward()
     reference(image(0).double()).square().mean().backward()
-    check_gradients(one, reference, 64.0 if dtype is torch.float16 else 1.0)
+    check_gradients(one, reference)
     optimizer.step()
     with torch.no_grad():
         torch.testing.assert_close(one(image(1)), two(image(1)), rtol=2e-2, atol=2e-3)
@@ -242,4 +243,4 @@ def test_memory_counts_the_padding() -> None:
     optimizer = trained(model, "always", torch.float16)
     model(torch.randn(8, 13)).mean().backward()
     assert optimizer.memory()["copies"] == 2 * (16 * 24) / (13 * 21)
-    assert optimizer.memory()["gradients"] == 2
+    assert optimizer.memory()["gradients"] == 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mpcompile import MPOptimizer, ir, state
+from mpcompile import MPOptimizer, ir, scaling
 from mpcompile.ir.places import places
 from mpcompile.plan_graph import Planned, plan_graph
 from mpcompile.settings import Settings
@@ -142,7 +142,7 @@ def test_the_modes_of_the_thread_do_not_matter(attention: Handed) -> None:
 
 def held_by_modules() -> Iterator[tuple[str, str]]:
     """What modules of `mpcompile.scaling` hold, as text, so that a change inside shows."""
-    for info in pkgutil.iter_modules(state.__path__):
+    for info in pkgutil.iter_modules(scaling.__path__):
         module = importlib.import_module(f"mpcompile.scaling.{info.name}")
         for name, value in vars(module).items():
             if isinstance(value, (Mapping, Sequence, Set)) and not name.startswith("__"):
