@@ -84,7 +84,7 @@ def test_the_first_steps_of_a_dcgan_follow_fp32() -> None:
     assert not any(optimizer.skipped_steps for optimizer in optimizers)
     assert len(compiled_plans(netD)) == 2  # without and with a gradient for what it is given
     for p in (*netG.parameters(), *netD.parameters()):
-        assert p.grad.dtype is (torch.float16 if copies_of(p) else torch.float32)
+        assert p.grad.dtype is torch.float32
     assert sum(bool(copies_of(p)) for p in (*netG.parameters(), *netD.parameters())) == 6
 
 
