@@ -58,15 +58,6 @@ def compiled_plans(model: Any) -> list[GraphPlan]:
     return list(_record_of(model).plans)
 
 
-def repairs_of(model: Any) -> tuple[str, ...]:
-    """What `repair=True` has pinned to FP32 while the model trained, one sentence for each repair.
-
-    Raises:
-        MPCompileError: it was not compiled with `mpcompile()`.
-    """
-    return tuple(loss_scale_of(model).repairs.events)
-
-
 def pinned_in(model: Any) -> Repairs:
     """What `repair=True` has pinned in a model while it trained; nothing if it isn't compiled."""
     record = recorded(model)

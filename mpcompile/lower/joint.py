@@ -96,9 +96,9 @@ def joint_passes(
         images = (lay_channels_last,) if whole else ()
     elif there.convolves_low_channels_last:
         images = (lay_low_images,)
-    few: tuple[JointPass, ...] = (cast_together,) if there.spares_launches else ()
-    if few and not whole:  # there the step looks at each gradient
-        few += (unscale_together,)
+    # A whole step looks at each gradient by itself.
+    together = (cast_together,) if whole else (cast_together, unscale_together)
+    few = together if there.spares_launches else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),

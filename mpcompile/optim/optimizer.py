@@ -40,9 +40,9 @@ class MPOptimizer(Optimizer):
         optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
 
     The optimizer's own step is traced, rewritten and compiled. The compiled step checks that every
-    gradient is finite, unscales, clips, updates in FP32, writes the low-precision copies that O2
-    reads, and moves the loss scale. If a gradient is not finite, no parameter, moment or counter
-    changes. The step never waits for the device.
+    gradient is finite, clips, updates in FP32, writes the low-precision copies that O2 reads, and
+    moves the loss scale. If a gradient is not finite, no parameter, moment or counter changes. The
+    step never waits for the device.
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
     hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
@@ -54,8 +54,8 @@ class MPOptimizer(Optimizer):
             it keeps its state in tensors. Its `foreach` and `fused` settings are ignored.
         loss_scale: a `LossScale` for the models that it trains, in place of the one that each makes
             for itself. Refused for a model that was given another one, or has run already.
-        max_grad_norm: clip the global 2-norm of the unscaled gradients, between unscaling and the
-            update, as `torch.nn.utils.clip_grad_norm_` would.
+        max_grad_norm: clip the global 2-norm of the gradients before the update, as
+            `torch.nn.utils.clip_grad_norm_` would.
         emit: "inductor", or "aot_eager" / "eager": the rewritten step, operator by operator.
         mode, options: Inductor's, as in `torch.compile`.
         dump: directory for the graph of the step after every pass.

@@ -30,12 +30,12 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
     share_numbers,  # some of these numbers are equal
-    widen_gradients,  # gradients are unscaled from here on, in the parameter's dtype
+    widen_gradients,  # from here on in the parameter's dtype
     measure_gradients,  # reads stored gradients, the only read before the update
     find_overflows,  # needs the norms of measure_gradients
     agree_on_ranks,  # overflows and the norm are those of all ranks from here on
     check_gradients,
-    clip_gradients,  # after unscaling
+    clip_gradients,
     predicate_writes,  # needs `skip`; before the copies, which copy the kept values
     write_copies,
     move_scale,  # last: all others read the scale before it moves

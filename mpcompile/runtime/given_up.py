@@ -94,7 +94,7 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
         f"mpcompile: {re.sub(r'_[0-9]+$', '', code[0])} was compiled {count} times, torch's "
         "limit. Whatever is new to it from now on runs as torch runs it, in FP32. What changed: "
         f"{shortened([*reversed(reasons)], most=3)}. Keep that the same, or raise "
-        "torch._dynamo.config.recompile_limit"
+        "torch._dynamo.config.recompile_limit before you compile the model"
     )
     if _state.strict[code]:
         raise MPCompileError(text)

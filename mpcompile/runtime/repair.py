@@ -138,7 +138,7 @@ class _Call:
     # Where a whole training step is compiled, Dynamo would trace what runs in its backward.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _entered(self, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # autograd's zero, in torch 2.11
+        if gradient is not None:  # else it is autograd's zero
             known, new = self._received.get(number), gradient.detach()
             self._received[number] = new if known is None else known + new
 

@@ -6,7 +6,7 @@ derives the backward from the rewritten forwards and gives one graph of ATen ope
 
     loss = forward(x, params)                 the rewritten graph, with working copies and the scale
     grad(loss, [p])                           grad(loss, [p, copy of p, overflow leaf])
-    take_step(0, [p], [grad])                 check, unscale, clip, update, write copies, move scale
+    take_step(0, [p], [grad])                 check, clip, update, write copies, move scale
 """
 
 from __future__ import annotations

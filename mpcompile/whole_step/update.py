@@ -1,6 +1,6 @@
 """An optimizer's step inside of a whole training step.
 
-The step is traced and rewritten as that of an `MPOptimizer` (`optim/`): checked, unscaled, clipped,
+The step is traced and rewritten as that of an `MPOptimizer` (`optim/`): checked, clipped,
 predicated; then its gradients come from the backward in the same graph, and are never stored. A
 plain optimizer's step is treated alike, so it doesn't wait for the device either.
 """

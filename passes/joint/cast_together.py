@@ -27,6 +27,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.torch_inside.ops import HigherOrderOperator
 
 CAST = torch.ops.prims.convert_element_type.default
 _PRODUCTS = {
@@ -40,15 +41,17 @@ _SMALL = 2**15  # elements of a cast that may live longer than it must
 
 def cast_together(graph: fx.Graph) -> bool:
     """Rewrite the graph. Returns whether anything changed."""
-    written: set[fx.Node] = set()
+    written: set[int | None] = set()  # memory
     of_dtype: dict[torch.dtype, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is aten.copy_.default:
-            written.add(node.args[0])
-        elif node.target is CAST and _is_taken(node):
+        if node.target is CAST and _is_taken(node):
             weight = node.all_input_nodes[0]
-            if weight.op == "placeholder" and weight not in written:
+            if weight.op == "placeholder" and ir.storage(weight) not in written:
                 of_dtype.setdefault(ir.dtype(node), []).append(node)
+        elif isinstance(node.target, HigherOrderOperator):  # a kernel of the user's may write
+            written.update(map(ir.storage, node.all_input_nodes))
+        else:
+            written.update(map(ir.storage, ir.written(node)))
     several = {dtype: casts for dtype, casts in of_dtype.items() if len(casts) >= _FEWEST}
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for dtype, casts in several.items():

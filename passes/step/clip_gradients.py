@@ -1,10 +1,10 @@
-"""Clip the global norm of the unscaled gradients. A rewriting pass.
+"""Clip the global norm of the gradients. A rewriting pass.
 
     update(param0, grad0)      ->      factor = clamp(max_norm / (total + 1e-6), max=1)
                                        update(param0, mul(grad0, factor))
 
-It clips as `torch.nn.utils.clip_grad_norm_` does, between unscaling and the update (NVIDIA's guide
-to mixed precision: clip after unscaling), and uses the total norm of measure_gradients. The step
+It clips as `torch.nn.utils.clip_grad_norm_` does, and uses the total norm of measure_gradients.
+Gradients arrive unscaled (NVIDIA's guide to mixed precision: clip after unscaling). The step
 reports the norm before clipping.
 """
 

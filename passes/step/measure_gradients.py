@@ -1,12 +1,12 @@
 """Compute a norm of each gradient, which the check and the clipping share. A rewriting pass.
 
-    grad0: f16[4, 3] = input      ->      norm_0: f32[] = linalg_vector_norm(grad0, inf, dtype=f32)
+    grad0: bf16[4, 3] = input     ->      norm_0: f32[] = linalg_vector_norm(grad0, inf, dtype=f32)
 
 The largest magnitude shows whether all elements are finite. If gradients are clipped, the 2-norm
 shows it as well (a norm beyond FP32's range counts as an overflow). So each gradient is read only
-once before the update. The norms of the clipped gradients, unscaled, make the total norm:
+once before the update. The norms of clipped gradients make the total norm:
 
-    norm_0, norm_1                ->      total = sqrt(sum(square(norms * inverse)))
+    norm_0, norm_1                ->      total = sqrt(sum(square(norms)))
 
 Alike gradients that lie one behind the other (`StepConfig.gathered`) have one norm, that of the
 vector of them. Where several ranks hold a gradient whole, each takes its share of the square, so

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 44934,
+    "lines of source": 44928,
     "lines of code": 28585,
     "files of source": 374,
-    "lines of tests": 66103,
+    "lines of tests": 66102,
     "warnings that count more than two frames": 18,
     "registries of modules": 29,
 }

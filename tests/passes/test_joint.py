@@ -98,7 +98,11 @@ def test_on_a_cpu_at_every_level() -> None:
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
         assert passes_for("cpu", level, whole=True).lowered == (*ZEROS, lay_channels_last)
-        assert passes_for("cuda", level, whole=True).lowered == (*ZEROS, lay_low_images, cast_together)
+        assert passes_for("cuda", level, whole=True).lowered == (
+            *ZEROS,
+            lay_low_images,
+            cast_together,
+        )
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
     assert passes_for("cpu", whole=True).lowered == ZEROS
 

@@ -114,9 +114,15 @@ def test_each_dtype_by_itself() -> None:
     assert taken(both, x.to(LOW), x.half(), *weights(*shapes)) == 5
 
 
-def test_not_what_lies_otherwise_or_is_written() -> None:
+@pytest.mark.parametrize("by", ["copy", "list", "view"])
+def test_not_what_lies_otherwise_or_is_written(by: str) -> None:
     def strange(x: Tensor, gaps: Tensor, written: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        aten.copy_.default(written, written + 1)
+        if by == "copy":
+            aten.copy_.default(written, written + 1)
+        elif by == "list":
+            aten._foreach_add_.Scalar([written], 1)
+        else:
+            aten.mul_.Scalar(written.view(64), 2)
         return tuple(torch.mm(x, low(of)) for of in (gaps, written, w))
 
     x, gaps = torch.ones(2, 8, dtype=LOW), torch.randn(8, 16)[:, ::2]

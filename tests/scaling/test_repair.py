@@ -28,8 +28,7 @@ from module_of import module_of
 from ranks import on_each_rank
 from torch import nn
 
-from mpcompile import LossScale, MPCompileError, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.records import repairs_of
+from mpcompile import LossScale, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.scaling import guard, repairs
 
 PARTS = [Activation, Square, Steep]
@@ -45,7 +44,7 @@ def test_four_in_a_row_are_said_once(level: str, generated: bool) -> None:
     (warning,) = Training(model, generated=generated).run(20).warnings
     assert warning.startswith("4 optimizer steps in a row were skipped")
     assert "mpcompile.diagnose(model, inputs, loss_fn=...)" in warning
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
     assert len(compiled_plans(model)) == 1
 
 
@@ -55,7 +54,7 @@ def test_four_in_a_row_are_said_once(level: str, generated: bool) -> None:
 def test_it_is_repaired_under_inductor(part: type[Activation], level: str, generated: bool) -> None:
     model = compiled(part, level=level, emit="inductor", checkpointed=True, repair=True)
     run = Training(model, generated=generated, emit="inductor").run(16)
-    (event,) = repairs_of(model)
+    (event,) = loss_scale_of(model).repairs.events
     assert f"part ({line_of(part)})" in event
     assert loss_scale_of(model).skipped_steps < 16
     assert math.isfinite(run.losses[-1])
@@ -65,7 +64,7 @@ def test_what_no_precision_helps_against_is_said_and_left_alone() -> None:
     model = compiled(Own, repair=True)
     (warning,) = Training(model).run(20).warnings
     assert "steps in a row were skipped" in warning
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
     assert len(compiled_plans(model)) == 1
 
 
@@ -74,7 +73,7 @@ def test_a_scale_on_its_way_down_is_left_alone() -> None:
     model = compiled(Steep, loss_scale="grad_scaler", repair=True)
     Training(model).run(30)
     assert 4 < loss_scale_of(model).skipped_steps < 20
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
 
 
 @pytest.mark.parametrize("start", [2.0**16, None])
@@ -83,7 +82,7 @@ def test_what_fits_at_no_scale_is_repaired(start: float | None) -> None:
     model = compiled(Steepest, loss_scale=LossScale.dynamic(start), repair=True)
     Training(model).run(12)
     assert loss_scale_of(model).skipped_steps == 5
-    assert "part (" in repairs_of(model)[0]
+    assert "part (" in loss_scale_of(model).repairs.events[0]
 
 
 # -- repaired --------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def test_the_plan_and_the_log_say_what_was_repaired(caplog: pytest.LogCaptureFix
     model = compiled(Square, repair=True)
     with caplog.at_level(logging.WARNING, logger="mpcompile.repair"):
         Training(model).run(10)
-    (event,) = repairs_of(model)
+    (event,) = loss_scale_of(model).repairs.events
     assert event.startswith(f"part ({line_of(Square)})")
     (record,) = [r for r in caplog.records if r.name == "mpcompile.repair"]
     assert event in record.getMessage()
@@ -194,7 +193,7 @@ def test_explain_shows_the_repair() -> None:
     model = compiled(Square, repair=True)
     Training(model).run(10)
     plan = explain(model, torch.randn(8, 16))
-    assert plan.repairs == repairs_of(model)
+    assert plan.repairs == tuple(loss_scale_of(model).repairs.events)
     assert len(plan.repairs) == 1
     (square,) = (n for n in plan.nodes if n.source == line_of(Square) and not n.is_added)
     assert square.precision == "FULL"
@@ -208,7 +207,7 @@ def test_a_pin_holds_for_other_sizes() -> None:
     model = compiled(Activation, repair=True)
     Training(model, sizes=(32,) * 8 + (24, 16, 12, 8)).run(12)
     assert loss_scale_of(model).skipped_steps == 5
-    assert len(repairs_of(model)) == 1
+    assert len(loss_scale_of(model).repairs.events) == 1
     assert len(compiled_plans(model)) == 3
     symbolic = compiled_plans(model)[-1]
     assert any("f32[s" in n.captured for n in symbolic.nodes if n.source == line_of(Activation))
@@ -230,7 +229,7 @@ def test_a_model_beside_it_keeps_its_scale() -> None:
         (other(before(x)) * 1e3).sum().backward()  # fits from a scale of 64 on, 10 halvings away
         optimizer.step()
         scales.append(loss_scale_of(other).value)
-    assert len(repairs_of(training.model)) == 1
+    assert len(loss_scale_of(training.model).repairs.events) == 1
     assert scales == [2.0**16 / 2**i for i in range(9)]
 
 
@@ -248,7 +247,7 @@ def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     (warning,) = Training(model).run(20).warnings
     assert "steps in a row were skipped" in warning
-    assert len(repairs_of(model)) == 1
+    assert len(loss_scale_of(model).repairs.events) == 1
 
 
 def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +255,7 @@ def test_processes_of_a_group_repair_nothing(monkeypatch: pytest.MonkeyPatch) ->
     model = compiled(Activation, repair=True)
     (warning,) = Training(model).run(20).warnings
     assert "steps in a row were skipped" in warning
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
 
 
 def _count_processes(rank: int) -> None:
@@ -267,8 +266,3 @@ def _count_processes(rank: int) -> None:
 def test_processes_are_those_of_the_group() -> None:
     assert not guard.decide_alike()
     on_each_rank(_count_processes)
-
-
-def test_repairs_are_asked_of_a_compiled_model() -> None:
-    with pytest.raises(MPCompileError, match="not compiled by mpcompile"):
-        repairs_of(net(Activation))

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
 
-__all__ = ["MATRICES", "Net", "check", "inputs", "loss", "low_in", "trained"]
+__all__ = ["MATRICES", "Net", "check", "inputs", "loss", "trained"]
 
 FP16 = torch.float16
 
@@ -40,11 +40,6 @@ def check(model: nn.Module, reference: nn.Module, rtol: float = 1e-2) -> list[st
 
 
 MATRICES = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]  # all that has a copy
-
-
-def low_in(dtype: torch.dtype) -> list[str]:
-    """Whose gradients are stored low: in FP16 they are FP32, since the scale is divided out."""
-    return [] if dtype is FP16 else MATRICES
 
 
 def inputs(net: nn.Module, rows: int = 4) -> torch.Tensor:
