@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
-from mpcompile.records import repairs_of
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 DEPTH = 6
@@ -66,7 +65,7 @@ def test_all_layers_with_steep_gradients_are_pinned_at_once(generated: bool) -> 
     x, y = data()
     model = mixed(deep(), repair=True, level="O2" if generated else "O1")
     losses, said = trained(model, steep(y), x, steps=80, generated=generated)
-    (event,) = repairs_of(model)
+    (event,) = loss_scale_of(model).repairs.events
     assert all(f"linear_{i}" in event for i in range(1, DEPTH + 1))
     assert said == []
     skipped = loss_scale_of(model).skipped_steps
@@ -97,7 +96,7 @@ def test_a_gradient_that_is_infinite_in_fp32_too_is_not_repaired() -> None:
     inputs = torch.randn(8, 16), mask
     _, (warning,) = trained(model, lambda out: out.square().mean(), *inputs, steps=20)
     assert "steps in a row were skipped" in warning
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
 
 
 class Kept(nn.Module):
@@ -125,7 +124,7 @@ def _after_a_repair(*, repair: bool) -> dict[str, torch.Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer.step()
-    assert len(repairs_of(model)) == repair
+    assert len(loss_scale_of(model).repairs.events) == repair
     gradients = {f"grad of {name}": p.grad for name, p in model.named_parameters()}
     assert x.grad is not None
     kept = {"x": x.grad, "random": torch.get_rng_state(), **model.state_dict()}
@@ -156,7 +155,7 @@ def test_a_step_within_the_backward_is_judged_as_well() -> None:
         p.register_post_accumulate_grad_hook(step)
     for _ in range(12):
         steep(y)(model(x)).backward()
-    (event,) = repairs_of(model)
+    (event,) = loss_scale_of(model).repairs.events
     assert all(f"linear_{i}" in event for i in range(1, DEPTH + 1))
 
 
@@ -184,7 +183,7 @@ def test_of_an_fp32_operator_what_feeds_it_is_pinned() -> None:
     policy = Policy(low=BOUNDED)
     model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)
     losses, said = trained(model, lambda out: (out - y).square().mean(), x, steps=8)
-    (event,) = repairs_of(model)
+    (event,) = loss_scale_of(model).repairs.events
     assert "logit = aten::logit: its result is not finite because what it reads was" in event
     assert "pinned to FP32: minimum" in event
     assert said == []

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.ir.scale import ScaleRule, ScaleState
-from mpcompile.records import repairs_of
 from mpcompile.scaling.live_scale import LiveScale
 from mpcompile.scaling.messages import Said
 from mpcompile.scaling.scale_search import after_backward
@@ -150,7 +149,7 @@ def test_noting_a_step_changes_nothing(level: str, generated: bool) -> None:
 def test_a_checkpoint_around_the_model_computes_again_what_it_computed() -> None:
     model = compiled(Activation, repair=True)
     run = Training(model, lambda x: checkpoint(model, x, use_reentrant=False)).run(12)
-    assert len(repairs_of(model)) == 1
+    assert len(loss_scale_of(model).repairs.events) == 1
     assert run.warnings == []
 
 
@@ -165,7 +164,7 @@ def test_a_handwritten_update_and_accumulation() -> None:
                 for p in model.parameters():
                     assert p.grad is not None
                     p -= 0.01 * p.grad
-    assert len(repairs_of(model)) == 1
+    assert len(loss_scale_of(model).repairs.events) == 1
     assert loss_scale_of(model).skipped_steps == SKIPS + 1
 
 
@@ -174,4 +173,4 @@ def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:
     model = mpcompile(net(Steep), dtype=torch.bfloat16, emit="eager", repair=True, strict=True)
     Training(model).run(6)
     assert not loss_scale_of(model).trouble.pending
-    assert repairs_of(model) == ()
+    assert not loss_scale_of(model).repairs.events
