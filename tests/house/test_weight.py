@@ -17,7 +17,7 @@ LIMITS = {
     "lines of source": 44928,
     "lines of code": 28585,
     "files of source": 374,
-    "lines of tests": 66100,
+    "lines of tests": 66091,
     "warnings that count more than two frames": 18,
     "registries of modules": 29,
 }

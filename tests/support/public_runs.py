@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from mpcompile import LossScale, MPOptimizer, compiled_plans, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.plans.graph_plan import GraphPlan
 
 SCALE = 2.0**10
@@ -75,7 +75,6 @@ class Running:
         step: takes a batch and the loop's state.
         plans: the plans of what was compiled until now.
         around: the context of each step.
-        scales: of each parameter.
         max_norm: to which the gradients will have been clipped, though they don't show it.
     """
 
@@ -85,7 +84,6 @@ class Running:
     state: tuple[Any, ...]
     plans: Callable[[], list[GraphPlan]] = list
     around: Callable[[], Any] = contextlib.nullcontext
-    scales: Mapping[nn.Parameter, LossScale] = field(default_factory=dict)
     max_norm: float | None = None
 
     def load(self, states: States) -> None:
@@ -107,9 +105,7 @@ class Running:
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    scaled = p.grad is not None and p.grad.dtype is torch.float16
-                    scale = self.scales[p].used if scaled else 1.0
-                    found[f"{i}.{name}"] = None if p.grad is None else p.grad.double() / scale
+                    found[f"{i}.{name}"] = None if p.grad is None else p.grad.double()
         if self.max_norm is not None:
             norm = nn.utils.get_total_norm([g for g in found.values() if g is not None])
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -162,16 +158,13 @@ def running(
     step = script.step(own, optimizers, clip)
     plans: Callable[[], list[GraphPlan]] = list
     parameters = [p for model in own for p in model.parameters()]
-    scales: dict[nn.Parameter, LossScale] = {}
     if whole:
         step = mpcompile(step, loss_scale=scale(), **options)
-        scales = dict.fromkeys(parameters, loss_scale_of(step))
         plans = lambda: compiled_plans(step)  # noqa: E731
     elif compiled:
-        scales = {p: loss_scale_of(model) for model in compiled for p in model.parameters()}
         plans = lambda: [plan for model in compiled for plan in compiled_plans(model)]  # noqa: E731
     around = _around(way, dtype, parameters)
-    return Running(script, own, step, script.state(own), plans, around, scales, inside)
+    return Running(script, own, step, script.state(own), plans, around, inside)
 
 
 def _around(way: str, dtype: torch.dtype, parameters: Sequence[Any]) -> Callable[[], Any]:

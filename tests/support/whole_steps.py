@@ -130,7 +130,7 @@ class Run:
             found.update({f"{i}.{k}": v.detach().clone() for k, v in model.named_buffers()})
             for name, p in model.named_parameters():
                 found[f"{i}.{name}"] = p.detach().clone()
-                found[f"{i}.{name}.grad"] = true_gradient(p, self.scale)
+                found[f"{i}.{name}.grad"] = true_gradient(p)
                 for j, copy in enumerate(copies.copies_of(p).values()):
                     copy.refresh(p)
                     found[f"{i}.{name}.copy{j}"] = copy.stored.clone()
@@ -141,13 +141,10 @@ class Run:
         return found
 
 
-def true_gradient(p: torch.Tensor, scale: LossScale) -> torch.Tensor | None:
+def true_gradient(p: torch.Tensor) -> torch.Tensor | None:
     if p.grad is None:
         return None
     grad = p.grad.detach().float()
-    if p.grad.dtype is torch.float16:
-        assert scale.used is not None
-        grad = grad / scale.used
     return grad.where(grad.isfinite(), torch.nan)  # which of them is no matter
 
 
