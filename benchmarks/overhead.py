@@ -32,8 +32,9 @@ from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import auto_or, idle_wait, in_turns
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.optim.program import BoundPieces
+from mpcompile.optim.decide import Decision
 from mpcompile.optim.reports import Notices
+from mpcompile.optim.rests_on import OfStep
 from mpcompile.optim.step import CompiledStep
 from mpcompile.runtime.module_call import ModuleCall
 from mpcompile.scaling import copies, guard
@@ -54,9 +55,10 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "gradients of copies, unscaled": ((copies._ReadCopies, "backward"),),
     "overflows, looked at by the step": ((guard, "look"),),
     "which step is it (key)": ((MPOptimizer, "_known_key"),),
-    "is the compiled step still right": ((CompiledStep, "still_holds"),),
+    "is the compiled step still right": ((OfStep, "holds"),),
+    "norms of the gradients": ((Decision, "norms"),),
     "inputs of the compiled step": ((CompiledStep, "run"),),
-    "the compiled step itself (launch)": ((BoundPieces, "run"),),
+    "the compiled step itself (launch)": ((CompiledStep, "take"),),
     "skipped steps, noted": ((Notices, "look"), (Notices, "follow")),
 }  # fmt: skip
 """A part -> functions: where each is found, and its name there."""

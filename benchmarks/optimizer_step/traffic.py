@@ -1,4 +1,4 @@
-"""Bytes that our step reads and writes, counted in the pieces that were compiled."""
+"""Bytes that our step reads and writes, counted in the graphs that were compiled."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ __all__ = ["bytes_moved"]
 
 
 def bytes_moved(optimizer: MPOptimizer) -> int:
-    """Bytes that the compiled pieces of its one step read and write, each input read once."""
+    """Bytes that its one step reads and writes, each input of a graph read once. torch's fused
+    AdamW reads p, g, m and v and writes p, m and v, and g if that is clipped.
+    """
     (step,) = optimizer._steps.all
-    whole = step.program.step
-    commits = sum(2 * _size(value) for _, value in whole.commits)
-    return commits + sum(_piece_bytes(piece.graph) for piece in whole.pieces)
+    traced = step.traced
+    gradients = [m.param.grad for m in step.key.members if m.param.grad is not None]
+    norms = sum(g.numel() * g.element_size() for g in gradients)
+    if traced.fused:
+        return norms + sum(g.numel() for g in gradients) * (32 if traced.config.clipped else 28)
+    return norms + sum(len(u.calls) * _bytes(u.graph) for u in traced.updates)
 
 
-def _piece_bytes(gm: fx.GraphModule) -> int:
+def _bytes(gm: fx.GraphModule) -> int:
     read = [n for n in gm.graph.find_nodes(op="placeholder") if any(_reads(u, n) for u in n.users)]
     copied = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     results = gm.graph.output_node().all_input_nodes

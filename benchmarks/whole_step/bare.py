@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from mpcompile.optim import program
+from mpcompile.optim import step as step_module
 from mpcompile.whole_step.call import Call
 
 __all__ = ["Graphs"]
@@ -70,7 +70,7 @@ class Graphs:
         return run if returned is None else lambda *args: _again(next(returned))
 
 
-_BELOW = {Call: "_run", program._Call: "run", program._Batch: "run"}
+_BELOW = {Call: "_run", step_module._Bound: "_run", step_module._AtOnce: "_run"}
 
 
 def _alive(kind: type) -> list[Any]:

@@ -6,8 +6,8 @@
     any overflow                 skipped_steps + 1
 
 This is the dynamic scale of NVIDIA's guide to mixed precision. The functions are pure, and written
-once for numbers and for 0-d tensors: `LossScale` calls them with numbers; the pass `move_scale`
-traces them with tensors into the graph of an optimizer step.
+once for numbers and for 0-d tensors: `LossScale` calls them with numbers; what an optimizer step
+decides (`optim/decide.py`) calls them with tensors.
 """
 
 from __future__ import annotations

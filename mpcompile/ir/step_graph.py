@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from ..torch_inside.graphs import rename
 from .edit import refresh
 from .marks import Role, added, set_mark
-from .step import Slot, StepNotes
+from .step import Slot
 from .values import aten, fake_mode, value
 
 
@@ -44,23 +44,6 @@ def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
     return known[wanted]
 
 
-def vector_slot(graph: fx.Graph, wanted: Slot, parts: Sequence[fx.Node]) -> fx.Node:
-    """The input `wanted`: a vector of the elements of these; added if it isn't there yet."""
-    known = slots(graph)
-    if wanted not in known:
-        size = sum(value(n).numel() for n in parts)
-        with fake_mode(graph):
-            return add_slot(graph, wanted, value(parts[0]).new_empty(size))
-    return known[wanted]
-
-
-def scale_slot(
-    graph: fx.Graph, index: int, key: str, dtype: torch.dtype = torch.float32
-) -> fx.Node:
-    """The 0-d input that holds one field of a loss scale's state."""
-    return scalar_slot(graph, Slot("scale", index, key), dtype)
-
-
 def become_tensor(node: fx.Node) -> None:
     """Turn an input that is a symbolic number into a 0-d FP64 tensor of that number."""
     device = value(next(iter(slots(node.graph).values()))).device
@@ -82,12 +65,6 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     """What a step's graph writes: (the `copy_` node, the input it writes, the value)."""
     found = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return [(node, *node.all_input_nodes) for node in found]
-
-
-def step_notes(gm: fx.GraphModule) -> StepNotes:
-    """The notes that the passes over this step leave for each other."""
-    notes: StepNotes = gm.meta.setdefault("mp_notes", StepNotes())
-    return notes
 
 
 def call(

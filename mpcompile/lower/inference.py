@@ -1,6 +1,6 @@
 """A graph of ATen operators without autograd, which may write to inputs -> a function, by Inductor.
 
-So are compiled the pieces of an optimizer's step (`optim/compile_piece.py`) and whole training
+So are compiled the graphs of an optimizer's step (`optim/compiled.py`) and whole training
 steps (`whole_step/one_graph.py`).
 """
 

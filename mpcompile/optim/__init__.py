@@ -11,17 +11,15 @@ trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
 trace_context.py  the context meanwhile
 elementwise.py    whether it may run on shards of parameters
-apart.py          whether it may leave out some parameters
+kinds.py          which parameters it does the same to, and their graph
 pipeline.py       the passes of `passes/step`, in order
+updates.py        what it does to the parameters: traced, and rewritten
 held_settings.py  which settings it reads anew each time
-traced_step.py    a step, traced and rewritten, and what it keeps
-pieces.py         the graph is parted into pieces
-join_pieces.py    small pieces become one
-gathered.py       small gradients are copied to memory that is kept
-compile_piece.py  a piece becomes a function
-program.py        the functions of all pieces, bound to their tensors
-step.py           one compiled step
-absent.py         parameters that have no gradient in some steps
+traced_step.py    a step as graphs, and what it keeps
+decide.py         whether to skip, by what to clip, how the loss scales move
+compiled.py       a graph becomes a function
+fused.py          torch's own kernel as the update
+step.py           one compiled step, bound to its tensors
 compiled_steps.py all steps: which is the next one, and when one is compiled
 reports.py        what they report
 first_state.py    the state that a first step makes

@@ -1,48 +1,50 @@
 """The compiled steps of one optimizer: which of them the next step is, and when one is compiled.
 
-    exact    over the parameters that have a gradient: the first patterns of gradients
-    wide     over all that may get one, where patterns keep changing (layers that are dropped,
-             experts without tokens): those without one are left as they are (`absent.py`)
-    none     many were compiled, and none fits: the step runs operator by operator
+    fused      torch's own kernel updates: nothing is traced (`fused.py`)
+    apart      a graph for each kind of parameter: whichever have a gradient, those are called
+    together   one graph for all: with multi-tensor operators, for the first patterns of gradients;
+               or where what is done to a parameter depends on others, for each pattern
+    none       many were compiled, and none fits: the step runs operator by operator
 
 A setting that changes compiles the same step anew, and counts as none of these.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from dataclasses import replace as with_
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from .. import logs
+from ..devices.registry import capabilities
 from ..errors import CannotRewrite, MPCompileWarning
-from ..scaling import parameters
-from ..scaling.loss_scale import LossScale
+from ..ir.step import StepConfig
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.modes import modes_off
-from .absent import Absent
-from .compile_piece import Emit
+from . import fused
+from .compiled import Emit
 from .fingerprint import Fingerprint
-from .first_state import initialise_state, state_stands_by
-from .inputs import Member, Setting, all_members_of
+from .first_state import initialise_state
+from .inputs import Setting
 from .key import StepKey
+from .kinds import ParametersMix
 from .reports import Results
-from .separable import ParametersMix
 from .shadow import StateAppeared
 from .step import CompiledStep
+from .traced_step import TracedStep
+from .updates import Updates, config_of
 
 # So many patterns of gradients have a program of their own: two losses in turn, say.
 _EXACT = 2
-# For so many patterns (or dtypes, or loss scales) programs are compiled.
+# For so many patterns (or dtypes, or loss scales) programs are compiled, and so many are kept.
 _MOST = 16
+FEW = 16  # parameters: one function of more takes the C++ compiler longer than all else
 
 
 @dataclass
@@ -57,14 +59,15 @@ class LastKey:
 
 
 class CompiledSteps:
-    """The compiled steps of one optimizer; `compilations`: how many times one was compiled."""
+    """The compiled steps of one optimizer; `compilations`: how many times one was traced, or bound
+    to torch's own kernel.
+    """
 
     def __init__(
         self, max_grad_norm: float | None, results: Results, emit: Emit, dump: Path | None
     ) -> None:
-        self._new = functools.partial(
-            CompiledStep, max_grad_norm=max_grad_norm, results=results, emit=emit, dump=dump
-        )
+        self._max_grad_norm, self._results = max_grad_norm, results
+        self._emit, self._dump = emit, dump
         self.compilations = 0
         self._varying: set[Setting] = set()
         self._said: set[str] = set()
@@ -72,37 +75,28 @@ class CompiledSteps:
 
     def forget(self) -> None:
         """Compile anew what is needed: the state is another one."""
-        self._exact: dict[StepKey, CompiledStep] = {}
-        self._wide: list[CompiledStep] = []
-        self._patterns = 0  # for how many something was compiled
-        self._apart = True  # whether the parameters are updated each for itself, as far as is known
+        self._steps: dict[StepKey, CompiledStep] = {}
+        self._kinds: Updates | None = None  # the last that were traced
+        self._patterns = 0  # for how many something was traced
+        self._mixes = False  # whether what is done to a parameter depends on others
 
     @property
     def all(self) -> list[CompiledStep]:
         """Those that there are."""
-        return [*self._exact.values(), *self._wide]
+        return [*self._steps.values()]
 
-    def find(self, key: StepKey, part: Optimizer) -> CompiledStep | None:
-        """The step that was compiled for this key, or for more than that."""
-        exact = self._exact.get(key)
-        if exact is not None:
-            return exact
-        return next((step for step in self._wide if step.covers(key, part)), None)
+    def find(self, key: StepKey) -> CompiledStep | None:
+        """The step that was compiled for this key."""
+        return self._steps.get(key)
 
     def compiled(
-        self,
-        key: StepKey,
-        known: CompiledStep | None,
-        part: Optimizer,
-        whole: Optimizer,
-        own: LossScale,
+        self, key: StepKey, known: CompiledStep | None, part: Optimizer
     ) -> CompiledStep | None:
         """Compile a step for a key.
 
         Args:
             known: the one that was compiled for it and doesn't hold any more, or None.
-            part, whole: the optimizer; of ZeRO, `part` has this rank's param groups alone.
-            own: the loss scale of parameters of no scaled model.
+            part: the optimizer; of ZeRO, that with this rank's param groups alone.
 
         Returns:
             None if there are too many: after a warning, the step is to run operator by operator.
@@ -111,71 +105,79 @@ class CompiledSteps:
             StateAppeared: the first step makes state, so that it can't be traced.
             CannotRewrite: it can't be traced at all.
         """
-        start, why = time.perf_counter(), _why(part, known, self.all)
-        if known is not None:  # a setting that changed may change again: an input now
-            self._varying |= known.rests_on.constants.changed(part)
-        elif self._patterns >= _MOST:
-            self._warn_of_too_many(part)
-            return None
+        start, why, before = time.perf_counter(), _why(part, known, self.all), self.compilations
+        for old in (known, self._kinds):
+            if old is not None:  # a setting that changed may change again: an input now
+                self._varying |= old.rests_on.constants.changed(part)
+        if self._kinds is not None and not self._kinds.rests_on.holds(part):
+            self._kinds = None
         with compile_session(), modes_off():  # tracing uses its own FakeTensors
-            wide = known.is_wide if known is not None else self._patterns >= _EXACT
-            step = self._compiled_wide(key, part, whole, own) if wide and self._apart else None
-            if step is not None:
-                self._wide = [s for s in self._wide if s is not known] + [step]
-            else:
-                step = self._exact[key] = self._compiled_exact(key, part)
-        self._patterns += known is None
-        self.compilations += 1
-        logs.event(
-            "optim", logging.INFO, "compiled",
-            "a step of %(optimizer)s over %(parameters)d parameters was compiled in %(seconds).2f "
-            "s: %(why)s", optimizer=type(part).__name__, parameters=len(step.key.members), why=why,
-            seconds=time.perf_counter() - start,
-        )  # fmt: skip
+            initialise_state(part, key.members)
+            traced = self._traced(key, part, again=known is not None)
+            if traced is None:
+                self._warn_of_too_many(part)
+                return None
+            emit = self._emit
+            if self._mixes and not _is_whole(key) and len(key.members) > FEW:
+                emit = with_(emit, how="eager")
+            step = self._steps[key] = CompiledStep(traced, emit, self._dump)
+        while len(self._steps) > _MOST:
+            del self._steps[next(iter(self._steps))]
+        if self.compilations != before:
+            logs.event(
+                "optim", logging.INFO, "compiled",
+                "a step of %(optimizer)s over %(parameters)d parameters was compiled in "
+                "%(seconds).2f s: %(why)s", optimizer=type(part).__name__,
+                parameters=len(step.key.members), why=why, seconds=time.perf_counter() - start,
+            )  # fmt: skip
         return step
 
-    def _compiled_exact(self, key: StepKey, part: Optimizer) -> CompiledStep:
-        initialise_state(part, key.members)
-        return self._with_settings(lambda varying: self._new(part, key, varying=varying))
-
-    def _compiled_wide(
-        self, key: StepKey, part: Optimizer, whole: Optimizer, own: LossScale
-    ) -> CompiledStep | None:
-        """A step over all parameters that may get a gradient; None if there is no such step."""
-        everyone = all_members_of(whole, sharded=key.connected is not None)
-        members = [m for m in everyone if _is_scaled_alike(m, key)]
-        with state_stands_by(part, members) as waiting:
+    def _traced(self, key: StepKey, part: Optimizer, *, again: bool) -> TracedStep | None:
+        """The step of this key as graphs; None if too many were traced."""
+        config = config_of(key, self._max_grad_norm)
+        if self._emit.how == "inductor" and not _is_whole(key) and fused.fits(part, key):
+            self.compilations += not self._steps
+            return TracedStep(part, key, config, None, self._results)
+        if self._kinds is not None and not self._mixes:
             try:
-                return self._new_wide(members, waiting, key, part, own)
-            except StateAppeared:
-                # Not all state can be made before a step: then none can wait for a first gradient.
-                members = [m for m in members if m.param not in waiting]
-                return self._new_wide(members, {}, key, part, own)
+                if self._kinds.of(part, key) is not None:
+                    return TracedStep(
+                        part, key, config, self._kinds, self._results, self._kinds.varying
+                    )
             except ParametersMix:
-                self._apart = False
-                return None
+                self._mixes = True
+        if not again and self._patterns >= _MOST:
+            return None
+        updates = self._updates(key, part, config)
+        self._patterns += not again
+        self.compilations += 1
+        return TracedStep(part, key, config, updates, self._results, updates.varying)
 
-    def _new_wide(
-        self,
-        members: Sequence[Member],
-        waiting: Mapping[torch.Tensor, dict[str, Any]],
-        key: StepKey,
-        part: Optimizer,
-        own: LossScale,
-    ) -> CompiledStep:
-        wide = StepKey.of(members, own, key.connected, usual=key.scales)
-        absent = Absent(wide, {p: state for p, state in waiting.items() if state})
-        return self._with_settings(
-            lambda varying: self._new(part, wide, varying=varying, absent=absent)
-        )
+    def _updates(self, key: StepKey, part: Optimizer, config: StepConfig) -> Updates:
+        if not (self._mixes or (_is_whole(key) and self._patterns < _EXACT)):
+            try:
+                self._kinds = self._with_settings(key, part, config, together=False)
+            except ParametersMix:
+                self._mixes = True
+            else:
+                return self._kinds
+        return self._with_settings(key, part, config, together=True)
 
     def _with_settings(
-        self, compiled: Callable[[frozenset[Setting]], CompiledStep]
-    ) -> CompiledStep:
+        self, key: StepKey, part: Optimizer, config: StepConfig, *, together: bool
+    ) -> Updates:
+        def traced(varying: frozenset[Setting]) -> Updates:
+            known = self._kinds
+            before = known if known is not None and known.varying == varying else None
+            return Updates(
+                part, key, config, together=together, dump=self._dump, varying=varying,
+                before=None if together else before,
+            )  # fmt: skip
+
         if self._varying:
             # A step may use a number in a way that no graph input allows; then it is a constant.
             try:
-                return compiled(frozenset(self._varying))
+                return traced(frozenset(self._varying))
             except (StateAppeared, ParametersMix):
                 raise
             except CannotRewrite as error:
@@ -186,14 +188,14 @@ class CompiledSteps:
                     f"compiled step ({error}): each new value compiles it anew. Keep it constant "
                     "(OneCycleLR: cycle_momentum=False)",
                 )
-        return compiled(frozenset())
+        return traced(frozenset())
 
     def _warn_of_too_many(self, part: Optimizer) -> None:
         name = type(part).__name__
         why = (
-            "no program covers them all"
-            if self._apart
-            else f"what {name} does to a parameter depends on which others have one"
+            f"what {name} does to a parameter depends on which others have one"
+            if self._mixes
+            else "no program covers them all"
         )
         self._warn_once(
             "patterns",
@@ -209,10 +211,9 @@ class CompiledSteps:
             warnings.warn(message, MPCompileWarning, stacklevel=2)
 
 
-def _is_scaled_alike(member: Member, key: StepKey) -> bool:
-    """Whether a member's gradient depends on no other loss scale than those of the key do."""
-    known = parameters.scales_of(member.param)
-    return member.param.grad is not None or all(any(s is k for k in key.scales) for s in known)
+def _is_whole(key: StepKey) -> bool:
+    """Whether one graph updates all parameters, for the first patterns of gradients."""
+    return capabilities(key.members[0].param.device).multi_tensor
 
 
 # -- what is logged --------------------------------------------------------------------------------

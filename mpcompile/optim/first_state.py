@@ -98,32 +98,6 @@ def _zeros_like(param: torch.Tensor) -> torch.Tensor:
     return param.new_zeros((), requires_grad=False).expand(param.shape)
 
 
-@contextlib.contextmanager
-def state_stands_by(
-    optimizer: Optimizer, members: Sequence[Member]
-) -> Iterator[dict[torch.Tensor, dict[str, Any]]]:
-    """In this context, the state of all members is there, as far as it can be made before a step.
-
-    Yields:
-        what was made for members without a gradient. The optimizer's own state has it within the
-        context only: torch makes it where a parameter gets its first gradient.
-    """
-    params = [m.param for m in members if m.updated]
-    known = {p for p in params if optimizer.state.get(p)}
-    made: dict[torch.Tensor, dict[str, Any]] = {}
-    try:
-        with gradients_stand_by(parameters_of(optimizer), params):
-            initialise_state(optimizer, members)
-        for p in params:
-            if p.grad is None and p not in known:
-                made[p] = optimizer.state.get(p, {})
-        yield made
-    finally:
-        for p in params:
-            if p.grad is None and p not in known:
-                optimizer.state.pop(p, None)
-
-
 def move_scalar_state(optimizer: Optimizer) -> None:
     """Move step counters to their parameters' devices: a step must not read across devices."""
     everything: dict[Any, Any] = optimizer.state

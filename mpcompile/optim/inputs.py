@@ -71,19 +71,6 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
     return members
 
 
-def all_members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
-    """The same, and those that may get a gradient."""
-    present = {id(m.param): m for m in members_of(optimizer, sharded=sharded)}
-    own = _own(optimizer)
-    return [
-        present.get(id(param)) or Member(index, param, own is None or id(param) in own)
-        for index, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-        if id(param) in present
-        or (param.grad is None and param.requires_grad and param.numel() > 0)
-    ]
-
-
 def _own(optimizer: Optimizer) -> set[int] | None:
     """The parameters (by `id`) that this process updates; None: all."""
     if not is_zero(optimizer):

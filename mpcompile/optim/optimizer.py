@@ -20,7 +20,7 @@ from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
-from .compile_piece import Emit
+from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey, log_by_operator
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
@@ -247,11 +247,11 @@ class MPOptimizer(Optimizer):
     def _compiled(self, known: LastKey) -> CompiledStep | None:
         """The compiled step of this key; None if it must run operator by operator this time."""
         key, part = known.key, self._part
-        step = known.step or self._steps.find(key, part)
-        if step is not None and step.still_holds(part):
+        step = known.step or self._steps.find(key)
+        if step is not None and step.rests_on.holds(part):
             return step
         try:
-            return self._steps.compiled(key, step, part, self._inner, self._own_scale)
+            return self._steps.compiled(key, step, part)
         except StateAppeared:
             # The first step makes the state: run it op by op, and trace the next one.
             log_by_operator(part, key)

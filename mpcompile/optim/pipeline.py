@@ -11,13 +11,8 @@ from torch import fx
 
 from .. import logs
 from ..ir.step import StepConfig
-from ..passes.step.agree_on_ranks import agree_on_ranks
-from ..passes.step.check_gradients import check_gradients
 from ..passes.step.clip_gradients import clip_gradients
-from ..passes.step.find_overflows import find_overflows
 from ..passes.step.lift_numbers import lift_numbers
-from ..passes.step.measure_gradients import measure_gradients
-from ..passes.step.move_scale import move_scale
 from ..passes.step.predicate_writes import predicate_writes
 from ..passes.step.share_numbers import share_numbers
 from ..passes.step.widen_gradients import widen_gradients
@@ -30,15 +25,10 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
     share_numbers,  # some of these numbers are equal
-    widen_gradients,  # from here on in the parameter's dtype
-    measure_gradients,  # reads stored gradients, the only read before the update
-    find_overflows,  # needs the norms of measure_gradients
-    agree_on_ranks,  # overflows and the norm are those of all ranks from here on
-    check_gradients,
-    clip_gradients,
-    predicate_writes,  # needs `skip`; before the copies, which copy the kept values
+    clip_gradients,  # as the optimizer sees them
+    widen_gradients,  # as they are stored
+    predicate_writes,  # before the copies, which copy the kept values
     write_copies,
-    move_scale,  # last: all others read the scale before it moves
 )
 
 

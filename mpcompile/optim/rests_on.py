@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,27 +89,26 @@ class OfStep(Fingerprint):
     """What the graph of a step was made from.
 
     Args:
+        traced: it, before any pass; None: a kernel of torch's reads the settings anew.
         settings: those that the graph takes as inputs; others are its `constants`.
-        waiting: parameters whose state isn't the optimizer's yet: see `State.take_in`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         members: Sequence[Member],
-        traced: Trace,
-        settings: HeldSettings,
-        waiting: Collection[torch.Tensor] = (),
+        traced: Trace | None = None,
+        settings: HeldSettings | None = None,
     ) -> None:
-        self.constants = Values("", lambda o: o.param_groups, traced.reads)
-        attributes = {(0, name): value for name, value in traced.attributes.items()}
-        self.state = State(optimizer, members, waiting)
+        reads = traced.reads if traced is not None else {}
+        own = {(0, k): v for k, v in traced.attributes.items()} if traced is not None else {}
+        self.constants = Values("", lambda o: o.param_groups, reads)
         super().__init__(
             self.constants,
-            Values("the optimizer's own ", lambda o: [vars(o)], attributes),
-            self.state,
+            Values("the optimizer's own ", lambda o: [vars(o)], own),
+            State(optimizer, members),
             Memory(members),
-            *settings.facts(optimizer),
+            *(settings.facts(optimizer) if settings is not None else ()),
         )
 
 
@@ -138,7 +137,7 @@ class Values(Fact):
     def holds(self, now: Optimizer) -> bool:
         tables = self._tables(now)
         for index, (names, known) in self._by_table.items():
-            if not same([*map(tables[index].get, names)], known):
+            if index >= len(tables) or not same([*map(tables[index].get, names)], known):
                 return False
         return True
 
@@ -147,12 +146,12 @@ class Values(Fact):
         return f"another value of {self._whose}{', '.join(names)}" if names else None
 
     def changed(self, now: Optimizer) -> frozenset[tuple[int, str]]:
-        """Those that are another one now."""
+        """Those that are another one now, in tables that are still there."""
         tables = self._tables(now)
         return frozenset(
             (i, name)
             for (i, name), v in self._values.items()
-            if not same([tables[i].get(name)], [v])
+            if i < len(tables) and not same([tables[i].get(name)], [v])
         )
 
 
@@ -178,22 +177,10 @@ class Memory(Fact):
 class State(Fact):
     """The state of the parameters that a step updates: its objects, or equal numbers in it."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        members: Sequence[Member],
-        waiting: Collection[torch.Tensor] = (),
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
         self._changed = "other tensors in its state"
-        self._known: list[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]] = []
-        self.take_in(optimizer, (m.param for m in members if m.updated and m.param not in waiting))
-
-    def take_in(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-        """The optimizer has the state of these now."""
-        for param in params:
-            entries = optimizer.state.get(param)
-            if entries is not None:
-                self._known.append((param, entries, dict(entries)))
+        found = [(m.param, optimizer.state.get(m.param)) for m in members if m.updated]
+        self._known = [(p, entries, dict(entries)) for p, entries in found if entries is not None]
         self._look(optimizer.state)
 
     def holds(self, now: Optimizer) -> bool:

@@ -20,8 +20,8 @@ from ..errors import MPCompileError
 from ..plans.plan_text import shortened
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
-from .first_state import state_stands_by
-from .inputs import Member
+from .first_state import gradients_stand_by, initialise_state
+from .inputs import Member, parameters_of
 from .masters import in_fp32
 
 _PARAMETERS = "parameters"
@@ -155,7 +155,7 @@ def _made(optimizer: Optimizer, member: Member) -> dict[str, Any]:
     """The state of a parameter as it is now, or would be made before its first step."""
     if known := optimizer.state.get(member.param):
         return dict(known)
-    with state_stands_by(optimizer, [member]):
-        made = dict(optimizer.state.get(member.param, {}))
-    optimizer.state.pop(member.param, None)
+    with gradients_stand_by(parameters_of(optimizer), [member.param]):
+        initialise_state(optimizer, [member])
+    made: dict[str, Any] = optimizer.state.pop(member.param, {})
     return made

@@ -1,27 +1,28 @@
-"""One compiled step, bound to its tensors: for one pattern of gradients, or for many (`Absent`)."""
+"""One compiled step, bound to its tensors: norms, decision, updates, in this order."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from .. import ir
 from ..devices.registry import capabilities
-from ..ir.step import Slot
+from ..ir.step import FACTOR, SKIPPED, Slot
 from ..ranks.shards import local
 from ..torch_inside.amp import autocast_is_on, autocast_off
 from ..torch_inside.autograd import set_grad_enabled
-from .absent import Absent
-from .compile_piece import Emit
-from .gathered import Gathered
-from .join_pieces import join_small, keep_results
-from .key import StepKey
-from .pieces import FEW, SMALL, split
-from .program import BoundPieces
+from ..torch_inside.tensors import copy_all
+from .compiled import Cut, Emit, Program, serves_vectors, without_numbers
+from .decide import Decision
+from .fused import fused_step
 from .traced_step import TracedStep
+from .updates import UpdateGraph, in_call
 
 _NOTHING = contextlib.nullcontext()
 
@@ -30,102 +31,195 @@ class CompiledStep:
     """The compiled step of one optimizer for one key.
 
     Args:
-        emit: how its pieces are run.
-        absent: the parameters of the key, if some may have no gradient; the state that waits for
-            their first one is in the optimizer's own meanwhile (`state_stands_by`).
-        options: see `TracedStep`, also for what is raised.
+        traced: it, as graphs.
+        emit: how these run.
+        dump: directory for the graph of the decision, or None.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        key: StepKey,
-        *,
-        emit: Emit,
-        absent: Absent | None = None,
-        **options: Any,
-    ) -> None:
-        self.key, self._absent = key, absent
-        whole = capabilities(key.members[0].param.device).multi_tensor or emit.how != "inductor"
-        gathering = () if whole else key.members
-        n = len(gathering)
-        self._gathered = Gathered(gathering, key.gradients[:n], key.strides[:n])
-        self._traced = TracedStep(
-            optimizer, key, gathered=self._gathered.groups, absent=absent, **options
+    def __init__(self, traced: TracedStep, emit: Emit, dump: Path | None = None) -> None:
+        self.key, self.traced, self.rests_on = traced.key, traced, traced.rests_on
+        self._config = traced.config
+        together = any(_is_together(graph, traced.held) for graph in traced.updates)
+        shapes = [local(member.param).shape for member in self.key.members]
+        self._decision = Decision(
+            traced.config, traced.held, emit, dump, shapes=shapes, listed=together
         )
-        self.rests_on = self._traced.rests_on
-        pieces = split(self._traced.graph, whole=whole, together=_is_tiny(key))
-        if not whole:
-            pieces = keep_results(join_small(pieces))
-        held = {**self._traced.held, **self._gathered.held}
-        self.program = self._traced.lending(lambda: BoundPieces(pieces, held, emit))
-        given = self.program.given
-        self._gradients = [
-            (node, i)
-            for i in range(len(key.members))
-            if (node := given.get(Slot("grad", i))) is not None
-        ]
-        # For each scale, which inputs of the graph each step fills anew.
-        scales = range(len(key.scales))
-        self._fresh = [[given.get(Slot("scale", k, n)) for n in ("first", "flag")] for k in scales]
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether some of its parameters may have no gradient."""
-        return self._absent is not None
-
-    def covers(self, key: StepKey, optimizer: Optimizer) -> bool:
-        """Whether it is wide, and right for the parameters of this key: see `Absent.covers`."""
-        return self._absent is not None and self._absent.covers(key, optimizer)
-
-    def still_holds(self, optimizer: Optimizer) -> bool:
-        """Whether all that the graph was made from is unchanged, or an input. What waited for a
-        first gradient that is here now is the optimizer's from then on.
-        """
-        if self._absent is not None and self._absent.waiting:
-            firsts = self._absent.take_in(optimizer)
-            if firsts is None:
-                return False
-            self.rests_on.state.take_in(optimizer, firsts)
-        return self.rests_on.holds(optimizer)
+        self._calls: list[_Call] = traced.lending(
+            lambda: _Calls(
+                one for graph in traced.updates for one in _calls_of(graph, traced.held, emit)
+            )
+        )
 
     def run(self, optimizer: Optimizer) -> None:
-        """Do the step."""
-        env: dict[fx.Node, Any] = {}
-        self._traced.begin(optimizer, optimizer, self._fresh, env)
+        """Do the step over the gradients of its parameters."""
+        gradients = [local(m.param.grad) for m in self.key.members]  # type: ignore[arg-type]  # there
+        fresh = self.traced.begin(optimizer, optimizer)
         grad_mode = torch.is_grad_enabled()
         set_grad_enabled(False)  # `torch.no_grad()` takes longer than a small update
         try:
             with autocast_off() if autocast_is_on() else _NOTHING:
-                if self._absent is None:
-                    self._run_all(env)
-                else:
-                    self._run_some(self._absent, env)
+                if self._decision.is_needed:
+                    fresh.update(self._decision.norms(gradients))
+                self.take(optimizer, gradients, fresh)
         finally:
             set_grad_enabled(grad_mode)
+        self.traced.ran()
 
-    def _run_all(self, env: dict[fx.Node, Any]) -> None:
-        members = self.key.members
-        for node, i in self._gradients:
-            env[node] = local(members[i].param.grad)  # type: ignore[arg-type]  # it is there
-        self._gathered.fill()
-        self.program.run(env)
-        self._traced.ran()
+    def take(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[torch.Tensor],
+        fresh: Mapping[Slot, torch.Tensor],
+    ) -> None:
+        """Decide and update, without grad mode and autocast.
 
-    def _run_some(self, absent: Absent, env: dict[fx.Node, Any]) -> None:
-        """The same where some parameters have no gradient."""
-        missing = absent.look()
-        gradients = absent.gradients()
-        env |= {node: gradients[i] for node, i in self._gradients}
-        self._gathered.fill(gradients)
-        with absent.left_alone([copy.stored if copy else None for copy in self.key.copies]):
-            self.program.run(env, missing)
-        self._traced.ran(missing)
+        Args:
+            optimizer: whose step it is.
+            gradients: of all parameters of its key.
+            fresh: what the decision takes that is new in each step.
+        """
+        if self._decision.is_needed:
+            self._decision.run(fresh)
+        if self.traced.fused:
+            held, clipped = self.traced.held, self._config.clipped
+            fused_step(optimizer, held[SKIPPED], held[FACTOR] if clipped else None)
+        for call in self._calls:
+            call(gradients)
 
 
-def _is_tiny(key: StepKey) -> bool:
-    """Whether a call costs more than the norm of a gradient, and there are so few that one function
-    of all numbers compiles about as fast as one for each kind.
+class _Calls(list["_Call"]):
+    """All of a step, in order. (A list itself can't have a finalizer.)"""
+
+
+class _Bound:
+    """A program, bound to its tensors.
+
+    Args:
+        slots: its inputs, among those of the step.
+        held: the tensors that are the same in every step.
     """
-    sizes = [local(member.param).numel() for member in key.members]
-    return len(sizes) <= FEW and max(sizes) <= SMALL
+
+    def __init__(
+        self, program: Program, slots: Sequence[Slot], held: Mapping[Slot, torch.Tensor]
+    ) -> None:
+        self._run = program.run
+        self._arguments: list[Any] = []
+        self._gradients: list[tuple[int, int, bool]] = []
+        for i, (slot, flat) in enumerate(zip(slots, program.flat, strict=False)):
+            tensor = None if slot.kind == "grad" else held[slot].detach()
+            if tensor is None:
+                self._gradients.append((i, slot.index, flat))
+            self._arguments.append(_flattened(tensor) if flat and tensor is not None else tensor)
+
+    def __call__(
+        self, gradients: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] = ()
+    ) -> Sequence[Any]:
+        arguments = [*self._arguments, *numbers]
+        for i, index, flat in self._gradients:
+            gradient = gradients[index]
+            arguments[i] = _flattened(gradient) if flat else gradient
+        return self._run(arguments)
+
+
+class _AtOnce:
+    """The numbers of several calls: those that differ between them as vectors.
+
+    Args:
+        columns: for each input the tensor of all calls, or a list of those of each.
+    """
+
+    def __init__(self, program: Program, columns: Sequence[Any]) -> None:
+        self._run, self._columns = program.run, columns
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._run([torch.stack(c) if type(c) is list else c for c in self._columns])
+
+
+class _Together:
+    """One update of all parameters, on a device on which each write of a number is a kernel.
+
+    Args:
+        held: the tensors that are the same in every step.
+    """
+
+    def __init__(self, cut: Cut, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
+        numbers, rest = Program.of(cut.numbers, emit), Program.of(cut.rest, emit)
+        self._numbers = _Bound(numbers, numbers.slots, held)
+        slots = [slot for slot in rest.slots if slot.kind != "number"]
+        self._update = _Bound(rest, slots, held)
+        self._targets = [held[slot] for slot, _ in cut.written]
+        self._written = [number for _, number in cut.written]
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        found = self._numbers(gradients)
+        self._update(gradients, found)
+        if self._targets:
+            copy_all(self._targets, [found[i] for i in self._written])
+
+
+_Call = _Bound | _AtOnce | _Together
+
+
+def _calls_of(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emit) -> list[_Call]:
+    """The calls of one graph: of its numbers, then of the rest."""
+    together, cut = _is_together(updates, held), None
+    if emit.how == "inductor":
+        cut = without_numbers(updates.graph, returned=together)
+    if cut is not None and together:
+        return [_Together(cut, held, emit)]
+    calls: Sequence[_Call] = ()
+    kept: Sequence[Mapping[Slot, torch.Tensor]] = [{}] * len(updates.calls)
+    if cut is not None:
+        calls, kept = _numbers(cut.numbers, updates, held, emit)
+    program = Program.of(cut.rest if cut is not None else updates.graph, emit)
+    slots = [[in_call(slot, call) for slot in program.slots] for call in updates.calls]
+    return [*calls, *(_bound(program, s, held, k) for s, k in zip(slots, kept, strict=True))]
+
+
+def _is_together(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor]) -> bool:
+    """Whether one graph updates all, where a launch costs more than a small update."""
+    device = next(iter(held.values())).device
+    return len(updates.calls) == 1 and capabilities(device).multi_tensor
+
+
+def _bound(
+    program: Program,
+    slots: Sequence[Slot],
+    held: Mapping[Slot, torch.Tensor],
+    numbers: Mapping[Slot, torch.Tensor],
+) -> _Bound:
+    both = {slot: tensors[slot] for tensors in (held, numbers) for slot in slots if slot in tensors}
+    return _Bound(program, slots, both)
+
+
+def _numbers(
+    gm: fx.GraphModule, updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emit
+) -> tuple[Sequence[_Call], Sequence[Mapping[Slot, torch.Tensor]]]:
+    """The calls that compute the numbers of all calls, and where each of these finds its own."""
+    places = {ir.slot_of(n): ir.value(n) for n in gm.graph.find_nodes(op="placeholder")}
+    made = [slot for slot in places if slot.kind == "number"]
+    slots = [[in_call(slot, call) for slot in places] for call in updates.calls]
+    columns = [*zip(*slots, strict=True)]
+    differ = [i for i, column in enumerate(columns) if len({*column}) > 1]
+    device = next(iter(held.values())).device
+    size = (len(slots),) if differ else ()
+    memory = {s: torch.empty(size, dtype=places[s].dtype, device=device) for s in made}
+    if not differ:  # a learning rate, say
+        return [_bound(Program.of(gm, emit), slots[0], held, memory)], [memory] * len(slots)
+    each = zip(*(vector.unbind() for vector in memory.values()), strict=True)
+    kept = [dict(zip(made, own, strict=True)) for own in each]
+    vectors = [i for i, slot in enumerate(places) if i in differ or slot in memory]
+    if all(slot in held for i in differ for slot in columns[i]) and serves_vectors(gm, vectors):
+        arguments = [
+            [held[slot].detach() for slot in column] if i in differ
+            else memory[column[0]] if column[0] in memory else held[column[0]]
+            for i, column in enumerate(columns)
+        ]  # fmt: skip
+        return [_AtOnce(Program.of(gm, emit, vectors), arguments)], kept
+    program = Program.of(gm, emit)
+    calls = zip(slots, kept, strict=True)
+    return [_bound(program, own, held, numbers) for own, numbers in calls], kept
+
+
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -50,6 +50,11 @@ class Verify:
     strict: bool = False
     found: list[Verdicts] = field(default_factory=list)
 
+    @property
+    def asked(self) -> bool | str:
+        """The option `verify` as it was given."""
+        return "always" if self.always else self.first
+
     def text(self) -> str:
         """What the plan shows: `"verified: 214 values, at most 0.6 of a rounding off"`."""
         if not self.first:

@@ -7,8 +7,9 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,21 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..ir.step import Slot
-from ..optim.compile_piece import Emit
+from ..optim.compiled import Emit, numbers_of
+from ..optim.compiled_steps import FEW
+from ..optim.decide import decided, norms_of, written_by_decision
 from ..optim.fingerprint import Fact, Fingerprint
-from ..optim.first_state import gradients_stand_by, initialise_state
+from ..optim.first_state import gradients_stand_by, initialise_state, with_gradients
+from ..optim.fused import fits
 from ..optim.inputs import Member, Setting, parameters_of
-from ..optim.join_pieces import join_small, keep_results
 from ..optim.key import StepKey, Stored
+from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
 from ..optim.optimizer import MPOptimizer
-from ..optim.pieces import UPDATE, Split, split, stages_of
-from ..optim.program import BoundPieces
 from ..optim.reports import Notices, Results
+from ..optim.step import CompiledStep
 from ..optim.traced_step import TracedStep
+from ..optim.updates import Updates, config_of
 from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizers
 from ..scaling.copies import WorkingCopy
@@ -41,8 +45,6 @@ from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.optimizers import note_step
 from .extra_inputs import Held
-
-_FEW = 16  # parameters: with more, the graph takes longer to compile than the step can ever save
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Update:
         arrived: the gradients of the parameters.
         varying: settings whose floats are inputs, because they were seen to change.
         held: takes the tensors that the step reads and writes.
-        behind: how its pieces run behind the graph, if it isn't a part of the graph.
+        behind: how it runs behind the graph, if it isn't a part of the graph.
 
     Attributes:
         inner: of an MPOptimizer, the one that it wraps.
@@ -119,72 +121,66 @@ class Update:
         self.scales = key.scales
         if parts.given is not None and any(scale is not parts.given for scale in self.scales):
             raise CannotRewrite("its MPOptimizer was given another loss scale")
-        everyone = parameters_of(optimizer)
-        with gradients_stand_by(everyone, params):
+        self._config = config_of(key, parts.max_grad_norm)
+        self._everyone = parameters_of(optimizer)  # kept alive, so that their ids tell them
+        with gradients_stand_by(self._everyone, params):
             initialise_state(parts.optimizer, key.members)
-            self._step = TracedStep(
-                parts.optimizer,
-                key,
-                max_grad_norm=parts.max_grad_norm,
-                results=parts.results,
-                dump=parts.dump,
-                varying=varying,
+            updates, behind = self._traced(varying, behind)
+            traced = self._step = TracedStep(
+                parts.optimizer, key, self._config, updates, parts.results, varying
             )
-        self.inner, self.constants = parts.optimizer, self._step.rests_on.constants
-        self.rounds = self._step.rounds
-        self._everyone = everyone  # they live as long as this step, so their ids tell them
+        self.inner, self.constants = parts.optimizer, traced.rests_on.constants
+        self.rounds = updates is not None and updates.rounds
         self.rests_on = Fingerprint(
             Fact("other parameters", lambda o: [*map(id, parameters_of(o))], parts.optimizer),
-            self._step.rests_on,
+            traced.rests_on,
             Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
         )
-        self._graph = self._step.graph
+        self._behind = CompiledStep(traced, behind, parts.dump) if behind is not None else None
         self._hold(held)
-        if behind is not None:
-            self._part(behind)
-        # For each loss scale, which held tensors each step replaces.
-        self._fresh = [
-            [self._at.get(Slot("scale", k, name)) for name in ("first", "flag")]
-            for k in range(len(self.scales))
-        ]
+
+    def _traced(
+        self, varying: frozenset[Setting], behind: Emit | None
+    ) -> tuple[Updates | None, Emit | None]:
+        """What the optimizer does to the parameters, and how it runs behind the graph."""
+        optimizer, dump = self._parts.optimizer, self._parts.dump
+
+        def traced(together: bool) -> Updates:
+            return Updates(
+                optimizer, self._key, self._config,
+                together=together, dump=dump, varying=varying,
+            )  # fmt: skip
+
+        if behind is None:
+            return traced(together=True), None
+        if fits(optimizer, self._key):
+            return None, behind
+        try:
+            return traced(together=False), behind
+        except ParametersMix:
+            return traced(together=True), replace(behind, how="eager")
 
     def _hold(self, held: Held) -> None:
         """Hold what the step reads and writes besides parameters and gradients."""
-        self._inputs = [ir.slot_of(n) for n in self._graph.graph.find_nodes(op="placeholder")]
-        self._at: dict[Slot, int] = {}
-        for slot in self._inputs:
-            if slot.kind == "scale" and slot.key == "flag":
-                self._at[slot] = held.add_fresh(self._step.no_overflows)
-            elif slot.kind == "scale" and slot.key == "first":
-                self._at[slot] = held.add_fresh(self._step.firsts[True])
-            elif self.is_behind:
-                continue
-            elif slot.kind == "copy" and (copy := self._key.copies[slot.index]) is not None:
+        fresh = self._step.fresh()
+        self._at = {slot: held.add_fresh(tensor) for slot, tensor in fresh.items()}
+        self._decided = written_by_decision(self._config)
+        if self.is_behind:
+            return
+        (update,) = self._step.updates
+        self._nodes = update.graph.graph
+        self._inputs = [ir.slot_of(n) for n in self._nodes.find_nodes(op="placeholder")]
+        for slot in dict.fromkeys([*self._inputs, *self._decided]):
+            if slot.kind == "copy" and (copy := self._key.copies[slot.index]) is not None:
                 self._at[slot] = held.add(copy.stored)
             elif slot in self._step.held and not self._is_given(slot):
                 self._at[slot] = held.add(self._step.held[slot])
 
     def _is_given(self, slot: Slot) -> bool:
         """Whether an input of the step is a parameter as the model has it, and not its master."""
-        low = slot.kind in ("param", "copy") and is_low(self._key.members[slot.index].param)
-        return slot.kind == ("copy" if low else "param")
-
-    def _part(self, behind: Emit) -> None:
-        """Cut the step into pieces. The norms are computed in the graph, where the gradients are
-        made.
-        """
-        norms = set(ir.step_notes(self._graph).norms)
-        step = split(self._graph, whole=False)
-        self._measures = [p for p in step.pieces if p.outputs and norms.issuperset(p.outputs)]
-        others = tuple(p for p in step.pieces if p not in self._measures)
-        pieces = keep_results(join_small(Split(others, step.commits)))
-        held = self._step.held
-        self._program = self._step.lending(lambda: BoundPieces(pieces, held, behind))
-        given = self._program.given
-        self._firsts = {n: self._at[s] for s, n in given.items() if s.key == "first"}
-        self._given = {s: n for s, n in given.items() if s.key != "first"}
-        measured = [n for piece in self._measures for n in piece.outputs]
-        self._taken = [*measured, *self._given.values()]
+        if slot.kind not in ("param", "copy"):
+            return False
+        return slot.kind == ("copy" if is_low(self._key.members[slot.index].param) else "param")
 
     # -- under a tracer ----------------------------------------------------------------------------
 
@@ -203,52 +199,56 @@ class Update:
             held: the held tensors.
         """
         assert not self.is_behind
-        values = self._values(self._inputs, arrived, found, held, params)
         with torch.no_grad():
-            self._run_in_stages(values)
+            known = {slot: held[at] for slot, at in self._at.items()}
+            new: dict[Slot, torch.Tensor] = {}
+            if self._decided:
+                new = decided(self._config, {**known, **self._fresh(arrived, found, held)})
 
-    def _run_in_stages(self, values: Sequence[torch.Tensor]) -> None:
-        """Run the step's graph, all numbers before all updates. On a CPU they are kept apart:
+            def value(slot: Slot) -> torch.Tensor:
+                if self._is_given(slot):
+                    return params[slot.index]
+                if slot.kind == "grad":
+                    return arrived[slot.index]
+                if slot.kind == "copy":
+                    return WorkingCopy.real_part(known[slot], self._key.members[slot.index].param)
+                return new.get(slot, known[slot])
+
+            self._update([value(slot) for slot in self._inputs])
+            for slot, decision in new.items():
+                if decision is not known[slot]:
+                    known[slot].copy_(decision)
+
+    def _update(self, values: Sequence[torch.Tensor]) -> None:
+        """Run the graph of the update, all numbers before all else. On a CPU they are kept apart:
         Inductor would compute a bias correction again for every few elements. On a GPU all elements
         are computed at once, and a kernel more costs more.
         """
-        nodes = [n for n in self._graph.graph.nodes if n.op == "call_function"]
-        stages = stages_of(self._graph)
-        before = [n for n in nodes if stages[n] < UPDATE]
-        env = dict(zip(self._graph.graph.find_nodes(op="placeholder"), values, strict=True))
-        run_nodes(before, env)
-        updates = [n for n in nodes if stages[n] == UPDATE]
-        read = {i for n in updates for i in n.all_input_nodes}
-        numbers = [n for n in before if n in read and ir.value(n).ndim == 0]
-        one_by_one = not capabilities(self._step.device).multi_tensor
-        own = {**env, **(_kept({n: env[n] for n in numbers}) if one_by_one else {})}
-        run_nodes(updates, own)
-        run_nodes([n for n in nodes if stages[n] > UPDATE], {**own, **env})
+        nodes = [n for n in self._nodes.nodes if n.op == "call_function"]
+        env: dict[fx.Node, Any] = dict(
+            zip(self._nodes.find_nodes(op="placeholder"), values, strict=True)
+        )
+        numbers = dict.fromkeys(numbers_of(self._nodes))
+        run_nodes([*numbers], env)
+        others = [n for n in nodes if n not in numbers]
+        if not capabilities(self._step.device).multi_tensor:
+            read = {i for n in others for i in n.all_input_nodes}
+            env |= _kept({n: env[n] for n in numbers if n in read})
+        run_nodes(others, env)
 
-    def _values(
+    def _fresh(
         self,
-        slots: Iterable[Slot],
         arrived: Sequence[torch.Tensor],
         found: Mapping[LossScale, torch.Tensor],
         held: Sequence[torch.Tensor],
-        params: Sequence[torch.Tensor] = (),
-    ) -> list[torch.Tensor]:
-        """The values of these inputs: see `run`."""
-
-        def value(slot: Slot) -> torch.Tensor:
-            if self._is_given(slot):
-                return params[slot.index]
-            if slot.kind == "grad":
-                return arrived[slot.index]
-            stored = held[self._at[slot]]
-            if slot.kind == "copy":
-                return WorkingCopy.real_part(stored, self._key.members[slot.index].param)
-            if slot.kind == "scale" and slot.key == "flag":
-                more = found.get(self.scales[slot.index])
-                return stored if more is None else stored + more.to(torch.int64)
-            return stored
-
-        return [value(slot) for slot in slots]
+    ) -> dict[Slot, torch.Tensor]:
+        """What a decision takes that follows from the backwards: see `run`."""
+        fresh = norms_of(arrived, self._config)
+        for slot in filter(lambda s: s.key == "flag", self._at):
+            more = found.get(self.scales[slot.index])
+            flag = held[self._at[slot]]
+            fresh[slot] = flag if more is None else flag + more.to(torch.int64)
+        return fresh
 
     def inputs(
         self,
@@ -257,24 +257,27 @@ class Update:
         held: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Of a step behind the graph, what the graph must return for it; see `run`."""
-        norms: list[Any] = []
-        for piece in self._measures:
-            grads = [arrived[ir.slot_of(n).index] for n in piece.inputs]
-            norms += piece.graph(*grads)
-        return norms + self._values(self._given, arrived, found, held)
+        fresh = self._fresh(arrived, found, held) if self._decided else {}
+        self._taken = [*fresh]
+        return [*fresh.values(), *arrived]
 
     # -- in each step ------------------------------------------------------------------------------
 
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
-        self._step.begin(self._parts.optimizer, self.optimizer, self._fresh, held)
+        for slot, tensor in self._step.begin(self._parts.optimizer, self.optimizer).items():
+            held[self._at[slot]] = tensor
 
     def take(self, values: Iterator[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
         """Do a step behind the graph: `values` are what the graph returned, from there on."""
-        env = {node: held[at] for node, at in self._firsts.items()}
-        env |= {node: next(values) for node in self._taken}
-        with torch.no_grad(), autocast_off():
-            self._program.run(env)
+        assert self._behind is not None
+        fresh = {slot: held[at] for slot, at in self._at.items()}
+        fresh |= {slot: next(values) for slot in self._taken}
+        params = [member.param for member in self._key.members]
+        gradients = [next(values) for _ in params]
+        given = with_gradients(params, gradients) if self._step.fused else contextlib.nullcontext()
+        with torch.no_grad(), autocast_off(), given:
+            self._behind.take(self._parts.optimizer, gradients, fresh)
 
     def skipped(self) -> torch.Tensor:
         """0-d bool on the device: whether the last step was skipped."""
@@ -293,15 +296,15 @@ class Update:
 
 
 def emit_behind(device: torch.device, count: int, settings: Settings) -> Emit | None:
-    """How the pieces of a last step over so many parameters run behind the graph; None: it is a
-    part of the graph.
+    """How a last step over so many parameters runs behind the graph; None: it is a part of it.
 
-    On a CPU, a function with the updates of many parameters takes Inductor longer than all else. As
-    pieces they are compiled once for each kind.
+    On a CPU, a function with the updates of many parameters takes Inductor longer than all else.
+    Behind the graph they are compiled once for each kind.
     """
-    if count <= _FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
+    if count <= FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
         return None
-    return Emit("inductor", settings.mode, tuple(sorted((settings.options or {}).items())))
+    options = tuple(sorted((settings.options or {}).items()))
+    return Emit("inductor", settings.mode, options, settings.verify.asked)
 
 
 def _kept(numbers: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:

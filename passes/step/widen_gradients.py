@@ -18,21 +18,18 @@ from mpcompile.ir.step import Slot, StepConfig
 
 def widen_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
     graph = gm.graph
-    notes = ir.step_notes(gm)
-    notes.start = ir.first_call(graph)
-    notes.gradients = []
-    changed = False
+    changed, start = False, ir.first_call(graph)
     for i, gradient in enumerate(config.gradients):
-        wide = stored = ir.slots(graph)[Slot("grad", i)]
+        stored = ir.slots(graph)[Slot("grad", i)]
         wanted = ir.dtype(stored)
-        if gradient.dtype is not wanted:
-            changed = True
-            readers = list(stored.users)
-            ir.set_dtype(stored, gradient.dtype)
-            with graph.inserting_before(notes.start):
-                why = "it is stored in low precision"
-                wide = ir.call(graph, aten._to_copy.default, stored, why=why, dtype=wanted)
-            for reader in readers:
-                reader.replace_input_with(stored, wide)
-        notes.gradients.append(wide)
+        if gradient.dtype is wanted:
+            continue
+        changed = True
+        readers = list(stored.users)
+        ir.set_dtype(stored, gradient.dtype)
+        with graph.inserting_before(start):
+            why = "it is stored in low precision"
+            wide = ir.call(graph, aten._to_copy.default, stored, why=why, dtype=wanted)
+        for reader in readers:
+            reader.replace_input_with(stored, wide)
     return changed

@@ -53,10 +53,10 @@ def test_bytes_of_torchs_fused_step() -> None:
 
 
 def test_bytes_of_a_generated_step() -> None:
-    """p, m, v read and written, a FP16 gradient read twice, the FP16 copy written: 30."""
+    """p, m, v read and written, a FP32 gradient read twice, the FP16 copy written: 34."""
     parameters = 1024 * 1024
     launches = counted("h100")["generated step"]
-    assert 0 <= sum(size for _, _, size, _, _ in launches) - 30 * parameters < 400
+    assert 0 <= sum(size for _, _, size, _, _ in launches) - 34 * parameters < 400
     assert sum(size > parameters for _, _, size, _, _ in launches) == 2
 
 

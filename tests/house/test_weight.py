@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 44928,
-    "lines of code": 28585,
-    "files of source": 374,
-    "lines of tests": 66091,
+    "lines of source": 44486,
+    "lines of code": 28313,
+    "files of source": 367,
+    "lines of tests": 65396,
     "warnings that count more than two frames": 18,
     "registries of modules": 29,
 }

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from twins import Twins
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
-from mpcompile.optim import compile_piece
-from mpcompile.optim.pieces import SMALL
+from mpcompile.optim import compiled
+from mpcompile.optim.compiled import SMALL
 
 pytestmark = pytest.mark.inside
 
@@ -292,11 +292,15 @@ def test_a_dump_has_a_text_for_every_pass(tmp_path: Path) -> None:
 
     twins = Twins(momentum, dump=tmp_path)
     twins.step()
-    (directory,) = tmp_path.iterdir()
-    names = sorted(path.name for path in directory.iterdir())
-    stages = ["traced", *(p.__name__ for p in STEP_PASSES)]
-    assert names == [f"{i:02}_{name}.txt" for i, name in enumerate(stages)]
-    assert "where" in (directory / names[stages.index("predicate_writes")]).read_text()
+    (decision,) = tmp_path.glob("decision_*/00_decided.txt")
+    assert "a gradient that is not finite skips the step" in decision.read_text()
+    kinds = [*tmp_path.glob("step_*")]
+    assert len(kinds) == len({p.shape for p in twins.mine})
+    for directory in kinds:
+        names = sorted(path.name for path in directory.iterdir())
+        stages = ["traced", *(p.__name__ for p in STEP_PASSES)]
+        assert names == [f"{i:02}_{name}.txt" for i, name in enumerate(stages)]
+        assert "where" in (directory / names[stages.index("predicate_writes")]).read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -350,7 +354,7 @@ def test_what_is_compiled_for_one_size_serves_all(make: Callable[..., Optimizer]
             torch.testing.assert_close(p.double(), wanted, rtol=1e-5, atol=1e-6)
 
     def sized() -> list[Any]:
-        return [key for key in compile_piece._compiled if set(key[2]) != {None}]
+        return [key for key in compiled._compiled if set(key[2]) != {None}]
 
     train(SMALL + 1, 2 * SMALL)
     before = sized()

@@ -49,7 +49,7 @@ def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
             assert same is (p.grad is None), name
             if p.grad is None:
                 assert _copied(optimizer.state.get(p, {})) == before[name][1]
-    assert optimizer.compilations == 3
+    assert optimizer.compilations == 1
     assert loss_scale_of(compiled).skipped_steps == 0
 
 
@@ -67,7 +67,7 @@ def test_experts_that_have_another_loss_scale_than_the_rest() -> None:
         hidden = torch.stack([experts[i](torch.randn(3, 4)) for i in used]).sum(0)
         head(hidden).square().mean().backward()
         optimizer.step()
-    assert optimizer.compilations == 3
+    assert optimizer.compilations == 1
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ some elements never see a gradient.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from versions import before
 
 from mpcompile import MPCompileError, MPOptimizer
-from mpcompile.optim import traced_step as step_module
+from mpcompile.optim import updates
 
 REST = pytest.mark.sweep("all of torch's optimizer table")
 
@@ -103,9 +104,7 @@ def test_multi_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs that a GPU gets, run here."""
     if case.name == "Adafactor" and before("2.13"):
         pytest.skip("before torch 2.13 its multi-tensor form can't be traced: it asks for a dtype")
-    trace, config = step_module.trace, step_module.StepConfig
-    monkeypatch.setattr(step_module, "trace", lambda *a, **k: trace(*a, **{**k, "foreach": True}))
-    monkeypatch.setattr(step_module, "StepConfig", lambda **k: config(**{**k, "foreach": True}))
+    monkeypatch.setattr(updates, "capabilities", lambda device: SimpleNamespace(multi_tensor=True))
     check(case, "eager")
 
 

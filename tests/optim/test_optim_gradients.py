@@ -130,7 +130,7 @@ def test_a_gradient_that_changes_its_layout() -> None:
     for make in (dense, last, dense):
         twins.step([make(4, 3, 2, 2)])
     twins.agree()
-    assert twins.optimizer.compilations == 2
+    assert twins.optimizer.compilations == 1  # where they lie alike, torch's own kernel does it
 
 
 @pytest.mark.slow_rows("trains with several optimizers")

@@ -217,8 +217,8 @@ def test_a_hundred_steps_read_nothing_back(make: Any, emit: str, tmp_path: Path)
     assert torch._dynamo.utils.counters["graph_break"] == before
     check_trained(optimizer, model, lrs)
     texts = {path: path.read_text() for path in tmp_path.rglob("*.txt")}
-    final = [text for path, text in texts.items() if "move_scale" in path.name]
-    assert len(final) == optimizer.compilations
+    final = [text for path, text in texts.items() if "write_copies" in path.name]
+    assert bool(final) == (emit == "eager")  # else torch's own kernel does it
     for text in final:
         assert "where" in text
         assert "_local_scalar_dense" not in text

@@ -1,21 +1,21 @@
-"""The step passes over the update and the writes: lift_numbers, share_numbers, predicate_writes,
-write_copies and move_scale.
-"""
+"""The passes over an optimizer's step, and all that it writes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from steps import DYNAMIC, StepStage, adam
+from steps import LOW, STATIC, StepStage, adam
 
+from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step import CopyLayout
+from mpcompile.ir.step import CopyLayout, Gradient
+from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.lift_numbers import lift_numbers
-from mpcompile.passes.step.move_scale import move_scale
 from mpcompile.passes.step.predicate_writes import predicate_writes
 from mpcompile.passes.step.share_numbers import share_numbers
+from mpcompile.passes.step.widen_gradients import widen_gradients
 from mpcompile.passes.step.write_copies import write_copies
 
 # -- lift_numbers -----------------------------------------------------------------------------
@@ -118,21 +118,84 @@ def test_share_numbers_draws_each_random_number() -> None:
     assert StepStage(share_numbers, (3,), (3,), make=lambda p: Noisy(p, lr=0.1)).leaves_alone()
 
 
+# -- clip_gradients and widen_gradients -------------------------------------------------------
+
+
+def test_clip_gradients() -> None:
+    stage = StepStage(clip_gradients, (3,), (2,), max_grad_norm=0.5)
+    assert_expected_inline(
+        stage.run(),
+        """\
+factor: f32[] = input
+mul_tensor_2: f32[3] = mul(grad0, factor)
+mul_tensor_3: f32[2] = mul(grad1, factor)
+mul_tensor: f32[3] = mul(mul_tensor_2, neg)
+mul_tensor_1: f32[2] = mul(mul_tensor_3, neg)
+- mul_tensor: f32[3] = mul(grad0, neg)
+- mul_tensor_1: f32[2] = mul(grad1, neg)
+""",
+    )
+
+
+def test_clip_gradients_keeps_the_dtype_of_a_number() -> None:
+    """A 0-d tensor times a wider 0-d tensor would be wider; the step was traced without that."""
+    f32, f64 = torch.float32, torch.float64
+    gradients = (Gradient(f32, (0,)), Gradient(f64, (0,)))
+    stage = StepStage(clip_gradients, (), (3,), max_grad_norm=0.5, gradients=gradients)
+    stage.run()
+    updates = [n for n in stage.gm.graph.nodes if any(i.name == "neg" for i in n.all_input_nodes)]
+    (update,) = (n for n in updates if n.target is aten.mul.Tensor and ir.value(n).ndim == 0)
+    assert ir.dtype(update.args[0]) is f32
+
+
+def test_widen_gradients() -> None:
+    assert_expected_inline(
+        StepStage(widen_gradients, gradients=(LOW,)).run(),
+        """\
+grad0: bf16[3] = input
+_to_copy_default: f32[3] = _to_copy(grad0, dtype=f32)
+mul_tensor: f32[3] = mul(_to_copy_default, neg)
+- grad0: f32[3] = input
+- mul_tensor: f32[3] = mul(grad0, neg)
+""",
+    )
+
+
+def test_a_low_gradient_is_clipped_wide() -> None:
+    stage = StepStage(widen_gradients, gradients=(LOW,), max_grad_norm=0.5)
+    assert_expected_inline(
+        stage.run(),
+        """\
+grad0: bf16[3] = input
+_to_copy_default: f32[3] = _to_copy(grad0, dtype=f32)
+mul_tensor_1: f32[3] = mul(_to_copy_default, factor)
+- grad0: f32[3] = input
+- mul_tensor_1: f32[3] = mul(grad0, factor)
+""",
+    )
+
+
+def test_gradients_that_are_left_alone() -> None:
+    assert StepStage(widen_gradients).leaves_alone()
+    assert StepStage(clip_gradients).leaves_alone()
+
+
 # -- predicate_writes -------------------------------------------------------------------------
 
 
 def test_predicate_writes() -> None:
-    """The parameter, both moments and the counter; not what the step reports."""
+    """The parameter, both moments and the counter."""
     assert_expected_inline(
         StepStage(predicate_writes, make=adam).run(),
         """\
-where_self: f32[3] = where(logical_or_default, param0, add_tensor)
+result_skipped: b8[] = input
+where_self: f32[3] = where(result_skipped, param0, add_tensor)
 copy_: f32[3] = copy_(param0, where_self)
-where_self_1: f32[] = where(logical_or_default, state0_step, copy)
+where_self_1: f32[] = where(result_skipped, state0_step, copy)
 copy__1: f32[] = copy_(state0_step, where_self_1)
-where_self_2: f32[3] = where(logical_or_default, state0_exp_avg, lerp)
+where_self_2: f32[3] = where(result_skipped, state0_exp_avg, lerp)
 copy__2: f32[3] = copy_(state0_exp_avg, where_self_2)
-where_self_3: f32[3] = where(logical_or_default, state0_exp_avg_sq, addcmul)
+where_self_3: f32[3] = where(result_skipped, state0_exp_avg_sq, addcmul)
 copy__3: f32[3] = copy_(state0_exp_avg_sq, where_self_3)
 - copy_: f32[3] = copy_(param0, add_tensor)
 - copy__1: f32[] = copy_(state0_step, copy)
@@ -140,21 +203,6 @@ copy__3: f32[3] = copy_(state0_exp_avg_sq, where_self_3)
 - copy__3: f32[3] = copy_(state0_exp_avg_sq, addcmul)
 """,
     )
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_predicate_writes_of_parameters_without_a_gradient(checked: bool) -> None:
-    """Each has a flag of its own, and a skipped step is one for all."""
-    stage = StepStage(predicate_writes, (3,), (2,), checked=checked, optional=True)
-    flags = ("absent0", "absent1")
-    conditions = ("logical_or_default_1", "logical_or_default_2") if checked else flags
-    lines = stage.run().splitlines()
-    for i, condition in enumerate(conditions):
-        (kept,) = (line for line in lines if f"= where({condition}, param{i}, " in line)
-        name = kept.split(":")[0]
-        assert any(line.endswith(f"= copy_(param{i}, {name})") for line in lines)
-        joined = f"{condition}: b8[] = logical_or(logical_or_default, absent{i})"
-        assert (joined in lines) is checked
 
 
 def test_predicate_writes_where_nothing_is_skipped() -> None:
@@ -171,7 +219,7 @@ def test_write_copies() -> None:
         """\
 copy0: f16[3] = input
 _to_copy_default: f16[3] = _to_copy(where_self, dtype=f16)
-copy__default_1: f16[3] = copy_(copy0, _to_copy_default)
+copy__default: f16[3] = copy_(copy0, _to_copy_default)
 """,
     )
 
@@ -180,71 +228,14 @@ def test_write_copies_without_copies() -> None:
     assert StepStage(write_copies, (3,), (2,)).leaves_alone()
 
 
-# -- move_scale -------------------------------------------------------------------------------
+# -- all of them ------------------------------------------------------------------------------
 
 
-def test_move_scale_static() -> None:
-    assert_expected_inline(
-        StepStage(move_scale).run(),
-        """\
-scale0_skipped_steps: i64[] = input
-add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
-copy__default_1: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
-""",
-    )
-
-
-def test_move_scale_dynamic() -> None:
-    assert_expected_inline(
-        StepStage(move_scale, scales=(DYNAMIC,)).run(),
-        """\
-scale0_first: b8[] = input
-scale0_scale: f32[] = input
-scale0_good_steps: i64[] = input
-scale0_overflows_left: i64[] = input
-scale0_skipped_steps: i64[] = input
-scale0_hit: b8[] = input
-scale0_floor: b8[] = input
-add_tensor_1: i64[] = add(scale0_skipped_steps, logical_or_default)
-sub_tensor: i64[] = sub(scale0_overflows_left, 1)
-add_tensor_2: i64[] = add(scale0_good_steps, 1)
-le_scalar: b8[] = le(sub_tensor, 0)
-bitwise_and_tensor: b8[] = bitwise_and(logical_or_default, le_scalar)
-logical_not_default_1: b8[] = logical_not(logical_or_default)
-ge_scalar: b8[] = ge(add_tensor_2, 2000)
-bitwise_and_tensor_1: b8[] = bitwise_and(logical_not_default_1, ge_scalar)
-mul_tensor_1: f32[] = mul(scale0_scale, 0.5)
-clamp_min_default: f32[] = clamp_min(mul_tensor_1, 1.0)
-mul_tensor_2: f32[] = mul(scale0_scale, 2.0)
-clamp_max_default: f32[] = clamp_max(mul_tensor_2, 16777216.0)
-where_self_1: f32[] = where(bitwise_and_tensor_1, clamp_max_default, scale0_scale)
-where_self_2: f32[] = where(bitwise_and_tensor, clamp_min_default, where_self_1)
-bitwise_or_tensor: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_1)
-masked_fill_scalar: i64[] = masked_fill(add_tensor_2, bitwise_or_tensor, 0)
-where_self_3: i64[] = where(logical_or_default, sub_tensor, scale0_overflows_left)
-bitwise_or_tensor_1: b8[] = bitwise_or(bitwise_and_tensor, bitwise_and_tensor_1)
-masked_fill_scalar_1: i64[] = masked_fill(where_self_3, bitwise_or_tensor_1, 1)
-logical_not_default_2: b8[] = logical_not(scale0_first)
-bitwise_and_tensor_2: b8[] = bitwise_and(scale0_hit, logical_not_default_2)
-logical_not_default_3: b8[] = logical_not(bitwise_and_tensor_2)
-bitwise_and_tensor_3: b8[] = bitwise_and(logical_or_default, logical_not_default_3)
-bitwise_or_tensor_2: b8[] = bitwise_or(scale0_first, bitwise_and_tensor_3)
-where_self_4: f32[] = where(bitwise_or_tensor_2, where_self_2, scale0_scale)
-where_self_5: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar, scale0_good_steps)
-where_self_6: i64[] = where(bitwise_or_tensor_2, masked_fill_scalar_1, scale0_overflows_left)
-bitwise_or_tensor_3: b8[] = bitwise_or(logical_or_default, bitwise_and_tensor_2)
-le_scalar_1: b8[] = le(scale0_scale, 1.0)
-bitwise_and_tensor_4: b8[] = bitwise_and(bitwise_and_tensor_3, le_scalar_1)
-bitwise_or_tensor_4: b8[] = bitwise_or(scale0_floor, bitwise_and_tensor_4)
-copy__default_1: f32[] = copy_(scale0_scale, where_self_4)
-copy__default_2: i64[] = copy_(scale0_good_steps, where_self_5)
-copy__default_3: i64[] = copy_(scale0_overflows_left, where_self_6)
-copy__default_4: i64[] = copy_(scale0_skipped_steps, add_tensor_1)
-copy__default_5: b8[] = copy_(scale0_hit, bitwise_or_tensor_3)
-copy__default_6: b8[] = copy_(scale0_floor, bitwise_or_tensor_4)
-""",
-    )
-
-
-def test_move_scale_where_nothing_is_checked() -> None:
-    assert StepStage(move_scale, scales=(DYNAMIC,), checked=False).leaves_alone()
+def test_every_write_of_a_step() -> None:
+    copies = (CopyLayout(torch.float16, (1,)),)
+    stage = StepStage(write_copies, make=adam, gradients=(LOW,), copies=copies,
+                      scales=(STATIC,), max_grad_norm=1.0)  # fmt: skip
+    stage.run()
+    assert sorted(target.name for _, target, _ in ir.writes(stage.gm.graph)) == [
+        "copy0", "param0", "state0_exp_avg", "state0_exp_avg_sq", "state0_step",
+    ]  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from scale_model import RULES, STARTS, STEPS, Model
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import LossScale, ir
 from mpcompile.ir import aten
@@ -23,28 +22,22 @@ from mpcompile.ir.scale import (
     settled,
     updated,
 )
-from mpcompile.ir.step import Slot, StepConfig
-from mpcompile.passes.step.move_scale import move_scale
-
-OVERFLOW = Slot("result", key="skipped")
+from mpcompile.ir.step import SKIPPED, Slot, StepConfig
+from mpcompile.optim.decide import graph_of_decision
 
 
 def start(rule: ScaleRule, scale: float) -> ScaleState:
     return ScaleState(scale, overflows_left=rule.hysteresis)
 
 
-def moving(rule: ScaleRule) -> fx.GraphModule:
-    """A step that does nothing but move one loss scale, by an overflow that it is given."""
-    graph = fx.Graph()
-    overflow = graph.placeholder("overflow")
-    ir.set_slot(overflow, OVERFLOW)
-    overflow.meta["val"] = FakeTensorMode().from_tensor(torch.tensor(False))
-    graph.output(())
-    gm = fx.GraphModule({}, graph)
-    ir.step_notes(gm).overflows = [overflow]
-    assert move_scale(gm, StepConfig((), (), scales=(rule,)))
-    gm.recompile()
-    return gm
+def moving(rule: ScaleRule) -> tuple[fx.GraphModule, list[Slot]]:
+    """A step that decides nothing but how one loss scale moves, and its inputs."""
+    config = StepConfig((), (), scales=(rule,))
+    inputs = {name: torch.zeros((), dtype=dtype) for name, dtype in STATE_DTYPES.items()}
+    inputs = {"flag": torch.tensor(0), "first": torch.tensor(True), **inputs}
+    like = {Slot("scale", 0, name): tensor for name, tensor in inputs.items()}
+    gm = graph_of_decision(config, {**like, SKIPPED: torch.tensor(False)})
+    return gm, [*map(ir.slot_of, gm.graph.find_nodes(op="placeholder"))]
 
 
 @pytest.mark.slow("trainings that overflow, against FP64")
@@ -54,7 +47,7 @@ def test_the_traced_rule_moves_tensors_as_the_model_does(
     rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
 ) -> None:
     """Exactly, in FP32, INT64 and BOOL."""
-    gm = moving(rule)
+    gm, slots = moving(rule)
     state = start(rule, scale)
     tensors = {
         Slot("scale", 0, name): torch.tensor(getattr(state, name), dtype=dtype)
@@ -62,8 +55,12 @@ def test_the_traced_rule_moves_tensors_as_the_model_does(
     }
     model = Model(rule, scale, np.float32)
     for overflow, first in steps:
-        given = {OVERFLOW: torch.tensor(overflow), Slot("scale", 0, "first"): torch.tensor(first)}
-        gm(*((tensors | given)[slot] for slot in ir.slots(gm.graph)))
+        given = {
+            Slot("scale", 0, "flag"): torch.tensor(int(overflow)),
+            Slot("scale", 0, "first"): torch.tensor(first),
+            SKIPPED: torch.tensor(False),
+        }
+        gm(*((tensors | given)[slot] for slot in slots))
         model.step(overflow, first)
         assert {name: tensors[Slot("scale", 0, name)].item() for name in STATE_DTYPES} == (
             model.numbers()
@@ -113,14 +110,14 @@ def test_a_loss_scale_settles_as_the_model_does(
 
 def test_every_constant_of_the_traced_rule_comes_from_the_dataclass() -> None:
     rule = ScaleRule("dynamic", 3.0, 0.125, 7, 5, 0.75, 99.0)
-    graph = moving(rule).graph
+    graph = moving(rule)[0].graph
     constants = {a for n in graph.nodes for a in n.args if isinstance(a, (int, float))}
     assert constants == {3.0, 0.125, 7, 5, 0.75, 99.0, 0, 1}
 
 
 def test_the_state_keeps_its_dtypes_in_the_graph() -> None:
-    graph = moving(ScaleRule()).graph
-    writes = ir.writes(graph)
+    graph = moving(ScaleRule())[0].graph
+    writes = [w for w in ir.writes(graph) if ir.slot_of(w[1]) != SKIPPED]
     assert {ir.slot_of(target).key for _, target, _ in writes} == set(STATE_DTYPES)
     for _, target, value in writes:
         assert ir.dtype(value) is ir.dtype(target) is STATE_DTYPES[ir.slot_of(target).key]
@@ -128,8 +125,8 @@ def test_the_state_keeps_its_dtypes_in_the_graph() -> None:
 
 
 def test_a_static_scale_needs_nothing_but_its_count() -> None:
-    slots = [str(slot) for slot in ir.slots(moving(ScaleRule("static")).graph)]
-    assert slots == ["result_skipped", "scale0_skipped_steps"]
+    slots = [str(slot) for slot in moving(ScaleRule("static"))[1]]
+    assert slots == ["scale0_flag", "scale0_skipped_steps", "result_skipped"]
 
 
 def test_the_defaults_are_those_of_the_dataclass() -> None:

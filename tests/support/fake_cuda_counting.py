@@ -57,7 +57,7 @@ def fused_step(counter: Counter, *, scaled: bool) -> list[list[Any]]:
 
 
 def generated_step(counter: Counter) -> list[list[Any]]:
-    """At O2: after one backward, a step of AdamW over one weight whose gradient is FP16."""
+    """At O2: after one backward, a step of AdamW over one weight that has a FP16 copy."""
     model = mpcompile(nn.Linear(1024, 1024, bias=False), level="O2", strict=True)
     optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()))
     x = torch.randn(4096, 1024)

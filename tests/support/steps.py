@@ -65,7 +65,7 @@ class StepStage:
         }
         self.config = StepConfig(**{**default, **config})
         tensors = [torch.ones(s) for s in sizes]
-        self.gm = traced(make, tensors, foreach=self.config.foreach)
+        self.gm = traced(make, tensors)
         self.pass_ = pass_
         for earlier in STEP_PASSES[: STEP_PASSES.index(pass_)]:
             earlier(self.gm, self.config)

@@ -1,0 +1,86 @@
+"""torch's own fused kernel as the update of a step, where there is one.
+
+It takes `found_inf` and `grad_scale` on the device, as GradScaler gives it: it skips, and
+multiplies gradients. So nothing is traced or compiled, and it is faster than what Inductor makes of
+the step. It writes no low-precision copies and takes FP32 gradients alone: else the step is traced.
+So it is on GPUs, where one program updates all parameters, and nothing was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from .inputs import Member
+from .key import StepKey
+from .trace_context import raw_step
+
+__all__ = ["fits", "fused_step"]
+
+_CLASSES = (Adagrad, Adam, AdamW, SGD)
+
+
+def fits(optimizer: Optimizer, key: StepKey) -> bool:
+    """Whether the kernel does all that a step for this key must do. Its state is there."""
+    return (
+        type(optimizer) in _CLASSES
+        and key.connected is None
+        and all(copy is None for copy in key.copies)
+        and not any(map(_reads_devices, optimizer.param_groups))
+        and all(
+            gradient.dtype is torch.float32 and _lies_alike(optimizer, member, strides)
+            for member, gradient, strides in zip(
+                key.members, key.gradients, key.strides, strict=True
+            )
+        )
+    )
+
+
+def _reads_devices(group: dict[str, Any]) -> bool:
+    return bool(group.get("capturable")) or isinstance(group["lr"], torch.Tensor)
+
+
+def _lies_alike(optimizer: Optimizer, member: Member, strides: tuple[int, ...]) -> bool:
+    """Whether a parameter, its gradient and its state have each element at the same place: kernels
+    take the memory as it is.
+    """
+    param = member.param
+    state = optimizer.state.get(param, {})
+    alike = [param, *(v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))]
+    counter = state.get("step")
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(param)
+    return (
+        member.updated
+        and dense
+        and all(
+            (t.dtype, t.shape, t.stride()) == (torch.float32, param.shape, strides) for t in alike
+        )
+        and (counter is None or counter.dtype is torch.float32)
+    )
+
+
+def fused_step(optimizer: Optimizer, skip: torch.Tensor, factor: torch.Tensor | None) -> None:
+    """The step of the optimizer's class, by its fused kernel.
+
+    Args:
+        skip: 0-d bool: change nothing.
+        factor: by which gradients are multiplied, 0-d FP32; they are stored so, as after
+            `clip_grad_norm_`. None: not at all.
+    """
+    asked = [(group, group["fused"]) for group in optimizer.param_groups]
+    told: Any = optimizer
+    told.found_inf = skip.to(torch.float32)
+    if factor is not None:
+        told.grad_scale = factor.reciprocal()
+    try:
+        for group, _ in asked:
+            group["fused"] = True
+        raw_step(type(optimizer))(optimizer)
+    finally:
+        for group, before in asked:
+            group["fused"] = before
+        del told.found_inf
+        if factor is not None:
+            del told.grad_scale
