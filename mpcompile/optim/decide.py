@@ -32,6 +32,7 @@ from ..ir.step import FACTOR, NORM, SKIPPED, Ranks, Slot, StepConfig
 from ..plans.dump import Dump
 from ..plans.trace import trace_step
 from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.tensors import norm_of_each
 from .compiled import Emit, Program
 
 __all__ = ["Decision", "decided", "graph_of_decision", "norms_of", "written_by_decision"]
@@ -58,12 +59,12 @@ def _norms(gradients: list[torch.Tensor], config: StepConfig) -> list[torch.Tens
     if capabilities(gradients[0].device).multi_tensor:
         # Of no elements there is no largest one, but a 2-norm: 0.
         order = 2.0 if clipped or not all(g.numel() for g in gradients) else math.inf
-        return [*torch._foreach_norm(gradients, order, dtype)]
+        return [*norm_of_each(gradients, order, dtype)]
     if get_proxy_mode():  # it becomes a part of a graph
         order = 2.0 if clipped else math.inf
         return [torch.linalg.vector_norm(g, order, dtype=dtype) for g in gradients]
     if clipped:
-        return [*torch._foreach_norm(gradients, 2.0, dtype)]
+        return [*norm_of_each(gradients, 2.0, dtype)]
     return [g.sum(dtype=dtype) for g in gradients]
 
 

@@ -58,7 +58,9 @@ class MPOptimizer(Optimizer):
             `torch.nn.utils.clip_grad_norm_` would.
         emit: "inductor", or "aot_eager" / "eager": the rewritten step, operator by operator.
         mode, options: Inductor's, as in `torch.compile`.
-        dump: directory for the graph of the step after every pass.
+        verify: compare what Inductor compiles, at its first call, with the same graph run operator
+            by operator, and put right what is wrong; False: don't; "always": at every call.
+        dump: directory for the graphs of the step after every pass.
 
     Attributes:
         skipped: 0-d bool on the device: whether the last step was skipped.
@@ -85,6 +87,7 @@ class MPOptimizer(Optimizer):
         emit: str = "inductor",
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
+        verify: bool | str = True,
         dump: str | Path | None = None,
     ) -> None:
         if isinstance(optimizer, MPOptimizer):
@@ -94,7 +97,8 @@ class MPOptimizer(Optimizer):
         check(optimizer, loss_scale, max_grad_norm, emit, mode, options)
         self._inner = optimizer
         self._max_grad_norm = max_grad_norm
-        self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())))
+        verifying = OPTIONS["verify"].parse("verify", verify)
+        self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())), verifying.asked)
         self._dump = OPTIONS["dump"].parse("dump", dump) if dump is not None else None
         self._given_scale = loss_scale
         self._saved_scales = SavedScales()  # those loaded before their models' first run

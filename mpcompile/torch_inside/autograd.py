@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         _saved_tensors_hooks_get_disabled_error_message as saved_hooks_forbidden,
     )
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_hooks
-    from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keep_versions
 else:
     current_node = private(
         "torch._C:_current_autograd_node", "tells a backward's operators", Part.SAY
@@ -58,11 +57,6 @@ else:
         "finds the caller's hooks on saved tensors",
         Part.COMPILE,
     )
-    keep_versions = private(
-        "torch.autograd.grad_mode:_unsafe_preserve_version_counter",
-        "hides a write that is undone",
-        Part.OPTIMIZER,
-    )
 
 GET_DATA: Any = private(
     "torch._C._autograd:_get_data_attr", "is `x.data` in Dynamo's graph", Part.COMPILE
@@ -84,7 +78,6 @@ __all__ = [
     "forbid_saved_hooks",
     "function_of",
     "hooks_on",
-    "keep_versions",
     "keeps_graph",
     "running_backward",
     "saved_hooks_forbidden",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._C import _vmapmode_increment_nesting as _enter_batch
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
-    from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+    from torch._prims_common import suggest_memory_format
 else:
     check = private("torch:_check", "says what an operator expects", Part.COMPILE)
     copy_all = private("torch:_foreach_copy_", "copies many tensors at once", Part.COMPILE)
@@ -46,9 +46,6 @@ else:
     unwrap_if_dead = private(
         "torch._C._functorch:unwrap_if_dead", "takes a value out of a transform", Part.COMPILE
     )
-    make_contiguous_strides_for = private(
-        "torch._prims_common:make_contiguous_strides_for", "lays out gradients", Part.OPTIMIZER
-    )
     suggest_memory_format = private(
         "torch._prims_common:suggest_memory_format", "keeps images channels-last", Part.COMPILE
     )
@@ -60,7 +57,6 @@ __all__ = [
     "for_each_sample",
     "holders",
     "is_functorch_wrapped_tensor",
-    "make_contiguous_strides_for",
     "multiply_all",
     "norm_of_each",
     "sparse_values",

@@ -200,7 +200,7 @@ TYPES = {"cpu", "cuda", "hip", "hpu", "meta", "mps", "mtia", "privateuseone", "x
 MAY_NAME = {
     "mpcompile/planner/target.py": ("cpu", "a graph without tensors computes on the host"),
     "mpcompile/operators/rnn_layer.py": ("meta", "only a dtype is asked for"),
-    "mpcompile/optim/compile_piece.py": ("meta", "only the size of the tensor counts"),
+    "mpcompile/optim/compiled.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),

@@ -1,5 +1,5 @@
 """Steps in which other parameters lack a gradient each time: layers that are dropped, experts
-without tokens. One program does for all, and each parameter is what plain PyTorch makes of it.
+without tokens. Each parameter is what plain PyTorch makes of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer, RAdam
 from twins import Make, Twins
 
-from mpcompile import LossScale, MPCompileWarning, MPOptimizer
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.optim import compiled_steps, updates
 
 LAYERS, STEPS = 6, 40
@@ -160,20 +160,6 @@ def test_a_state_that_is_loaded_between_such_steps() -> None:
     check(twins)
 
 
-@pytest.mark.slow("steps of many patterns of absent gradients")
-def test_a_state_that_is_set_by_hand_for_a_parameter_without_one() -> None:
-    twins = Twins(MAKERS["SGD"], tensors())
-    for kept in dropped(8):
-        twins.step(gradients(twins, kept))
-    last = len(twins.mine) - 1
-    for optimizer, params in ((twins.optimizer, twins.mine), (twins.reference, twins.theirs)):
-        assert params[last] not in optimizer.state
-        optimizer.state[params[last]]["momentum_buffer"] = torch.ones_like(params[last])
-    twins.step(gradients(twins, [True] * len(twins.mine)))
-    twins.step(gradients(twins, [True] * len(twins.mine)))
-    check(twins)
-
-
 def test_gradients_that_lie_otherwise_from_step_to_step() -> None:
     twins = Twins(MAKERS["AdamW"], [torch.randn(3, 4) for _ in range(4)])
     for step in range(12):
@@ -245,19 +231,6 @@ def _shards(rank: int) -> None:
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_shards() -> None:
     on_each_rank(_shards)
-
-
-def test_writes_to_what_is_absent_are_none_to_autograd() -> None:
-    """A forward before the step, and its backward after it."""
-    twins = Twins(MAKERS["SGD"], [torch.randn(3) for _ in range(3)])
-    for missing in range(3):
-        twins.step([None if i == missing else torch.randn(3) for i in range(3)])
-    before = twins.mine[0]._version
-    loss = twins.mine[0].square().sum()
-    twins.step([None, *(torch.randn(3) for _ in range(2))])
-    assert (twins.mine[0]._version, twins.optimizer.compilations) == (before, 1)
-    loss.backward()
-    torch.testing.assert_close(twins.mine[0].grad, 2 * twins.mine[0].detach())
 
 
 # -- steps that no one program covers -------------------------------------------------------------
@@ -342,3 +315,65 @@ def test_state_that_only_a_step_makes(make: Make) -> None:
     train(twins)
     check(twins)
     assert twins.optimizer.compilations <= 6
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, kept: tuple[bool, ...]) -> torch.Tensor:
+        for layer, keep in zip(self.layers, kept, strict=True):
+            if keep:
+                x = x + torch.relu(layer(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.slow("steps of many patterns of absent gradients")
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float16, "O2"), (torch.bfloat16, "O1")])
+def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
+    """What each step does not reach stays as it was, and so does its working copy at O2."""
+    torch.manual_seed(0)
+    model = Layers()
+    compiled = mpcompile(
+        model, dtype=dtype, level=level, emit="eager", loss_scale=LossScale.dynamic(2.0**8)
+    )  # fmt: skip
+    optimizer = MPOptimizer(AdamW(model.parameters(), lr=0.01), emit="eager", max_grad_norm=1.0)
+    for step in range(8):
+        kept = tuple(bool((step * 5 + 3) >> i & 1) for i in range(4))
+        optimizer.zero_grad()
+        compiled(torch.randn(4, 8), kept).square().mean().backward()
+        before = {n: (p.detach().clone(), _copied(optimizer.state.get(p, {})))
+                  for n, p in model.named_parameters()}  # fmt: skip
+        optimizer.step()
+        assert not optimizer.skipped
+        for name, p in model.named_parameters():
+            same = torch.equal(before[name][0], p)
+            assert same is (p.grad is None), name
+            if p.grad is None:
+                assert _copied(optimizer.state.get(p, {})) == before[name][1]
+    assert optimizer.compilations == 1
+    assert loss_scale_of(compiled).skipped_steps == 0
+
+
+@pytest.mark.slow("steps of many patterns of absent gradients")
+def test_experts_that_have_another_loss_scale_than_the_rest() -> None:
+    """Those that have not run yet are taken to be like the others."""
+    torch.manual_seed(0)
+    head = mpcompile(nn.Linear(4, 2), dtype=torch.float16, emit="eager", loss_scale=8.0)
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))  # uncompiled: not scaled
+    params = [*experts.parameters(), *head.parameters()]
+    optimizer = MPOptimizer(AdamW(params, lr=0.01), emit="eager")
+    for step in range(10):
+        optimizer.zero_grad()
+        used = {7 - step % 8, 3 * step % 8}
+        hidden = torch.stack([experts[i](torch.randn(3, 4)) for i in used]).sum(0)
+        head(hidden).square().mean().backward()
+        optimizer.step()
+    assert optimizer.compilations == 1
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() for k, v in state.items()}

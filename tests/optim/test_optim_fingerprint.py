@@ -138,14 +138,6 @@ def test_a_state_holds_where_what_was_known_is_there(name: str) -> None:
     assert known._is_untouched(owner.state)  # asked faster from then on
 
 
-def test_a_state_is_that_of_the_parameters_that_matter() -> None:
-    owner: Any = Owner()
-    first, last = owner.state
-    known = owner.known(first)
-    owner.state[last]["moment"] = torch.ones(2)
-    assert known._is_untouched(owner.state)
-
-
 # -- all facts -------------------------------------------------------------------------------------
 
 

@@ -24,19 +24,16 @@ LOW = Gradient(torch.bfloat16, (0,))
 def traced(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     tensors: Sequence[torch.Tensor],
-    *,
-    gradients: Sequence[torch.Tensor] | None = None,
-    foreach: bool = False,
 ) -> fx.GraphModule:
     """The step of an optimizer over these parameters, before any pass."""
     params = [nn.Parameter(t) for t in tensors]
     optimizer = make(params)
-    for p, grad in zip(params, gradients or map(torch.zeros_like, params), strict=True):
-        p.grad = grad
+    for p in params:
+        p.grad = torch.zeros_like(p)
     members = [Member(0, p) for p in params]
     initialise_state(optimizer, members)
-    strides = [t.stride() for t in gradients or params]
-    return trace(optimizer, members, strides=strides, foreach=foreach).graph
+    strides = [p.stride() for p in params]
+    return trace(optimizer, members, strides=strides, foreach=False).graph
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileError, MPCompileWarning
 from mpcompile.torch_inside.inductor import config
 from mpcompile.verify import case, first_call, verdicts
@@ -213,6 +214,24 @@ def test_an_error_of_the_verification_is_none_of_the_program(
     owner, _ = compiled(inputs, Verify(always=True))
     with pytest.raises(ValueError, match="no kernel"):
         owner.current_callable(list(inputs))
+
+
+def test_where_memory_is_short_a_sample_is_compared(
+    inductor: Inductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two values of 8 KiB live together at most until the first result is there, three until both
+    are. Each counts three times, and half of what is free may be taken.
+    """
+    cpu = type(capabilities(torch.device("cpu")))
+    inputs = inputs_of()
+    for free, compared in ((2 * 3 * 3, 2), (2 * 3 * 2, 1), (2 * 3 * 2 - 1, 0)):
+        monkeypatch.setattr(cpu, "free_memory", lambda _, free=free: free * 8192)
+        owner, found = compiled(inputs)
+        _, said = call(owner, inputs)
+        assert not said
+        assert found.known["graph"].values == compared
+        assert ("of 2, for memory" in found.text()) is (compared < 2)
+        assert not isinstance(owner.current_callable, first_call.FirstCall)
 
 
 def test_always_is_every_call(inductor: Inductor) -> None:

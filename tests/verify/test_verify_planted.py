@@ -4,6 +4,7 @@ line.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import on_each_rank
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mpcompile as package
-from mpcompile import MPCompileWarning, MPOptimizer, mpcompile, train_step
+from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile, train_step
 
 WRONG = Path(__file__).parents[1] / "support" / "wrong_cxx.sh"
 
@@ -117,3 +121,51 @@ def test_the_option(verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "forward: verified" in text
     else:
         assert "Compiled code: not verified: verify=False" in text
+
+
+@pytest.mark.slow(
+    "a compiler that is wrong has each kernel compiled several times, in two processes"
+)
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_a_compiler_that_is_wrong_on_one_rank(tmp_path: Path) -> None:
+    """Each rank looks at its own code and cures it: no other has to wait or to know."""
+    on_each_rank(_one_is_wrong, tmp_path)
+
+
+def _one_is_wrong(rank: int, folder: Path) -> None:
+    own = folder / str(rank)
+    own.mkdir()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "cache")
+    options = compiler("sum", own) if rank else {}
+    right, _ = trained(made(), "a plain optimizer")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = DistributedDataParallel(made())
+        model = mpcompile(net, dtype=torch.bfloat16, options=options)
+        found, _ = trained(model, "a plain optimizer")
+    assert found == pytest.approx(right, rel=0.02)
+    said = [str(w.message) for w in caught if "compiled wrongly" in str(w.message)]
+    assert len(said) == rank
+
+
+@pytest.mark.slow("Inductor, with a compiler that is wrong")
+def test_the_option_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wrong compiler, and nobody who looks: the step is wrong."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    options = compiler("sum", tmp_path)
+    found = {}
+    for verify in (False, True, None):
+        p = nn.Parameter(torch.ones(64))
+        p.grad = torch.linspace(-1, 1, 64)
+        step: Any = torch.optim.NAdam([p])
+        if verify is not None:
+            step = MPOptimizer(step, options=options, verify=verify)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step.step()
+        assert bool(caught) is (verify is True)
+        found[verify] = p.detach()
+    torch.testing.assert_close(found[True], found[None])
+    assert not torch.allclose(found[False], found[None])
+    with pytest.raises(MPCompileError, match="verify='often'"):
+        MPOptimizer(torch.optim.NAdam([p]), verify="often")
