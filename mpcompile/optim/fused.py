@@ -17,7 +17,7 @@ from .inputs import Member
 from .key import StepKey
 from .trace_context import raw_step
 
-__all__ = ["fits", "fused_step"]
+__all__ = ["fits", "fused_step", "settings_of"]
 
 _CLASSES = (Adagrad, Adam, AdamW, SGD)
 
@@ -28,7 +28,7 @@ def fits(optimizer: Optimizer, key: StepKey) -> bool:
         type(optimizer) in _CLASSES
         and key.connected is None
         and all(copy is None for copy in key.copies)
-        and not any(map(_reads_devices, optimizer.param_groups))
+        and all(map(_is_served, optimizer.param_groups))
         and all(
             gradient.dtype is torch.float32 and _lies_alike(optimizer, member, strides)
             for member, gradient, strides in zip(
@@ -38,16 +38,26 @@ def fits(optimizer: Optimizer, key: StepKey) -> bool:
     )
 
 
-def _reads_devices(group: dict[str, Any]) -> bool:
-    return bool(group.get("capturable")) or isinstance(group["lr"], torch.Tensor)
+def _is_served(group: dict[str, Any]) -> bool:
+    return not group.get("capturable") and not isinstance(group["lr"], torch.Tensor)
+
+
+def settings_of(optimizer: Optimizer) -> list[object]:
+    """Of each param group what must not change: whether it is served, and the state it needs."""
+    return [
+        (_is_served(group), bool(group.get("momentum")), group.get("amsgrad"))
+        for group in optimizer.param_groups
+    ]
 
 
 def _lies_alike(optimizer: Optimizer, member: Member, strides: tuple[int, ...]) -> bool:
     """Whether a parameter, its gradient and its state have each element at the same place: kernels
     take the memory as it is.
     """
-    param = member.param
+    param, group = member.param, optimizer.param_groups[member.group]
     state = optimizer.state.get(param, {})
+    if group.get("momentum") and state.get("momentum_buffer") is None:
+        return False  # SGD's first step makes it, and a skipped one leaves it as it was allocated
     alike = [param, *(v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))]
     counter = state.get("step")
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(param)
@@ -61,26 +71,28 @@ def _lies_alike(optimizer: Optimizer, member: Member, strides: tuple[int, ...]) 
     )
 
 
-def fused_step(optimizer: Optimizer, skip: torch.Tensor, factor: torch.Tensor | None) -> None:
+def fused_step(
+    optimizer: Optimizer, skip: torch.Tensor | None, factor: torch.Tensor | None
+) -> None:
     """The step of the optimizer's class, by its fused kernel.
 
     Args:
-        skip: 0-d bool: change nothing.
+        skip: 0-d bool: change nothing. None: in no case.
         factor: by which gradients are multiplied, 0-d FP32; they are stored so, as after
             `clip_grad_norm_`. None: not at all.
     """
     asked = [(group, group["fused"]) for group in optimizer.param_groups]
-    told: Any = optimizer
-    told.found_inf = skip.to(torch.float32)
-    if factor is not None:
-        told.grad_scale = factor.reciprocal()
+    given = {
+        **({"found_inf": skip.to(torch.float32)} if skip is not None else {}),
+        **({"grad_scale": factor.reciprocal()} if factor is not None else {}),
+    }
     try:
+        vars(optimizer).update(given)
         for group, _ in asked:
             group["fused"] = True
         raw_step(type(optimizer))(optimizer)
     finally:
         for group, before in asked:
             group["fused"] = before
-        del told.found_inf
-        if factor is not None:
-            del told.grad_scale
+        for name in given:
+            delattr(optimizer, name)

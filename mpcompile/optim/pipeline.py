@@ -14,7 +14,6 @@ from ..ir.step import StepConfig
 from ..passes.step.clip_gradients import clip_gradients
 from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.predicate_writes import predicate_writes
-from ..passes.step.share_numbers import share_numbers
 from ..passes.step.widen_gradients import widen_gradients
 from ..passes.step.write_copies import write_copies
 from ..plans.dump import Dump
@@ -24,7 +23,6 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
-    share_numbers,  # some of these numbers are equal
     clip_gradients,  # as the optimizer sees them
     widen_gradients,  # as they are stored
     predicate_writes,  # before the copies, which copy the kept values

@@ -23,6 +23,7 @@ from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
 from .inputs import Member, members_of, parameters_of
+from .shadow import own_values
 from .trace import Trace
 
 _GRAD = operator.attrgetter("grad")
@@ -99,6 +100,7 @@ class OfStep(Fingerprint):
         members: Sequence[Member],
         traced: Trace | None = None,
         settings: HeldSettings | None = None,
+        *more: Fact,
     ) -> None:
         reads = traced.reads if traced is not None else {}
         own = {(0, k): v for k, v in traced.attributes.items()} if traced is not None else {}
@@ -108,8 +110,17 @@ class OfStep(Fingerprint):
             Values("the optimizer's own ", lambda o: [vars(o)], own),
             State(optimizer, members),
             Memory(members),
+            *_marked(optimizer, members),
             *(settings.facts(optimizer) if settings is not None else ()),
+            *more,
         )
+
+
+def _marked(optimizer: Optimizer, members: Sequence[Member]) -> list[Fact]:
+    """What users have set on parameters, where they have."""
+    marked = [m.param for m in members if own_values(m.param)]
+    find = lambda _: [*map(own_values, marked)]  # noqa: E731
+    return [Fact("an attribute of a parameter", find, optimizer)] if marked else []
 
 
 class Values(Fact):

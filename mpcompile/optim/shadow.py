@@ -76,6 +76,7 @@ class Shadow:
         for i, member in self.members.items():
             param = tensors[Slot("param", i)]
             param.grad = tensors[Slot("grad", i)]
+            vars(param).update(own_values(member.param))
             params[member.group].append(param)
             if entries := entries_of(self.optimizer, member.param):
                 state[param] = {k: self._working(tensors, i, k, v) for k, v in entries.items()}
@@ -172,6 +173,11 @@ class _Group(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 (reads through __getitem__)
+
+
+def own_values(param: torch.Tensor) -> dict[str, Any]:
+    """What a user has set on a parameter, and a step may choose by: plain values."""
+    return _plain_values({k: v for k, v in vars(param).items() if not k.startswith("_dynamo")})
 
 
 _PLAIN = (bool, int, float, str, type(None))

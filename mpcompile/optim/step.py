@@ -81,8 +81,9 @@ class CompiledStep:
         if self._decision.is_needed:
             self._decision.run(fresh)
         if self.traced.fused:
-            held, clipped = self.traced.held, self._config.clipped
-            fused_step(optimizer, held[SKIPPED], held[FACTOR] if clipped else None)
+            held, config = self.traced.held, self._config
+            skip = held[SKIPPED] if config.checked else None
+            fused_step(optimizer, skip, held[FACTOR] if config.clipped else None)
         for call in self._calls:
             call(gradients)
 

@@ -21,6 +21,8 @@ from ..ir.step import FACTOR, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from ..scaling.copies import holders_beside
+from .fingerprint import Fact
+from .fused import settings_of
 from .held_settings import HeldSettings
 from .inputs import Setting
 from .key import StepKey
@@ -62,7 +64,8 @@ class TracedStep:
         self.updates: Sequence[UpdateGraph] = ()
         self._settings: HeldSettings | None = None
         if updates is None:
-            self.rests_on = OfStep(optimizer, key.members)
+            served = Fact("settings that torch's kernel lacks", settings_of, optimizer)
+            self.rests_on = OfStep(optimizer, key.members, None, None, served)
         else:
             self.updates = updates.of(optimizer, key) or ()
             self._settings = HeldSettings(optimizer, key.members, updates.traced, varying)

@@ -28,6 +28,7 @@ from .key import StepKey
 from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, layout_of_copy, updated_by
 from .rests_on import OfStep
+from .shadow import own_values
 from .trace import Trace, trace
 
 _OF_ONE = ("param", "grad", "state", "copy")
@@ -44,11 +45,6 @@ class UpdateGraph:
 
     graph: fx.GraphModule
     calls: Sequence[tuple[int, ...]]
-
-    def slots(self, call: tuple[int, ...]) -> list[Slot]:
-        """The inputs of the graph in one call, among those of the step."""
-        places = map(ir.slot_of, self.graph.graph.find_nodes(op="placeholder"))
-        return [in_call(slot, call) for slot in places]
 
 
 def in_call(slot: Slot, call: tuple[int, ...]) -> Slot:
@@ -125,7 +121,7 @@ class Updates:
         of_kind: dict[object, fx.GraphModule] = {}
         for i, kind in enumerate(self._kinds):
             layout = _layout(optimizer, self._key, i)
-            if self._known.setdefault(layout, kind) != kind:  # it depends on which parameter it is
+            if self._known.setdefault(layout, kind) != kind:  # it depends on which it is
                 raise ParametersMix
             if layout in self._of or not members[i].updated:
                 continue
@@ -173,7 +169,7 @@ class Updates:
 
 
 def _layout(optimizer: Optimizer, key: StepKey, i: int) -> tuple[object, ...]:
-    """What a parameter has, as far as its update may depend on it: (its group, ...)."""
+    """What a parameter has, as far as its update may depend on it."""
     member = key.members[i]
     copy = copy_layout(member, key.copies[i])
     if not member.updated:
@@ -186,7 +182,8 @@ def _layout(optimizer: Optimizer, key: StepKey, i: int) -> tuple[object, ...]:
         for name, v in entries_of(optimizer, member.param).items()
     }
     grad = key.strides[i], key.gradients[i].dtype
-    return member.group, _stored(held), grad, copy, tuple(state.items())
+    marks = tuple(sorted(own_values(member.param).items(), key=repr))
+    return member.group, repr(marks), _stored(held), grad, copy, tuple(state.items())
 
 
 def _stored(tensor: torch.Tensor) -> tuple[object, ...]:

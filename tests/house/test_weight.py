@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 44480,
-    "lines of code": 28305,
-    "files of source": 367,
-    "lines of tests": 65395,
+    "lines of source": 44463,
+    "lines of code": 28298,
+    "files of source": 366,
+    "lines of tests": 65392,
     "warnings that count more than two frames": 18,
     "registries of modules": 29,
 }

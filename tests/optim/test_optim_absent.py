@@ -123,15 +123,6 @@ def test_compiled(make: Make) -> None:
 
 
 @pytest.mark.slow("steps of many patterns of absent gradients")
-def test_clipping_ignores_what_is_absent() -> None:
-    twins = Twins(MAKERS["AdamW"], tensors(), max_grad_norm=0.5)
-    for kept in dropped(10):
-        twins.step_clipped(0.5, gradients(twins, kept))
-    check(twins)
-    assert twins.optimizer.compilations <= 3
-
-
-@pytest.mark.slow("steps of many patterns of absent gradients")
 def test_two_groups_of_which_one_is_all_absent() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         first, second = params[:6], params[6:]
@@ -149,17 +140,6 @@ def test_two_groups_of_which_one_is_all_absent() -> None:
     assert twins.optimizer.compilations <= 6
 
 
-@pytest.mark.slow("steps of many patterns of absent gradients")
-def test_a_state_that_is_loaded_between_such_steps() -> None:
-    twins = Twins(MAKERS["AdamW"], tensors())
-    train(twins, 8)
-    for optimizer in twins.both:
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert len(twins.optimizer.state) < len(twins.mine)  # some never had a gradient
-    train(twins, 12)
-    check(twins)
-
-
 def test_gradients_that_lie_otherwise_from_step_to_step() -> None:
     twins = Twins(MAKERS["AdamW"], [torch.randn(3, 4) for _ in range(4)])
     for step in range(12):
@@ -170,19 +150,6 @@ def test_gradients_that_lie_otherwise_from_step_to_step() -> None:
         twins.step(found)
     check(twins)
     assert twins.optimizer.compilations <= 3
-
-
-@pytest.mark.slow("steps of many patterns of absent gradients")
-def test_layers_that_are_frozen_and_thawed() -> None:
-    twins = Twins(MAKERS["AdamW"], tensors())
-    for thawed in range(1, LAYERS + 1):
-        for params in (twins.mine, twins.theirs):
-            for i, p in enumerate(params):
-                p.requires_grad_(i < thawed * len(SHAPES))
-        for _ in range(2):
-            twins.step(gradients(twins, [p.requires_grad for p in twins.mine]))
-    check(twins)
-    assert twins.optimizer.compilations <= LAYERS
 
 
 def test_a_parameter_that_is_taken_out_of_its_group() -> None:
@@ -274,6 +241,25 @@ def test_a_step_that_mixes_parameters(make: Make, monkeypatch: pytest.MonkeyPatc
     assert twins.optimizer.compilations == 5
     (warning,) = (w.message for w in caught if w.category is MPCompileWarning)
     assert "depends on which others" in str(warning)
+
+
+class Chosen(Mixing):
+    """Does something else to parameters that are marked; they are stored like the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (getattr(p, "marked", 0.0) or group["lr"]))
+
+
+def test_a_step_that_chooses_by_parameter() -> None:
+    twins = Twins(Chosen, [torch.randn(3) for _ in range(4)])
+    for rate, kept in ((0.5, (1, 1, 0, 0)), (0.5, (1, 0, 1, 1)), (0.7, (0, 1, 0, 1))):
+        twins.mine[3].marked = twins.theirs[3].marked = rate
+        twins.step([torch.randn(3) if k else None for k in kept])
+    check(twins)
 
 
 class Late(AsWritten):

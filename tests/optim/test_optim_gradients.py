@@ -124,15 +124,6 @@ def test_layouts_of_weight_and_gradient(
     twins.agree()
 
 
-@pytest.mark.slow("trains with several optimizers")
-def test_a_gradient_that_changes_its_layout() -> None:
-    twins = Twins(momentum, [last(4, 3, 2, 2)], emit="inductor")
-    for make in (dense, last, dense):
-        twins.step([make(4, 3, 2, 2)])
-    twins.agree()
-    assert twins.optimizer.compilations == 1  # where they lie alike, torch's own kernel does it
-
-
 @pytest.mark.slow_rows("trains with several optimizers")
 @pytest.mark.parametrize("emit", ["eager", "inductor"])
 def test_parameters_in_one_buffer(emit: str) -> None:

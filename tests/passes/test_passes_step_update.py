@@ -14,7 +14,6 @@ from mpcompile.ir.step import CopyLayout, Gradient
 from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.predicate_writes import predicate_writes
-from mpcompile.passes.step.share_numbers import share_numbers
 from mpcompile.passes.step.widen_gradients import widen_gradients
 from mpcompile.passes.step.write_copies import write_copies
 
@@ -71,53 +70,6 @@ def test_lift_numbers_refuses_what_it_does_not_know() -> None:
         StepStage(lift_numbers, make=lambda p: Odd(p, lr=0.1)).run()
 
 
-# -- share_numbers ----------------------------------------------------------------------------
-
-
-def test_share_numbers() -> None:
-    """One number of the learning rate for both; nothing is shared of what is not a number."""
-    assert_expected_inline(
-        StepStage(share_numbers, (3,), (3,)).run(),
-        """\
-mul_tensor_1: f32[3] = mul(grad1, neg)
-- neg_1: f64[] = neg(lr0)
-- mul_tensor_1: f32[3] = mul(grad1, neg_1)
-""",
-    )
-
-
-def test_share_numbers_that_follow_from_other_numbers_alone() -> None:
-    """A counter belongs to its parameter, and so does what follows from it."""
-    stage = StepStage(share_numbers, (3,), (2,), make=lambda p: torch.optim.AdamW(p, lr=0.1))
-    before = stage.text.count("pow(")
-    stage.run()
-    assert stage.text.count("pow(") == before
-    assert stage.text.count("mul(lr0, 0.01)") == 1
-    assert stage.text.count("_to_copy(state1_step") == 1
-
-
-def test_share_numbers_only_where_the_arguments_are_equal() -> None:
-    class Slower(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for i, p in enumerate(group["params"]):
-                    p.sub_(p.grad * (group["lr"] / (i + 1)))
-
-    assert StepStage(share_numbers, (3,), (3,), make=lambda p: Slower(p, lr=0.1)).leaves_alone()
-
-
-def test_share_numbers_draws_each_random_number() -> None:
-    class Noisy(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(p.grad * aten.bernoulli.p(group["lr"], 0.5))
-
-    assert StepStage(share_numbers, (3,), (3,), make=lambda p: Noisy(p, lr=0.1)).leaves_alone()
-
-
 # -- clip_gradients and widen_gradients -------------------------------------------------------
 
 
@@ -130,9 +82,9 @@ factor: f32[] = input
 mul_tensor_2: f32[3] = mul(grad0, factor)
 mul_tensor_3: f32[2] = mul(grad1, factor)
 mul_tensor: f32[3] = mul(mul_tensor_2, neg)
-mul_tensor_1: f32[2] = mul(mul_tensor_3, neg)
+mul_tensor_1: f32[2] = mul(mul_tensor_3, neg_1)
 - mul_tensor: f32[3] = mul(grad0, neg)
-- mul_tensor_1: f32[2] = mul(grad1, neg)
+- mul_tensor_1: f32[2] = mul(grad1, neg_1)
 """,
     )
 
