@@ -1,9 +1,9 @@
 """torch's own fused kernel as the update of a step, where there is one.
 
 It takes `found_inf` and `grad_scale` on the device, as GradScaler gives it: it skips, and
-multiplies gradients. So nothing is traced or compiled, and it is faster than what Inductor makes of
-the step. It writes no low-precision copies and takes FP32 gradients alone: else the step is traced.
-So it is on GPUs, where one program updates all parameters, and nothing was measured.
+multiplies gradients. So nothing is traced or compiled. It writes no low-precision copies and takes
+FP32 gradients alone: else the step is traced. So it is on GPUs, where one program updates all
+parameters, and nothing was measured.
 """
 
 from __future__ import annotations
