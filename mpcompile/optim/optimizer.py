@@ -39,10 +39,10 @@ class MPOptimizer(Optimizer):
 
         optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
 
-    The optimizer's own step is traced, rewritten and compiled. The compiled step checks that every
-    gradient is finite, clips, updates in FP32, writes the low-precision copies that O2 reads, and
-    moves the loss scale. If a gradient is not finite, no parameter, moment or counter changes. The
-    step never waits for the device.
+    The optimizer's own step is traced, rewritten and compiled, or torch's fused kernel does it. The
+    step checks that every gradient is finite, clips, updates in FP32, writes the low-precision
+    copies that O2 reads, and moves the loss scale. If a gradient is not finite, no parameter, moment
+    or counter changes. The step never waits for the device.
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
     hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
@@ -66,8 +66,7 @@ class MPOptimizer(Optimizer):
         skipped: 0-d bool on the device: whether the last step was skipped.
         grad_norm: 0-d FP32 on the device: the norm before clipping (with `max_grad_norm`).
         skipped_steps: how many steps were skipped (an int; reading it waits for the device).
-        compilations: how many times a step was traced. The first patterns of gradients need one
-            each, and where patterns keep changing, one covers them all.
+        compilations: how many times a step was traced, or bound to torch's fused kernel.
         left: why no step can be compiled, so that they run operator by operator; else None.
 
     Raises:

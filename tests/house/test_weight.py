@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 44463,
+    "lines of source": 44462,
     "lines of code": 28298,
     "files of source": 366,
     "lines of tests": 65392,
