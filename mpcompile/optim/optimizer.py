@@ -41,8 +41,8 @@ class MPOptimizer(Optimizer):
 
     The optimizer's own step is traced, rewritten and compiled, or torch's fused kernel does it. The
     step checks that every gradient is finite, clips, updates in FP32, writes the low-precision
-    copies that O2 reads, and moves the loss scale. If a gradient is not finite, no parameter, moment
-    or counter changes. The step never waits for the device.
+    copies that O2 reads, and moves the loss scale. If a gradient is not finite, no parameter,
+    moment or counter changes. The step never waits for the device.
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,
     hooks, `add_param_group` and `zero_grad` work. Its `state_dict()` is that of the inner optimizer
