@@ -119,7 +119,7 @@ class CompiledSteps:
                 return None
             emit = self._emit
             if self._mixes and not _is_whole(key) and len(key.members) > FEW:
-                emit = with_(emit, how="eager")
+                emit, why = with_(emit, how="eager"), f"{why}; it runs operator by operator"
             step = self._steps[key] = CompiledStep(traced, emit, self._dump)
         while len(self._steps) > _MOST:
             del self._steps[next(iter(self._steps))]

@@ -97,9 +97,8 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
         for stage, why in _STAGES:
             slots: list[Slot] = []
             run = _on_lists(stage, config, [*known], slots)
-            known |= dict(
-                zip(slots, ir.inline(graph, run, [*known.values()], why=why), strict=False)
-            )
+            found = ir.inline(graph, run, [*known.values()], why=why)  # it fills `slots`
+            known.update(zip(slots, found, strict=True))
         for slot in written_by_decision(config):
             if known[slot] is not places[slot]:
                 ir.call(graph, aten.copy_.default, places[slot], known[slot], why="what is decided")

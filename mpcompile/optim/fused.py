@@ -61,12 +61,12 @@ def _lies_alike(optimizer: Optimizer, member: Member, strides: tuple[int, ...]) 
     alike = [param, *(v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))]
     counter = state.get("step")
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(param)
+    wide = [d for d, size in enumerate(param.shape) if size > 1]  # others' strides say nothing
     return (
         member.updated
         and dense
-        and all(
-            (t.dtype, t.shape, t.stride()) == (torch.float32, param.shape, strides) for t in alike
-        )
+        and all(t.dtype is torch.float32 and t.shape == param.shape for t in alike)
+        and all(t.stride(d) == strides[d] for t in alike for d in wide)
         and (counter is None or counter.dtype is torch.float32)
     )
 

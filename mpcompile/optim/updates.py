@@ -176,9 +176,7 @@ def _layout(optimizer: Optimizer, key: StepKey, i: int) -> tuple[object, ...]:
         return member.group, None
     held = local(updated_by(optimizer, member.param))
     state = {
-        name: (local(v).dtype, tuple(local(v).shape), local(v).stride())
-        if torch.is_tensor(v)
-        else repr(v)
+        name: _stored(local(v)) if isinstance(v, torch.Tensor) else repr(v)
         for name, v in entries_of(optimizer, member.param).items()
     }
     grad = key.strides[i], key.gradients[i].dtype

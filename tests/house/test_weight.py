@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 44462,
-    "lines of code": 28298,
+    "lines of source": 44459,
+    "lines of code": 28295,
     "files of source": 366,
     "lines of tests": 65392,
     "warnings that count more than two frames": 18,

@@ -66,3 +66,12 @@ def test_what_lies_otherwise_is_traced() -> None:
         step: Any = twins.optimizer._last
         assert step.step.traced.fused is (make is not torch.clone)
     twins.agree()
+
+
+def test_the_strides_of_a_dim_of_one_say_nothing() -> None:
+    """A 1x1 convolution's gradient has others there."""
+    twins = Twins(momentum, [torch.randn(4, 3, 1, 1)], emit="inductor")
+    twins.step([torch.empty_strided((4, 3, 1, 1), (3, 1, 3, 3)).normal_()])
+    step: Any = twins.optimizer._last
+    assert step.step.traced.fused
+    twins.agree()
