@@ -89,7 +89,6 @@ def function_of(
             examples,
             target.device,
             repairable,
-            searches,
             constant,
         )
     elif reader is not None:

@@ -56,7 +56,6 @@ def scaled(
     examples: Sequence[Any],
     device: torch.device,
     repairable: Repairable | None,
-    searches: bool,
     constant: Collection[int],
 ) -> Function:
     """Hand a graph its loss scale, and its working copies; tell optimizers of its parameters which
@@ -69,7 +68,6 @@ def scaled(
         examples: the caller's inputs that the graph was compiled with.
         device: the device on which the graph reads the scale.
         repairable: notes a call after steps were skipped; None: nothing is repaired.
-        searches: whether its first backward can search for the start of the scale.
         constant: the results that no gradient enters.
     """
     masters = tuple(inputs.copies.values())
@@ -83,7 +81,7 @@ def scaled(
         nonlocal is_first
         watch.see(args)
         scale.saw_forward()
-        given: Sequence[Any] = (*args, *scale.inputs(device, searched=searches))
+        given: Sequence[Any] = (*args, *scale.inputs(device))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])

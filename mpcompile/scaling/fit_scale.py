@@ -21,7 +21,6 @@ search waits for the device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from ..devices.generators import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
-from ..torch_inside.autograd import base_of
+from ..torch_inside.autograd import base_of, version
 from ..torch_inside.tensors import whole
 from .loss_scale import LossScale
 from .not_finite import Seen
@@ -60,8 +59,7 @@ def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Functi
     Args:
         compiled: the graph as emitted.
         scale: the loss scale of the graph.
-        inputs: which of the graph's inputs is what. The gradients of O2's working copies leave
-            multiplied by the scale, so all backward passes of a step must use one scale.
+        inputs: which of the graph's inputs is what.
     """
     graph = _Graph(compiled, scale, inputs)
 
@@ -178,39 +176,44 @@ class _Trial:
 
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients at the first scale, going down, at which they fit."""
-        scale, search = self.scale, self.scale.search
-        # Gradients of this step may be stored at this scale: by another graph or a failed search.
-        stored = bool(self.inputs.copies) and (search.found or search.was_searched(self.used))
-        fixed = stored or not search.fitting
-        if self.results is None or (fixed and self.at != float(self.used)):
-            self.again(saved, float(self.used) if fixed else search.top)
+        if self.results is None:  # not the first backward over this forward
+            self.again(saved, self.scale.search.top)
         results = [x.detach() for x in self.results if isinstance(x, torch.Tensor)]
         gradients = self.backward(grads)
-        if fixed:
-            return gradients
-        if not self.fits(gradients):
+        fit = self.fits(gradients)
+        if not fit:
             received = [whole(g) for g in grads if g is not None]
             call = Seen.of(self.inputs.names, self._given(saved), results, received)
             if call.hopeless:
-                scale.said.hopeless(self.number, call)
-                return self._hopeless(saved, grads, gradients)
-            while self.at * 0.5 >= scale.min_scale:
-                self.again(saved, self.at * 0.5)
-                gradients = self.backward(grads)
-                if self.fits(gradients):
-                    break
-            else:
-                search.give_up(self.used)
-                self._multiply(gradients, float(self.used))
-                return gradients
-        if not any(map(_has_numbers, gradients[:-1])):
-            return gradients
-        if not self.graph.compared:
-            self._compare(saved, grads, gradients)
-        value = search.keep(self.at, self.used)
-        self.used.fill_(value)
-        self._multiply(gradients, value)
+                self.scale.said.hopeless(self.number, call)
+            gradients, fit = self._lower(saved, grads, gradients, once=call.hopeless)
+        if fit and any(map(_has_numbers, gradients[:-1])):
+            if not self.graph.compared:
+                self._compare(saved, grads, gradients)
+            self.scale.search.keep(self.at)
+        self.used.fill_(self.at)
         return gradients
+
+    def _lower(
+        self, saved: Saved, grads: Sequence[torch.Tensor | None],
+        gradients: list[torch.Tensor | None], *, once: bool,
+    ) -> tuple[list[torch.Tensor | None], bool]:  # fmt: skip
+        """The gradients at lower scales, until they fit, or at the lowest; and whether they do.
+
+        Args:
+            once: at no scale will they fit: as without a search, so that what is finite of them is.
+        """
+        scale = self.scale
+        if once and self.at > scale.value:
+            self.again(saved, scale.value)
+            gradients = self.backward(grads)
+        while not once and self.at * 0.5 >= scale.min_scale:
+            self.again(saved, self.at * 0.5)
+            gradients = self.backward(grads)
+            if self.fits(gradients):
+                return gradients, True
+        scale.search.give_up()
+        return gradients, False
 
     def _compare(
         self,
@@ -225,27 +228,6 @@ class _Trial:
         self.again(saved, at / FACTOR)
         check_two_scales(gradients[:-1], self.backward(grads)[:-1], self.inputs.copies)
         self.at, self.graph.compared = at, True
-
-    def _hopeless(
-        self, saved: Saved, grads: Sequence[torch.Tensor | None],
-        gradients: list[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:  # fmt: skip
-        """The gradients as without a search, so that what is finite of them is."""
-        used = float(self.used)
-        self.scale.search.give_up(self.used)
-        if self.at == used:
-            return gradients
-        self.again(saved, used)
-        return self.backward(grads)
-
-    def _multiply(self, gradients: list[torch.Tensor | None], scale: float) -> None:
-        """Multiply O2's gradients by `scale`, in place of the scale that was tried."""
-        if scale == self.at:
-            return
-        for i in self.inputs.copies:
-            gradient = gradients[i]
-            if gradient is not None:
-                gradients[i] = gradient * (scale / self.at)
 
 
 def _overflows_are_expected() -> contextlib.AbstractContextManager[None]:
@@ -262,11 +244,10 @@ class _Fitted(torch.autograd.Function):
     def forward(ctx: Any, trial: _Trial, *args: Any) -> Any:
         bases = trial.forward(args)
         ctx.trial = trial
-        # Buffers may change before the backward; the trial keeps their old values.
-        ctx.places = [i for i, x in enumerate(args) if _is_tracked(x)]
-        values, *scaling = trial.inputs.scaling_apart(args)
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in values] + scaling
-        ctx.save_for_backward(*(args[i] for i in ctx.places))
+        # Buffers may change before the backward; the trial keeps their old values. All else stays
+        # for another backward over this forward, as autograd would not let it.
+        ctx.args = [x if _is_tracked(x) or not isinstance(x, torch.Tensor) else None for x in args]
+        ctx.versions = [version(x) if _is_tracked(x) else None for x in args]
         ctx.set_materialize_grads(False)
         own = [base.detach() for base in bases]
         constant = [new for new, base in zip(own, bases, strict=True) if not base.requires_grad]
@@ -277,11 +258,13 @@ class _Fitted(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        @functools.cache  # a checkpoint unpacks a saved tensor only once
         def saved() -> Sequence[Any]:
-            args = list(ctx.others)
-            for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):
-                args[i] = x
+            if [version(x) if _is_tracked(x) else None for x in ctx.args] != ctx.versions:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    "inplace operation (an input of a compiled graph, since its forward)"
+                )
+            args: Sequence[Any] = ctx.args
             return args
 
         gradients = ctx.trial.find(saved, grads)

@@ -56,7 +56,7 @@ class LiveScale:
         self.forwards = 0
         self._moved_at = 0
         self._early = False  # already lowered for an overflow, before its step
-        self._tensors: dict[tuple[torch.device, bool], tuple[float, torch.Tensor]] = {}
+        self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
         # What the host knows, and has logged.
         self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
         self._steps = self._forwards = 0  # generated steps, and forwards with some
@@ -87,9 +87,7 @@ class LiveScale:
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
     def start_at(self, scale: float) -> None:
-        """Take over the start that a search has found. The search also writes to the tensor that
-        the forward being searched has used.
-        """
+        """Take over the start that a search has found."""
         self._arriving = None
         self._scale = scale
         self._numbers = dataclasses.replace(self._numbers, scale=scale)
@@ -121,26 +119,22 @@ class LiveScale:
 
     # -- on a device ------------------------------------------------------------------------------
 
-    def tensor(self, device: torch.device, *, shared: bool) -> torch.Tensor:
+    def tensor(self, device: torch.device, *, own: bool) -> torch.Tensor:
         """The scale for a forward to multiply by: 0-d FP32 on `device`. While it is held, nothing
         moves it: a backward still to come must divide by the number that its forward multiplied by.
 
         Args:
-            shared: it is for forwards whose backward may search: they use one tensor, which the
-                search writes to, until `forget_tensors`. No other forward uses that one.
+            own: whether the forward gets a tensor that no other forward has, to write to.
         """
-        if self._resident and not shared:
+        if self._resident and not own:
             scale = self._resident["scale"]
             return scale.clone() if self._copies is None else self._copies.of(scale)
-        value, held = self.scale, self._tensors.get((device, shared))
-        if held is None or held[0] != value:
+        value, held = self.scale, self._tensors.get(device)
+        if own or held is None or held[0] != value:
             held = value, torch.tensor(value, dtype=torch.float32, device=device)
-            self._tensors[device, shared] = held
+            if not own:
+                self._tensors[device] = held
         return held[1]
-
-    def forget_tensors(self) -> None:
-        """Make the next forward use a new tensor: the last one is, or will be, written to."""
-        self._tensors.clear()
 
     def reside(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Keep the values on `device` from now on, and return them: 0-d tensors by the fields of

@@ -225,22 +225,18 @@ class LossScale(Ruled):
         self.agreed = True
         self.search.end()
         if value != self.value:
-            self.live.forget_tensors()
             self.live.start_at(value)
 
     # -- what the compiled graphs use -------------------------------------------------------------
 
-    def inputs(
-        self, device: torch.device, *, searched: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The graph's two extra inputs: the scale, and the leaf whose "gradient" counts overflows.
 
-        Both are 0-d FP32 on `device`. In the iteration that finds the scale, the graphs whose
-        backward can search (`searched`) share one tensor for it, which the search writes to. Any
-        other keeps the number that it began with: its backward may have run before the search.
+        Both are 0-d FP32 on `device`. While the start is searched, each call of a graph has a scale
+        of its own, into which its backward writes the number that its gradients came out with.
         """
         self.used = None  # so that its memory can be used again
-        self.used = self.live.tensor(device, shared=self.fitting and searched)
+        self.used = self.live.tensor(device, own=self.fitting)
         return self.used, self.overflows.leaf(device)
 
     def saw_forward(self) -> None:

@@ -1,5 +1,5 @@
 """The search for the start of a loss scale: when backward passes search, and what becomes of what
-they find. Those who search are `fit_scale.py`, graph by graph, and `whole_step/call.py`.
+they find. `fit_scale.py` searches, graph by graph.
 
 The first backward with a finite gradient that is not zero finds the start. After that, or after a
 few backwards that overflow at every scale, the scale moves by its rule alone.
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import logs
 from ..ir.scale import HEADROOM, INIT_SCALE
@@ -36,7 +33,6 @@ class Search:
         self.possible = False
         self._found_in: int | None = None  # number of the backward that found the scale
         self._failures = 0
-        self._searched = WeakIdKeyDictionary()  # the scale tensors of their forwards
 
     @property
     def found(self) -> bool:
@@ -52,38 +48,27 @@ class Search:
 
     @property
     def top(self) -> float:
-        """The scale that a search begins with."""
-        return min(INIT_SCALE, self._live.rule.max_scale) * HEADROOM
+        """The scale that a backward tries first."""
+        if not self.fitting:
+            return self._live.scale
+        start = self._live.scale if self.found else min(INIT_SCALE, self._live.rule.max_scale)
+        return start * HEADROOM
 
-    def keep(self, at: float, used: torch.Tensor | None) -> float:
-        """Set the scale that a search has found, and return it. The next forward uses another
-        tensor, which its own search may write to.
-
-        Args:
-            at: the largest scale at which the gradients fitted.
-            used: the tensor that their forward multiplied by; None: a whole step has been tried.
-        """
+    def keep(self, at: float) -> None:
+        """Take over what a backward has found: the largest scale at which its gradients fitted."""
+        if not self.fitting:
+            return
         value = min(INIT_SCALE, max(at / HEADROOM, self._live.rule.min_scale))
         value = min(value, self._live.scale) if self.found else value
-        text = "the first backward found the loss scale %(scale)g"
-        logs.event("scale", logging.INFO, "found", text, scale=value)
+        if not (self.found and value == self._live.scale):
+            text = "the first backward found the loss scale %(scale)g"
+            logs.event("scale", logging.INFO, "found", text, scale=value)
         self._live.start_at(value)
-        self._live.forget_tensors()
         self._found_in = running_backward()
-        if used is not None:
-            self._searched[used] = True
-        return value
 
-    def give_up(self, used: torch.Tensor) -> None:
-        """A backward overflowed at every scale, so its gradients are multiplied by what its forward
-        used: the next forward uses another tensor.
-
-        Args:
-            used: the scale tensor that its forward multiplied by.
-        """
+    def give_up(self) -> None:
+        """A backward overflowed at every scale."""
         self._failures += 1
-        self._searched[used] = True
-        self._live.forget_tensors()
         text = "the search for a loss scale failed: gradients overflow at every scale"
         logs.event("scale", logging.INFO, "not_found", text)
 
@@ -100,10 +85,6 @@ class Search:
     def end(self) -> None:
         """The start is known."""
         self.fitting, self._found_in = False, None
-
-    def was_searched(self, used: torch.Tensor) -> bool:
-        """Whether a backward has searched, or failed to, whose forward used this tensor."""
-        return used in self._searched
 
 
 def after_backward(function: Callable[[], None]) -> None:

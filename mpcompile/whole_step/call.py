@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from ..devices.generators import unchanged
 from ..optim.inputs import Setting
 from ..runtime.stays_finite import StepWatch
 from ..scaling import parameters
-from ..scaling.loss_scale import LossScale
-from ..torch_inside.amp import autocast_off
 from ..torch_inside.autograd import hooks_on
 from .one_graph import Traced
 from .program import Program
@@ -64,8 +61,6 @@ class Call:
         self._reads = [read for forward in program.forwards for read in forward.reads]
         scales = dict.fromkeys(f.scale for f in program.forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
-        for scale in scales:
-            scale.search.possible = True
         # A loss scale speaks itself.
         self._watch = None if scales else StepWatch("training step", [p for _, p in trained])
 
@@ -79,8 +74,6 @@ class Call:
         self._begins()
         for read in self._reads:
             read.copy.refresh(read.master)
-        if fitting := [scale for scale, _ in self._scales if scale.fitting]:
-            _find_start(self._program, fitting, given)
         for made in self._program.made:
             if isinstance(made, Update):
                 made.prepare(self._held)
@@ -116,35 +109,10 @@ class Call:
         self._changes = parameters.changes()
         if not all(update.rests_on.holds(update.inner) for update in self._updates):
             raise Outdated({u.optimizer: u.constants.changed(u.inner) for u in self._updates})
+        if any(scale.fitting for scale, _ in self._scales):
+            raise NotThisTime("the first backward finds the start of its loss scale")
         for scale, repairs in self._scales:
             if scale.trouble.pending and self._program.can_be_noted:
                 raise NotThisTime("steps were skipped in a row, and this one is noted")
             if len(scale.repairs.events) != repairs:
                 raise Outdated
-
-
-def _find_start(program: Program, scales: Sequence[LossScale], given: Sequence[Any]) -> None:
-    """Find the starts of these loss scales, before the first step runs as a whole.
-
-    As in pieces (`scaling/fit_scale.py`), the start is the largest power of two that leaves room
-    for gradients eight times as large. Forward and backward run op by op on copies of what they
-    write to, with ever smaller scales, until no gradient overflows; no optimizer steps. A scale
-    whose gradients are all zero is searched for in the next step.
-    """
-    tried = {scale: scale.search.top for scale in scales}
-    devices = {x.device for x in given if isinstance(x, torch.Tensor)}
-    while True:
-        with unchanged(devices), autocast_off():
-            overflowed, zero, hopeless = program.try_scales(given, tried)
-        too_large = [scale for scale in scales if scale in overflowed]
-        if not too_large or hopeless:
-            break
-        if any(tried[scale] * 0.5 < scale.min_scale for scale in too_large):
-            break
-        tried.update({scale: tried[scale] * 0.5 for scale in too_large})
-    for scale, at in tried.items():
-        if hopeless or scale in too_large:
-            scale.search.give_up(torch.tensor(scale.value))
-        elif scale not in zero:
-            scale.search.keep(at, None)
-            scale.search.end()

@@ -28,14 +28,12 @@ class Backward:
     Attributes:
         arrived: a gradient for each of its inputs, or None: FP32, or in the low dtype of a working
             copy that has no loss scale.
-        found: for each loss scale how many gradients overflowed: 0-d FP32.
-        uncounted: gradients that are not in `found`, each with its loss scale: the step that alone
-            reads one checks it.
+        found: for each loss scale how many gradients overflowed: 0-d FP32. A gradient that steps
+            alone read is not counted: they check it.
     """
 
     arrived: list[torch.Tensor | None]
     found: dict[LossScale, torch.Tensor]
-    uncounted: list[tuple[LossScale, torch.Tensor]]
 
 
 def straighten(graph: fx.Graph) -> None:
@@ -120,7 +118,6 @@ def go_backward(
     of_copies, overflows = rest[: len(reads)], rest[len(reads) :]
     found = {s: n.detach() for s, n in zip(counts, overflows, strict=True) if n is not None}
     arrived: list[torch.Tensor | None] = []
-    uncounted: list[tuple[LossScale, torch.Tensor]] = []
     for i, (x, master) in enumerate(zip(inputs, masters, strict=True)):
         grad = next(gradients) if x.requires_grad or i in read else None
         of_copy = [
@@ -134,14 +131,12 @@ def go_backward(
             continue
         for r, of, g in of_copy:
             true, scale = _unscaled(r, of, g), r.forward.scale
-            if scale is not None and alone:
-                uncounted.append((scale, true))
-            elif scale is not None:
+            if scale is not None and not alone:
                 overflow = true.isfinite().logical_not().any().to(torch.float32)
                 found[scale] = found[scale] + overflow if scale in found else overflow
             grad = true if grad is None else grad + true
         arrived.append(grad)
-    return Backward(arrived, found, uncounted)
+    return Backward(arrived, found)
 
 
 def _unscaled(ran: Ran, read: Read, grad: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ derives the backward from the rewritten forwards and gives one graph of ATen ope
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch import fx
 
 from .. import ir
 from ..errors import CannotRewrite
-from ..ir.fakes import duplicate, fake_twin
+from ..ir.fakes import fake_twin
 from ..lower.joint import NO_PASSES, JointPasses
 from ..optim.inputs import Setting
 from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
-from ..scaling.overflows import any_nonfinite
 from ..settings import Settings
 from ..torch_inside.amp import autocast_off
 from ..torch_inside.fakes import TracingContext
@@ -216,41 +215,6 @@ class Program:
         unseen = [b for node, b in running.backwards.items() if node not in running.looked_at]
         return results, running.behind, _sum(unseen)
 
-    def try_scales(
-        self, given: Sequence[Any], scales: Mapping[LossScale, float]
-    ) -> tuple[set[LossScale], set[LossScale], bool]:
-        """Run forwards and backwards op by op, on copies, with other loss scales; no steps.
-
-        Args:
-            given: Dynamo's inputs.
-            scales: loss scales -> the values to try.
-
-        Returns:
-            The loss scales under which a gradient overflowed; those under which all were zero; and
-            whether no scale can help: a loss itself is not finite.
-        """
-        held = list(self.held.tensors)
-        for forward in self.forwards:
-            if forward.scale is not None and forward.scale in scales:
-                at = forward.scale_at
-                held[at] = torch.full_like(held[at], scales[forward.scale])
-        running = self._start([_copied(x) for x in given], held)
-        for part, made in self._parts:
-            if part.kind != "step":
-                with torch.enable_grad() if part.grad else torch.no_grad():
-                    self._run_part(part, made, running)
-        overflowed = {s for s, found in _sum(list(running.backwards.values())).items() if found > 0}
-        zero: set[LossScale] = set()
-        others: set[LossScale] = set()
-        for backward in running.backwards.values():
-            for scale, gradient in backward.uncounted:
-                if bool(any_nonfinite([gradient])):
-                    overflowed.add(scale)
-            has_numbers = any(bool(g.any()) for g in backward.arrived if g is not None)
-            (others if has_numbers else zero).update(backward.found)
-        losses = [running.env[n].detach() for b in running.backwards for n in listed(b.args[0])]
-        return overflowed, zero - others, bool(any_nonfinite(losses))
-
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
         running = _Running(dict(zip(self._placeholders, given, strict=True)), held)
         for node in self._gm.graph.find_nodes(op="get_attr"):
@@ -338,12 +302,6 @@ def _sum(backwards: Sequence[Backward]) -> dict[LossScale, torch.Tensor]:
         for scale, found in backward.found.items():
             total[scale] = total[scale] + found if scale in total else found
     return total
-
-
-def _copied(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return duplicate(value.detach()).requires_grad_(value.requires_grad)
 
 
 def _is_computed(node: fx.Node) -> bool:
