@@ -137,7 +137,9 @@ class TrainStep:
                 assert code is not None
                 reset_code(code)
             except NotThisTime:
-                break
+                result = self._run_once(args, kwargs)
+                self._forget_once()
+                return result
             except Exception as error:
                 if self._backend.thread.began:  # the program failed, as it does in pieces
                     raise
@@ -147,10 +149,13 @@ class TrainStep:
                     continue
                 cause = _cause(error)
                 if isinstance(cause, StateAppeared):
-                    break
+                    return self._run_once(args, kwargs)
                 if isinstance(cause, MPCompileError) and not isinstance(cause, CannotRewrite):
                     raise
                 return self._leave(cause, args, kwargs)
+
+    def _run_once(self, args: Any, kwargs: Any) -> Any:
+        """This step in pieces, op by op."""
         known = len(self._plans)
         with op_by_op():
             result = self._once(*args, **kwargs)
