@@ -63,7 +63,7 @@ from .marks import (
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
 from .reads import all_before
-from .sizes import hint, known_below, known_equal, known_multiple, same_shape
+from .sizes import hint, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,
     become_tensor,
@@ -165,7 +165,6 @@ __all__ = [
     "is_stored_low",
     "is_write_back",
     "kind",
-    "known_below",
     "known_equal",
     "known_multiple",
     "laid_channels_last",

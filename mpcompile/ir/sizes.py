@@ -19,11 +19,6 @@ def known_multiple(size: Size, of: int) -> bool:
     return bool(symbolic_shapes.statically_known_true(size % of == 0))
 
 
-def known_below(a: Size, b: Size) -> bool:
-    """Whether a size is smaller than another for all values of their symbols; adds no guard."""
-    return bool(symbolic_shapes.statically_known_true(a < b))
-
-
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     """Whether two shapes are equal for all values of their symbols; adds no guard."""
     left, right = tuple(a), tuple(b)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,12 @@ class Shadow:
         self.members = {i: member for i, member in enumerate(members) if member.updated}
         self.foreach = foreach
         self.reads: dict[Setting, Any] = {}
-        self.attributes = _plain_values(_own_attributes(optimizer))
+        own = _own_attributes(optimizer)
+        self.attributes = _plain_values(own)
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, value in own.items():
+            if _names_one(value, ids):
+                raise CannotRewrite(f"it keeps parameters of its own in {name!r}, to tell them by")
 
     def run(self, tensors: dict[Slot, Any]) -> None:
         """Do the step on these inputs of the graph; its changes are written into them.
@@ -203,6 +208,19 @@ def _fresh(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _fresh(v) for k, v in value.items()}
     return value
+
+
+def _names_one(value: Any, ids: Collection[int]) -> bool:
+    """Whether a value is a parameter with one of these ids, or such an id, or holds one: the step
+    runs on other tensors, which it would not know by it.
+    """
+    if isinstance(value, torch.Tensor):
+        return id(value) in ids
+    if isinstance(value, Mapping):
+        return any(_names_one(v, ids) for item in value.items() for v in item)
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        return any(_names_one(v, ids) for v in value)
+    return type(value) is int and value in ids
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -112,6 +112,28 @@ class DrawsNumbers(AsWritten):
         p.sub_(p.grad * (group["lr"] * random.Random(0).random() + 0 * random.random()))  # type: ignore[operator]
 
 
+class Knows(AsWritten):
+    """Tells its parameters by themselves: the last one is updated faster."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.fast = {self.param_groups[-1]["params"][-1]}
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * (3 if p in self.fast else 1))  # type: ignore[arg-type]
+
+
+class KnowsIds(AsWritten):
+    """Likewise, by numbers in a table."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = {"by id": {id(self.param_groups[-1]["params"][-1]): 3}}
+
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * self.rates["by id"].get(id(p), 1))  # type: ignore[arg-type]
+
+
 _COUNTS = "as a Python value and changes it in every step"
 _BRANCHES = "it branches on the value of a tensor, or makes a Python number of it"
 # The class -> why its step can't be compiled.
@@ -127,6 +149,8 @@ WHY: dict[type[Optimizer], str] = {
     Rounds: _BRANCHES,
     Shares: "it keeps state that belongs to no parameter of this step ('everyone')",
     Holds: "FakeTensor",
+    Knows: "it keeps parameters of its own in 'fast'",
+    KnowsIds: "it keeps parameters of its own in 'rates'",
     Grows: "it changes the shape of its state 'past'",
 }
 LEFT = pytest.mark.parametrize("cls", WHY)
