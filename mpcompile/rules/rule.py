@@ -90,8 +90,8 @@ class Rule:
 
         keeps: what it stores for its backward.
         fuses: the compiler fuses it with its neighbours; otherwise it is a kernel of its own.
-        rounds_result: computes in FP32 inside, and its result is no larger than what it reads, so
-            that O2 may store the result in half precision (Paddle's O2 has norms so).
+        rounds_result: computes in FP32 inside, and its result keeps the magnitude of what it reads,
+            or less: O2 may store it in half precision (Paddle's O2 has norms so).
         low_form: the operator that gives the half-precision result of this one, with a backward
             that reads it.
 
