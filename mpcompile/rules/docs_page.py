@@ -15,13 +15,13 @@ from .table import TABLE
 
 _TITLE = "# What is known about operators"
 _ABOUT = (
-    "This page is the table in `mpcompile/rules/`. `python -m mpcompile.rules.docs_page` prints it."
-    " Each operator stands in one row; all its overloads share it. An operator that is not on this "
-    "page keeps the dtypes that it was captured with. `mpcompile.register_rule` adds a row for an "
-    "operator of your own, with any of these facts:"
+    "The table in `mpcompile/rules/`, printed by `python -m mpcompile.rules.docs_page`. An operator"
+    " stands in one row, with all its overloads. One that is not on this page keeps the dtypes that"
+    " it was captured with. `mpcompile.register_rule` adds a row for an operator of your own, with "
+    "any of these facts:"
 )
 _PRECISIONS = {
-    Precision.LOW: "LOW: runs in the low dtype",
+    Precision.LOW: "LOW: runs in half precision",
     Precision.FULL: "FULL: runs in FP32",
     Precision.FOLLOW: "FOLLOW: runs in either; the planner decides",
     Precision.KEEP: "KEEP: keeps the dtypes that the program names",

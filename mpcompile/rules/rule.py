@@ -61,13 +61,13 @@ class Rule:
         kind: what the operator does with a value.
 
         grows: the result may leave FP16's range although the inputs are inside it, or is a total
-            of which the last digits count, so that what follows directly stays in FP32 too.
+            of which the last digits count: what follows directly stays in FP32 too.
         bounded: the result lies within FP16's range whatever the inputs.
         sensitive: a rounding of the input may change the result altogether (a rank, a definite
-            matrix that no longer is), so that what feeds it is computed in FP32 too.
+            matrix that no longer is): what feeds it is FP32 too.
         digits: arguments of which every digit counts: a rounding moves the result to another whole
-            number, bin, place or side, or the value is small or near an edge where the operator is
-            steep. At O2 arithmetic that feeds them stays FP32 wherever it would at O1.
+            number, bin, place or side, or the operator is steep there. At O2 arithmetic that feeds
+            them stays FP32 wherever it would at O1.
         tiny: the result reaches down to FP32's smallest numbers, of which FP16 makes zeros.
         hands_on_tiny: one tiny operand makes the result tiny; elsewhere all operands must be.
         averages: the result is as large as what is read, though computed in FP32.
@@ -75,25 +75,25 @@ class Rule:
         product: the operator as a product of labelled arrays, for padding and for the device
             profile: the labels of each operand, as `"self[m,k] mat2[k,n] -> [m,n]"`, or the name of
             one whose rank varies, in `mpcompile/padding/products.py`.
-        multiplies: comes down to matrix products; counted where a body that no pass sees holds it.
+        multiplies: comes down to matmuls; counted where no pass sees the body that holds it.
         recurrent: a recurrent operator, or None.
 
         adds: adds its operands, so that a number far below 1 is lost beside 1.
         uncast: arguments that are never cast.
         writes: arguments written in place without the schema saying so.
-        masks: arguments that hold an additive mask: finite values below the low dtype's range are
-            clamped into it by their cast, so that a fully masked row stays finite.
+        masks: arguments that hold an additive mask: finite values below the range of the half
+            precision are clamped into it, so that a fully masked row stays finite.
         promotes: promotes its operands by itself, so that a 0-d FP32 operand (a learned
-            temperature) may stay FP32 beside a low one.
+            temperature) may stay FP32 beside a half-precision one.
         linear_backward: its backward is linear in the gradient in floating point, too; where not,
-            it is handed gradients without the loss scale.
+            it gets gradients without the loss scale.
 
         keeps: what it stores for its backward.
-        fuses: the compiler fuses it with its neighbours; otherwise it is a kernel of its own, whose
-            operands and result lie in memory.
+        fuses: the compiler fuses it with its neighbours; otherwise it is a kernel of its own.
         rounds_result: computes in FP32 inside, and its result keeps the magnitude of what it reads,
-            or less, so that O2 may store the result in the low dtype (Paddle's O2 has norms so).
-        low_form: the operator that gives the low result of this one, with a backward that reads it.
+            or less: O2 may store it in half precision (Paddle's O2 has norms so).
+        low_form: the operator that gives the half-precision result of this one, with a backward
+            that reads it.
 
         creates: makes a tensor out of sizes and at most one number.
         fill: the argument that holds this number.
@@ -109,12 +109,12 @@ class Rule:
         dims: what it does with the dimensions: "reshape", "permute" or "unsqueeze"; None: something
             else.
         in_order: hands on all elements in their order.
-        by_strides: names places in memory: what it reads depends on how its operand lies there.
+        by_strides: what it reads depends on how its operand lies in memory.
 
         picks: each element of the result is one that it reads, or a number, so that a comparison of
             the two may find them equal. Views and moves (`kind`) pick, too.
-        compares: arguments whose elements are compared with those of one another, for equality or
-            order, by itself or by its backward.
+        compares: arguments whose elements are compared with those of one another, by itself or by
+            its backward.
         finds: arguments in which its backward finds the result again, by its value. Of a norm or a
             distance only that of order infinity does.
     """

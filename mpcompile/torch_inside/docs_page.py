@@ -8,10 +8,9 @@ from .private_names import NAMES, Name, Part, take_all
 
 _TITLE = "# What mpcompile takes from inside torch"
 _ABOUT = (
-    "torch promises nothing about these names, and a new release may rename one or change what it "
-    "does. Where one is gone, what can't do without it is off, and says so; "
-    "[Troubleshooting](troubleshooting.md#a-newer-torch) tells more. `make test-inside` tries them "
-    "on another torch. This page is the table in `mpcompile/torch_inside/`; "
+    "torch promises nothing about these names. Where a release lacks one, what needs it is off "
+    "([a newer torch](troubleshooting.md#a-newer-torch)). `make test-inside` tries them on another "
+    "torch. This page is the table in `mpcompile/torch_inside/`; "
     "`python -m mpcompile.torch_inside.docs_page` prints it."
 )
 

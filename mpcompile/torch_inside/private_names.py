@@ -27,12 +27,12 @@ class Part(enum.Enum):
 
     COMPILE = "nothing is compiled: mpcompile() raises"
     INDUCTOR = 'emit="inductor" raises; emit="aot_eager" does without'
-    WHOLE_STEP = "whole steps run in pieces"
-    OPTIMIZER = "MPOptimizer raises; any torch.optim optimizer does without"
+    WHOLE_STEP = "training steps are not one graph: their parts are compiled apart"
+    OPTIMIZER = "MPOptimizer raises; plain optimizers do without"
     RECURRENT = "graphs with recurrent layers stay in FP32"
     RANKS = "models of several processes are refused"
     EXPLAIN = "explain, diagnose and plans raise"
-    CALLS = "calls of what is compiled for optimizers and whole steps cost some microseconds more"
+    CALLS = "compiled optimizer steps and training steps take some microseconds more"
     SAY = "a message says less"
 
 

@@ -2,5 +2,5 @@
 
 Data flows one way: `reference` runs a graph operator by operator, `judge` compares what came out,
 `cures` compiles anew what was wrong, `first_call` does all three at a function's first call,
-`verdicts` remembers. docs/design/19-verification.md tells how it decides and what it can't see.
+`verdicts` remembers. docs/design/0019-verification.md tells how it decides and what it can't see.
 """

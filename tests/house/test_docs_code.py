@@ -1,14 +1,16 @@
 """Every block of Python in every document runs; one that can't says so on its page.
 
-The blocks of a page run one after the other over the same names, in a folder of their own. What a
-page takes as given (a model that has been trained for a step, a process group) is made here. Only
-the README runs through Inductor.
+The blocks of a page run one after the other over the same names, in a folder of their own, from an
+empty namespace: pasted into a file they run, too. What the other pages take as given (a process
+group, models of other libraries) is made here. Only the README runs through Inductor.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +22,8 @@ import torch.nn.functional as F
 from documented import Names, Net, eager, run
 from documents import DOCUMENTS, README, blocks
 from repository import ROOT
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mpcompile
 from mpcompile import compiled_plans
 
 __all__ = ["eager"]
@@ -77,30 +77,19 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
 # -- what pages take as given ----------------------------------------------------------------------
 
 
-def data() -> Names:
-    return {"torch": torch, "nn": nn, "F": F, "lr": 0.1, "device": "cpu",
-            "x": torch.randn(4, 16), "y": torch.randint(8, (4,))}  # fmt: skip
-
-
-def a_trained_model(_: ExitStack) -> Names:
-    """A compiled model that has run forward and backward once."""
-    given = data()
-    model = mpcompile.mpcompile(Net())
-    model(given["x"]).sum().backward()
-    return {**given, "model": model}
-
-
-def a_plain_model(_: ExitStack) -> Names:
-    model, given = Net(), data()
-    batches = list(zip(given["x"].split(2), given["y"].split(2), strict=True))
-    return {**given, "model": model, "batches": batches}
+def a_script(ends: ExitStack) -> Names:
+    """Nothing: an empty module, whose classes can be pickled."""
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    ends.callback(sys.modules.pop, "page")
+    return vars(module)
 
 
 def a_group_of_one(ends: ExitStack) -> Names:
     """A class of models, and a process group of this process alone."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     ends.callback(dist.destroy_process_group)
-    return {**data(), "Net": Net}
+    return {"Net": Net}
 
 
 def trainers(ends: ExitStack) -> Names:
@@ -116,9 +105,9 @@ def trainers(ends: ExitStack) -> Names:
     ends.callback(AcceleratorState._reset_state, reset_partial_state=True)
     args = TrainingArguments(output_dir="out", max_steps=1, use_cpu=True, report_to=[],
                              disable_tqdm=True, save_strategy="no")  # fmt: skip
-    model, given = Net(), data()
-    batch = TensorDataset(given["x"], given["y"])
-    return {**given, "module": Module(), "train_batches": batches(2), "test_batches": batches(2),
+    model = Net()
+    batch = TensorDataset(torch.randn(4, 16), torch.randint(8, (4,)))
+    return {"module": Module(), "train_batches": batches(2), "test_batches": batches(2),
             "transformer": gpt(), "args": args, "rows": rows(8, 0), "model": model,
             "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
             "loader": DataLoader(batch, batch_size=2), "loss_of": F.cross_entropy}  # fmt: skip
@@ -127,9 +116,6 @@ def trainers(ends: ExitStack) -> Names:
 GIVEN: dict[str, Callable[[ExitStack], Names]] = {
     "distributed.md": a_group_of_one,
     "trainers.md": trainers,
-    "whole_step.md": a_plain_model,
-    "faq.md": a_plain_model,
-    "quickstart.md": lambda ends: {},
 }
 
 
@@ -151,7 +137,7 @@ def own_handlers() -> Iterator[None]:
 def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ExitStack() as ends:
-        run(runnable(document), GIVEN.get(document.name, a_trained_model)(ends))
+        run(runnable(document), GIVEN.get(document.name, a_script)(ends))
 
 
 def test_what_is_not_run_says_so() -> None:

@@ -25,8 +25,8 @@ HALF = re.compile(MINUS_NOT_RUN + r"```diff\n(.*?)^```$", re.M | re.S)
 
 
 def small_blocks() -> dict[str, str]:
-    """Heading -> block. Those of whole scripts come last and are left out."""
-    text = PAGE.read_text().partition("## Three scripts")[0]
+    """Heading -> block. That of a whole script comes last and is left out."""
+    text = PAGE.read_text().partition("## Whole scripts")[0]
     found: dict[str, str] = {}
     for part in re.split(r"^##+ ", text, flags=re.M)[1:]:
         heading = part.partition("\n")[0]
@@ -97,4 +97,4 @@ def test_each_half_that_is_not_run_says_so() -> None:
 
 
 def test_all_blocks_are_seen() -> None:
-    assert len(blocks(PAGE, "diff")) == len(BLOCKS) + 3
+    assert len(blocks(PAGE, "diff")) == len(BLOCKS) + 1

@@ -70,16 +70,20 @@ def test_a_checkpoint_goes_on_where_it_ended(name: str, tmp_path: Path) -> None:
 
 
 @every_script
-def test_the_page_shows_what_changes(name: str) -> None:
-    """Beside the description at the top: the two docstrings."""
+def test_a_script_is_short(name: str) -> None:
+    for when in ("before", "after"):
+        assert len((SCRIPTS / f"{name}_{when}.py").read_text().splitlines()) <= 120
+
+
+def test_the_page_shows_what_changes() -> None:
+    """In nanoGPT, beside the description at the top: the two docstrings."""
     page = (ROOT / "docs" / "migrating.md").read_text()
-    before, after = ((SCRIPTS / f"{name}_{when}.py") for when in ("before", "after"))
-    assert all(len(path.read_text().splitlines()) <= 120 for path in (before, after))
-    assert diff_of(before, after) in re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    assert difference() in re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
 
 
-def diff_of(before: Path, after: Path) -> str:
+def difference() -> str:
     """Three lines around each change, without the names and numbers on top."""
+    before, after = (SCRIPTS / f"nanogpt_{when}.py" for when in ("before", "after"))
     old, new = (path.read_text().partition('"""\n')[2] for path in (before, after))
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm="")
     shown = [line for line in lines if not line.startswith(("---", "+++"))]
@@ -87,6 +91,5 @@ def diff_of(before: Path, after: Path) -> str:
     return hunks.strip("\n") + "\n"
 
 
-if __name__ == "__main__":  # the three blocks, to be put into the page
-    for name in ("nanogpt", "timm", "dcgan"):
-        print(diff_of(SCRIPTS / f"{name}_before.py", SCRIPTS / f"{name}_after.py"))
+if __name__ == "__main__":  # the block, to be put into the page
+    print(difference(), end="")

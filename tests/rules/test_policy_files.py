@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from documented import op
 from documents import blocks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -325,7 +324,6 @@ def test_commands_take_a_file(
 
 def test_the_file_in_the_guide(tmp_path: Path) -> None:
     """It says what the policy above it says."""
-    assert op  # registers mylib::op
     (shown,) = re.findall(r"^```toml\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     (tmp_path / "pins.toml").write_text(shown)
     (block,) = (block for block in blocks(GUIDE) if "policy = Policy(" in block)

@@ -12,7 +12,7 @@ from torch import nn
 from mpcompile import MPOptimizer
 from mpcompile.settings import Settings
 
-__all__ = ["Names", "Net", "eager", "fast_norm", "op", "run"]
+__all__ = ["Names", "Net", "eager", "run"]
 
 Names = dict[str, Any]
 
@@ -22,18 +22,6 @@ def run(documented: list[str], names: Names) -> Names:
     for number, block in enumerate(documented):
         exec(compile(block, f"block {number}", "exec"), names)
     return names
-
-
-@torch.library.custom_op("mylib::op", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
-    """What the documents call a custom operator."""
-    return x.clone()
-
-
-@torch.library.custom_op("mylib::fast_norm", mutates_args=())
-def fast_norm(x: torch.Tensor) -> torch.Tensor:
-    """Another one."""
-    return x.clone()
 
 
 class Net(nn.Module):
