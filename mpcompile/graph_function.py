@@ -28,7 +28,7 @@ from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
 from .runtime.repair import Repairable
 from .runtime.stays_finite import watching
 from .runtime.witness import constants_of
-from .scaling import copies, fit_scale, shardings
+from .scaling import agreement, copies, fit_scale
 from .scaling.loss_scale import LossScale
 from .settings import Settings
 from .torch_inside.dynamo import traced_code
@@ -60,7 +60,7 @@ def function_of(
     _heed_the_device(planned, target)
     in_full = known.read_in_full(planned)
     copies.read_in_full([examples[i] for i in in_full])
-    sharded = shardings.enter(examples)
+    sharded = agreement.enter_fsdp(examples)
     working = [
         fake_of_fixed_size(copy.stored.detach().requires_grad_(master.requires_grad))
         for master, copy in known.copies_for(planned)
@@ -104,7 +104,7 @@ def function_of_left(
     gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, verify: Verify
 ) -> Function:
     """Compile a graph unchanged, in FP32."""
-    shardings.enter(examples)  # other ranks may have rewritten this graph
+    agreement.enter_fsdp(examples)  # other ranks may have rewritten this graph
     compiled = _emit(gm, examples, settings, verify, untouched=True)
     compiled = watching(compiled, examples, settings.names)
     return noticing_ddp(compiled, None)

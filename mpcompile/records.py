@@ -14,7 +14,7 @@ from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .scaling import parameters
 from .scaling.loss_scale import LossScale
-from .scaling.repairs import Repairs
+from .scaling.skipped_steps import Repairs
 from .settings import OPTIONS, Settings
 from .torch_inside.health import refuse
 from .torch_inside.modules import unwrapped

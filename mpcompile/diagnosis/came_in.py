@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..scaling.not_finite import is_bad
+from ..scaling.messages import is_bad
 from ..torch_inside import pytree
 from .sides import Sides
 

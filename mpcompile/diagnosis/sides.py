@@ -33,7 +33,7 @@ from ..runtime.compile_apart import compiled_apart, nothing_happened
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
 from ..scaling.overflows import weakly
-from ..scaling.repairs import Repairs
+from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
 from ..torch_inside import pytree
 from ..torch_inside.modules import buffers_of

@@ -40,7 +40,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import MPCompileError
-from ..scaling import traced_gradients
+from ..scaling import low_gradients
 from ..torch_inside import aot, dynamo
 from ..torch_inside.dynamo import CallbackArgs
 from ..torch_inside.dynamo_names import RestartAnalysis, config
@@ -134,7 +134,7 @@ def _left_out() -> set[Callable[..., Any]]:
 
 def _listen() -> None:
     dynamo.call_back(_begin, _end)
-    traced_gradients.listen_again()
+    low_gradients.listen_again()
 
 
 def were_set() -> bool:

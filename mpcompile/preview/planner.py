@@ -25,7 +25,7 @@ from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
 from ..runtime.outside_products import counted
 from ..scaling import copies, parameters
-from ..scaling.repairs import Repairs
+from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
 from ..training import scale_for
 from .stand_ins import StandIns

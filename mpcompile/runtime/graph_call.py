@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..ir.inputs import GraphInputs
-from ..scaling import guard, reductions
+from ..scaling import agreement, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
@@ -72,9 +72,9 @@ def scaled(
     """
     masters = tuple(inputs.copies.values())
     watch = _Watch(examples, scale)
-    trouble = scale.trouble
+    in_a_row = scale.in_a_row
     if repairable is not None:
-        trouble.repair = functools.partial(repair, scale)
+        in_a_row.repair = functools.partial(repair, scale)
     is_first = True
 
     def call(*args: Any) -> Any:
@@ -85,11 +85,11 @@ def scaled(
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])
-        noted = repairable.note(given) if trouble.pending and repairable is not None else None
+        noted = repairable.note(given) if in_a_row.pending and repairable is not None else None
         results = compiled(*given)
         if noted is not None:
             noted.gave(results)
-            trouble.calls.append(noted)
+            in_a_row.calls.append(noted)
         if is_first:
             is_first = False
             check_constants(results, constant)
@@ -144,7 +144,7 @@ def noticing_ddp(call: Function, scale: LossScale | None) -> Function:
     def run(*args: Any) -> Any:
         module = active_ddp()
         if module is not None and torch.is_grad_enabled():
-            reductions.enter(module, scale)
+            agreement.enter_ddp(module, scale)
         return call(*args)
 
     return run

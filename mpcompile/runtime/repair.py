@@ -46,7 +46,7 @@ def repair(scale: LossScale) -> bool:
     at = scale.value
     if scale.rule.dynamic:  # what fits at a lower scale, the scale finds by itself
         at = min(at, max(1.0, scale.min_scale))
-    found = [(fault, call.graph) for call in scale.trouble.calls if (fault := call.fault(at))]
+    found = [(fault, call.graph) for call in scale.in_a_row.calls if (fault := call.fault(at))]
     if not found:
         return False
     fault, graph = min(found, key=lambda one: _SERIOUS.index(one[0].kind))
@@ -61,10 +61,10 @@ def repair(scale: LossScale) -> bool:
     scale.repairs.add(event, {place: _reason(fault, name) for name, place in pins.items()})
     logs.event(
         "repair", logging.WARNING, "repaired", "after %(skipped)d skipped steps: %(fault)s",
-        skipped=scale.trouble.skipped, fault=event, pins=list(pins),
+        skipped=scale.in_a_row.skipped, fault=event, pins=list(pins),
     )  # fmt: skip
     if not scale.fitting:  # it was not the scale's fault
-        before = scale.trouble.before
+        before = scale.in_a_row.before
         scale.live.set(
             dataclasses.replace(
                 scale.state, scale=before, good_steps=0, overflows_left=scale.hysteresis

@@ -1,20 +1,63 @@
-"""On what ranks agree, once: the start of each loss scale.
+"""On what the ranks of DistributedDataParallel (DDP) and of FSDP2 agree.
 
-What one rank knows doesn't decide whether it takes part: its graph may have been left in FP32, and
-that of another rank not.
+    a forward under DDP     `enter_ddp`: under which scale one of our graphs runs
+    its backward            the gradients are averaged: an overflow on one rank is one on all ranks;
+                            at the end of the backward the averages are checked, so all ranks count
+                            the same overflows, without a collective
+    a graph is compiled     `enter_fsdp`: which groups of FSDP it reads parameters of
+    the first step          `before_step`: the ranks agree on the least start of each loss scale
+                            that a search of one of them found
+
+Gradients travel, and parameters are gathered, as DDP, FSDP or a communication hook of their user
+lets them. What one rank knows doesn't decide whether it takes part in an agreement: its graph may
+have been left in FP32, and that of another rank not.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..errors import MPCompileError
+from ..ranks import ddp, fsdp
 from ..ranks.agree import Ranks
-from . import parameters
+from ..ranks.shards import ranks_of
+from ..torch_inside.autograd import running_backward
+from ..torch_inside.distributed import is_reducing
+from . import copies, optimizers, parameters
 from .loss_scale import LossScale
+from .overflows import any_nonfinite
+
+_NOBODY = Ranks()
+_numbers = itertools.count()
+_ddp: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
+# FSDP's group of parameters (`FSDPParamGroup`) -> what is known of it
+_fsdp: weakref.WeakKeyDictionary[Any, Sharding] = weakref.WeakKeyDictionary()
+
+
+def before_step(optimizer: Optimizer) -> None:
+    """Let ranks agree on what is open, at the first step of an optimizer over parameters that a DDP
+    averages, or over shards. All ranks must take it.
+    """
+    reductions = [r for r in _ddp.values() if not r.settled]
+    open_ = [sharding for sharding in _fsdp.values() if sharding.is_open()]
+    if not reductions and not open_:
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    order = {id(p): i for i, p in enumerate(held)}
+    for reduction in reductions:
+        if not order.keys().isdisjoint(reduction.ids):
+            reduction.settle()
+    first = {s: min(order.get(id(p), len(held)) for p in s.shards()) for s in open_}
+    if shared := [s for s in sorted(open_, key=first.__getitem__) if first[s] < len(held)]:
+        _settle(shared)
 
 
 def only_scale_of(parameter: torch.Tensor) -> LossScale | None:
@@ -58,3 +101,165 @@ def _refuse(parameter: torch.Tensor) -> None:
         "warning gives the reason), or some ranks have not run it yet: all must run the compiled "
         'model before the first step. Otherwise use loss_scale="none" or dtype=torch.bfloat16'
     )
+
+
+# -- DistributedDataParallel ----------------------------------------------------------------------
+
+
+def enter_ddp(module: DistributedDataParallel, scale: LossScale | None) -> None:
+    """A graph of this scale runs in the forward of this DDP."""
+    ddp.check_forward(module)
+    reduction = _ddp.get(module)
+    if reduction is None:
+        reduction = _ddp[module] = Reduction(module)
+    if scale is not None:
+        scale.overflows.leave_to(reduction)
+        if reduction.settled and not scale.agreed:
+            # Perhaps not all ranks run this graph, so they can't agree any more: each takes 2**16.
+            scale.take_start(scale.value)
+        if ddp.will_reduce(module):
+            reduction.expected.add(scale)
+        else:
+            reduction.expected.discard(scale)
+
+
+def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Tensor]]:
+    """The parameters of an optimizer that graphs of this scale read and no DDP averages, and the
+    ranks of the DDPs that average others of its parameters; no ranks if there are none of either.
+    """
+    if not _ddp:
+        return _NOBODY, []
+    groups = optimizer.param_groups
+    when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
+    known = optimizers.state_of(optimizer).beside
+    if scale not in known or known[scale][0] != when:
+        held = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in held}
+        averaging = [r for r in _ddp.values() if not ids.isdisjoint(r.ids)]
+        averaged = {key for r in averaging for key in r.ids}
+        own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
+        own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
+        ranks = sum((r.ranks for r in averaging), _NOBODY) if own else _NOBODY
+        known[scale] = when, (ranks, own)
+    found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
+    return found
+
+
+class Reduction:
+    """What is known of one DDP whose forward has run one of our graphs.
+
+    Attributes:
+        ids: the ids of the parameters whose gradients it averages; the DDP keeps these alive.
+        ranks: those that average them.
+        settled: whether there is nothing that ranks have to agree on.
+        number: counts the reductions, in the same order on all ranks.
+        expected: the scales of the graphs whose backward is expected to reduce.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ddp.check(module)
+        ddp.hold_group(module)
+        self.number = next(_numbers)
+        self.settled = False
+        self.ranks = Ranks((module.process_group,), module.device)
+        self._module = weakref.ref(module)
+        self.ids = {id(p) for p in self.parameters()}
+        self.expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
+        self._running = -1  # the backward that will call `_look`
+        parameters.changed()  # `beside` was derived without it
+        copies.read_in_full(self.parameters())
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients it averages."""
+        module = self._module()
+        return [] if module is None else ddp.reduced_parameters(module)
+
+    # -- in a backward ----------------------------------------------------------------------------
+
+    def backward_runs(self) -> None:
+        """A graph has run backward: look at the averages when the backward ends."""
+        running = running_backward()
+        if running != self._running:
+            self._running = running
+            ddp.after_reduction(self._look)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look(self) -> None:
+        self._running = -1
+        module = self._module()
+        # A checkpoint with use_reentrant=True runs backwards within the backward.
+        if module is None or not self.expected or is_reducing(module):
+            return
+        scales = list(self.expected)
+        self.expected.clear()
+        gradients = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        for scale in scales:
+            own = [g for p, g in gradients if _comes_from(scale, parameters.scales_of(p))]
+            scale.overflows.saw_pass(any_nonfinite(own))
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Agree with the other ranks. It stays open while a search goes on that none has finished.
+
+        Raises:
+            MPCompileError: see `agreement.agree`.
+        """
+        self.settled = all(agree(self.parameters(), self.ranks))
+
+
+def _comes_from(scale: LossScale, scales: Sequence[LossScale]) -> bool:
+    """Whether an overflow in a parameter of these scales may come out of a graph of `scale`: of
+    one that reads it, or of one that hands gradients on to what runs uncompiled before it.
+    """
+    return scale in scales if scales else scale.open
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def enter_fsdp(inputs: Iterable[Any]) -> bool:
+    """A graph was compiled for these inputs of the caller's. Returns whether FSDP has gathered
+    parameters among them.
+    """
+    shards = fsdp.shards_of(x for x in inputs if isinstance(x, torch.nn.Parameter))
+    for shard in shards:
+        if shard.group not in _fsdp:
+            _fsdp[shard.group] = Sharding(shard.group)
+    return bool(shards)
+
+
+class Sharding:
+    """What is known of one FSDP group whose parameters a graph reads.
+
+    Attributes:
+        settled: whether ranks have agreed on the starts of its scales, as far as they knew them.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.settled = False
+        self._group = weakref.ref(group)
+
+    def shards(self) -> list[torch.Tensor]:
+        """What an optimizer holds of its parameters."""
+        group = self._group()
+        return [] if group is None else [holder.sharded_param for holder in group.fsdp_params]
+
+    def is_open(self) -> bool:
+        """Whether there is something that ranks have to agree on."""
+        return not self.settled or not all(
+            scale.agreed for shard in self.shards() if (scale := only_scale_of(shard)) is not None
+        )
+
+
+def _settle(shardings: Sequence[Sharding]) -> None:
+    """Agree with the other ranks. It stays open while a search goes on that no rank finished.
+
+    Raises:
+        MPCompileError: see `agreement.agree`.
+    """
+    held = [shard for sharding in shardings for shard in sharding.shards()]
+    found = iter(agree(held, ranks_of(held)))
+    for sharding in shardings:
+        known = [next(found) for _ in sharding.shards()]
+        sharding.settled = all(known)

@@ -35,8 +35,7 @@ from ..torch_inside.autograd import hooks_on, keeps_graph, version
 from ..torch_inside.tensors import holders, suggest_memory_format
 from . import parameters
 from .loss_scale import LossScale
-from .low_gradients import expect, stores, unscaled
-from .traced_gradients import hide_low_gradients
+from .low_gradients import expect, hide_low_gradients, stores, unscaled
 
 
 class MasterWeight(nn.Parameter):
@@ -264,7 +263,7 @@ class Reader:
         self, masters: Sequence[torch.Tensor], known: _Known | None = None
     ) -> list[bool]:
         """Whether the gradient of each may have the low dtype: it has no loss scale, and only its
-        optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `reductions.py`.)
+        optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `agreement.py`.)
         """
         known = known or self._known(masters)
         return [

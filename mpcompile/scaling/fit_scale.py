@@ -38,7 +38,7 @@ from ..ir.inputs import GraphInputs
 from ..torch_inside.autograd import base_of, version
 from ..torch_inside.tensors import whole
 from .loss_scale import LossScale
-from .not_finite import Seen
+from .messages import Seen
 from .overflows import any_nonfinite
 from .second_backward import is_kept, notice
 

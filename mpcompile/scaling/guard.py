@@ -30,7 +30,7 @@ from ..devices.registry import capabilities
 from ..ranks import fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from . import optimizers, parameters, reductions
+from . import agreement, optimizers, parameters
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -85,7 +85,7 @@ def _beside_ddp(
     """What all ranks have found where the optimizer holds parameters of a DDP, which must stay the
     same on all ranks, and others of this scale, whose gradients each rank has for itself.
     """
-    ranks, own = reductions.beside(optimizer, scale)
+    ranks, own = agreement.beside(optimizer, scale)
     if not ranks:
         return overflows
     bad = any_nonfinite([p.grad for p in own if p.grad is not None])

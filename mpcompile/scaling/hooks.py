@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import foreign, guard, no_gradient, optimizers, reductions, shardings
+from . import agreement, foreign, guard, no_gradient, optimizers
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
@@ -59,7 +59,7 @@ def _before_step(
         look(optimizer)
     if guard.is_needed():
         foreign.look_for_scaler(optimizer)
-    _agree(optimizer)
+    agreement.before_step(optimizer)
     by_itself = optimizers.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
@@ -123,19 +123,13 @@ def _called_step(optimizer: Optimizer) -> Any:
     return type(optimizer).step if frame is None else frame.f_locals["func"]
 
 
-def _agree(optimizer: Optimizer) -> None:
-    """Let ranks agree on what is open between them."""
-    reductions.before_step(optimizer)
-    shardings.before_step(optimizer)
-
-
 def _checked_closure(
     optimizer: Optimizer, closure: Callable[..., Any], *, by_itself: bool
 ) -> Callable[..., Any]:
     @functools.wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
-        _agree(optimizer)
+        agreement.before_step(optimizer)
         if not by_itself:
             _check_gradients(optimizer)
         return loss

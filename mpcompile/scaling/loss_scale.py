@@ -28,9 +28,8 @@ from ..torch_inside.distributed import active_ddp
 from .live_scale import LiveScale
 from .messages import Said
 from .overflows import Overflows
-from .repairs import Repairs
 from .scale_search import Search
-from .skips_in_a_row import Trouble
+from .skipped_steps import Repairs, SkippedInARow
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
@@ -76,7 +75,7 @@ class LossScale(Ruled):
         self.search = Search(self.live, fitting=fitting)
         self.overflows = Overflows()
         self.said = Said()
-        self.trouble = Trouble(self.live, self.said)
+        self.in_a_row = SkippedInARow(self.live, self.said)
         self.repairs = Repairs()
         self.restored = self.loaded = False
         self.agreed = not fitting
@@ -294,10 +293,10 @@ class LossScale(Ruled):
         """
         self._step_looks()
         if overflow:
-            self.trouble.skipping()
+            self.in_a_row.skipping()
         self._saw_step(overflow)
         at_floor = self.live.settle(overflow)
-        self.trouble.settled(overflow=overflow)
+        self.in_a_row.settled(overflow=overflow)
         if at_floor:
             self.said.at_floor(self.min_scale)
 
@@ -313,7 +312,7 @@ class LossScale(Ruled):
         """A generated step has run; whether it was skipped is learnt when that has arrived."""
         if (known := self.live.stepped()) is not None:
             self._saw_step(known.skipped > 0)
-        self.trouble.stepped(known)
+        self.in_a_row.stepped(known)
         if known is not None and known.at_floor:
             self.said.at_floor(self.min_scale)
 

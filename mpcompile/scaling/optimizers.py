@@ -22,7 +22,7 @@ class OptimizerState:
         looked_for_gradient: its first step was looked at (`no_gradient.py`).
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
-        beside: loss scale -> see `reductions.beside`, and when that was derived.
+        beside: loss scale -> see `agreement.beside`, and when that was derived.
     """
 
     def __init__(self) -> None:

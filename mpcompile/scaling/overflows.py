@@ -6,7 +6,7 @@ taken from it. The count is never reset, so one optimizer's look hides no overfl
 each optimizer remembers how far the count had come when it looked.
 
 Where DistributedDataParallel averages the gradients, one rank's leaf is not asked: the averages are
-(`reductions.py`), which are the same on all ranks.
+(`agreement.py`), which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _FLAGS = 32
 
 
 class Reduction(Protocol):
-    """What averages gradients over ranks (`reductions.py`), as far as a count knows it.
+    """What averages gradients over ranks (`agreement.py`), as far as a count knows it.
 
     Attributes:
         number: counts the reductions, in the same order on all ranks.

@@ -112,7 +112,7 @@ class Call:
         if any(scale.fitting for scale, _ in self._scales):
             raise NotThisTime("the first backward finds the start of its loss scale")
         for scale, repairs in self._scales:
-            if scale.trouble.pending and self._program.can_be_noted:
+            if scale.in_a_row.pending and self._program.can_be_noted:
                 raise NotThisTime("steps were skipped in a row, and this one is noted")
             if len(scale.repairs.events) != repairs:
                 raise Outdated

@@ -142,7 +142,7 @@ def rewritten(
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
         if settings.repair:
-            scale.trouble.repair = functools.partial(repair, scale)
+            scale.in_a_row.repair = functools.partial(repair, scale)
         forward.scale_at = held.add(scale.live.reside(device)["scale"])
         forward.leaf_at = held.add(scale.overflows.leaf(device))
     return forward

@@ -16,7 +16,7 @@ from mpcompile.observe.compared import gradient_units
 from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares, histogram
 from mpcompile.observe.record import Record
 from mpcompile.observe.watch import Watch
-from mpcompile.scaling.repairs import Repairs
+from mpcompile.scaling.skipped_steps import Repairs
 from mpcompile.settings import Settings
 
 

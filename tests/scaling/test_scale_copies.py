@@ -14,7 +14,7 @@ from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.devices.cpu import CPU
-from mpcompile.scaling.scale_copies import ScaleCopies
+from mpcompile.scaling.live_scale import ScaleCopies
 
 
 def copies_of(numbers: list[float]) -> tuple[list[torch.Tensor], ScaleCopies]:

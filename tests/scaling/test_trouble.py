@@ -15,7 +15,7 @@ from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.scaling.live_scale import LiveScale
 from mpcompile.scaling.messages import Said
 from mpcompile.scaling.scale_search import after_backward
-from mpcompile.scaling.skips_in_a_row import SKIPS, Trouble
+from mpcompile.scaling.skipped_steps import SKIPS, SkippedInARow
 
 # -- counting --------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ class Steps:
 
     def __init__(self, *, repairs: bool = False) -> None:
         self.live = LiveScale(ScaleState(2.0**16), ScaleRule())
-        self.trouble = Trouble(self.live, Said())
+        self.trouble = SkippedInARow(self.live, Said())
         self.repaired: list[int] = []  # the numbers of the steps that were repaired
         self.taken = 0
         self.trouble.repair = self._repair if repairs else None
@@ -81,7 +81,7 @@ def test_a_noted_step_that_is_good_is_not_repaired() -> None:
 def test_steps_on_a_device_are_counted() -> None:
     """What others or a loaded run have skipped before is none of these."""
     live = LiveScale(ScaleState(2.0**10, skipped_steps=100), ScaleRule("static"))
-    trouble = Trouble(live, Said())
+    trouble = SkippedInARow(live, Said())
     state = live.reside(torch.device("cpu"))
     counts = []
     for letter in "...xx.xxx":
@@ -127,14 +127,14 @@ def _trained(level: str, generated: bool, *, noted: bool) -> list[torch.Tensor]:
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = MPOptimizer(plain, emit="eager") if generated else plain
     for step in range(4):
-        trouble = loss_scale_of(model).trouble
+        trouble = loss_scale_of(model).in_a_row
         trouble.pending = step == 2 and noted
         trouble.repair = (lambda: True) if noted else None
         optimizer.zero_grad()
         x = torch.tanh(torch.randn(4, 8, requires_grad=True))  # whose backward reads x
         model(x).square().mean().backward()
         optimizer.step()
-        assert not loss_scale_of(model).trouble.pending, "nothing was concluded"
+        assert not loss_scale_of(model).in_a_row.pending, "nothing was concluded"
     return [*model.state_dict().values(), torch.get_rng_state()]
 
 
@@ -172,5 +172,5 @@ def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:
     torch.manual_seed(0)
     model = mpcompile(net(Steep), dtype=torch.bfloat16, emit="eager", repair=True, strict=True)
     Training(model).run(6)
-    assert not loss_scale_of(model).trouble.pending
+    assert not loss_scale_of(model).in_a_row.pending
     assert not loss_scale_of(model).repairs.events

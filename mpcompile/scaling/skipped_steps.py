@@ -5,9 +5,11 @@ forward is noted, and what overflows in it pinned to FP32 (`runtime/repair.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..ir.places import Place
 from .live_scale import LiveScale, Stepped
 from .messages import Said
 from .scale_search import after_backward
@@ -16,7 +18,7 @@ SKIPS = 4  # in a row
 MOST_CALLS = 64  # noted at a time, with their inputs: a loop may call the model without any step
 
 
-class Trouble:
+class SkippedInARow:
     """The steps of one loss scale that were skipped in a row.
 
     Attributes:
@@ -82,3 +84,28 @@ class Trouble:
 
     def _say(self) -> None:
         self._said.in_a_row(self.skipped, self._live.scale)
+
+
+MOST = 8
+
+
+@dataclass
+class Repairs:
+    """The operators that are pinned, and the events that led to it.
+
+    Attributes:
+        events: one sentence for each repair, in order.
+        pins: the operators -> the reason; replaced by each repair.
+    """
+
+    events: list[str] = field(default_factory=list)
+    pins: Mapping[Place, str] = field(default_factory=dict)
+
+    @property
+    def used_up(self) -> bool:
+        return len(self.events) >= MOST
+
+    def add(self, event: str, pins: Mapping[Place, str]) -> None:
+        """Pin operators, each with its reason; takes effect where a graph is compiled."""
+        self.events.append(event)
+        self.pins = {**self.pins, **pins, **self.pins}
