@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import mpcompile
-from mpcompile.devices.info import device_facts
+from mpcompile.devices.registry import device_facts
 
 __all__ = ["environment"]
 

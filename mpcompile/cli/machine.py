@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._torch import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from .._version import __version__
-from ..devices.info import device_facts
-from ..devices.registry import default_device
+from ..devices.registry import default_device, device_facts
 from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
+from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from .common import Commands, Help, known_device, new_file, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}

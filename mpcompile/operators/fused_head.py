@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..devices.registry import capabilities
-from ..torch_inside.tensors import check
+from ..torch_inside.names import check
 
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
 

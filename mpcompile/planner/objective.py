@@ -36,9 +36,8 @@ from ..padding.products import product
 from ..rules import Keeps, Kind
 from ..rules.policy import Config, Level
 from .constraints import Constraints, Item, Rounded
-from .fusion import Fusion
 from .min_cut import NEVER
-from .reads import cast_weights, elements, is_view, read_by, readers, root
+from .reads import Fusion, cast_weights, elements, is_view, read_by, readers, root
 from .times import seconds
 
 UNIT = 16  # of a byte

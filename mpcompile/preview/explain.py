@@ -26,7 +26,6 @@ from .._version import __version__
 from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
-from ..check_module import check_call, check_module
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning
@@ -35,13 +34,17 @@ from ..planner.target import place_of, target_for, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
+from ..runtime.check_module import check_call, check_module
 from ..runtime.compile_apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside
 from ..settings import OPTIONS, documented
-from ..torch_inside.dynamo_names import BackendCompilerFailed
-from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException
+from ..torch_inside.names import (
+    BackendCompilerFailed,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from .failures import described, place
 from .leave_no_trace import no_trace
 from .planner import Planner

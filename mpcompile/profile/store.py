@@ -11,9 +11,11 @@ dataclasses, its numbers in range. Nothing in it is executed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -28,10 +30,18 @@ from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .key import key_of
-from .model import DTYPES, ORIGINS, Profile, Sample
+from .model import DTYPES, MEASURED, ORIGINS, Profile, Sample
 
-__all__ = ["VARIABLE", "builtin", "cache_path", "load", "load_for", "read", "write"]
+__all__ = [
+    "VARIABLE",
+    "builtin",
+    "cache_path",
+    "empty_profile",
+    "load",
+    "load_for",
+    "read",
+    "write",
+]
 
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
@@ -72,7 +82,25 @@ def load_for(absent: Capabilities) -> Profile | None:
 
 def cache_path(device: torch.device) -> Path:
     """The path of the profile measured on this device, whether the file exists or not."""
-    return platformdirs.user_cache_path("mpcompile") / "profiles" / key_of(device).filename
+    return platformdirs.user_cache_path("mpcompile") / "profiles" / _filename(empty_profile(device))
+
+
+def empty_profile(device: torch.device) -> Profile:
+    """The profile of a device of this machine, without samples: what any of its must agree with.
+
+    Raises:
+        MPCompileError: the device type is not supported.
+    """
+    one = capabilities(device)
+    facts = one.part(), device.type, torch.__version__, one.driver(), one.threads()
+    return Profile(*facts, samples=())
+
+
+def _filename(of: Profile) -> str:
+    """A readable file name, different for every part, torch, driver and number of threads."""
+    words = re.sub(r"[^a-z0-9.]+", "-", f"{of.device}-torch-{of.torch_version}".lower()).strip("-")
+    facts = of.device, of.device_type, of.torch_version, of.driver, of.threads
+    return f"{words}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}.json"
 
 
 def builtin(stem: str) -> Profile:
@@ -157,7 +185,7 @@ def _from_cache(device: torch.device) -> Profile | None:
                     stacklevel=3,
                 )
             else:
-                if key_of(device).fits(found):
+                if dataclasses.replace(found, samples=(), origin=MEASURED) == empty_profile(device):
                     _loaded[path] = found
                     _log_loaded(found, str(path))
                 else:

@@ -31,7 +31,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from .. import ir
-from ..devices.generators import RandomState, unchanged
+from ..devices.registry import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs

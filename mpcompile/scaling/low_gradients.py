@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.autograd import will_run
-from ..torch_inside.tensors import copy_all, multiply_all
+from ..torch_inside.names import copy_all, multiply_all, will_run
 
 
 def expect(master: torch.Tensor, *, low: bool) -> None:

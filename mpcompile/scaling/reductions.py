@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from ..ranks import ddp
 from ..ranks.agree import Ranks
-from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import is_reducing
+from ..torch_inside.names import running_backward
 from . import copies, optimizers, parameters
 from .agreement import agree
 from .loss_scale import LossScale

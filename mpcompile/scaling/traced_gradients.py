@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.dynamo import call_back
-from ..torch_inside.dynamo_names import safe_grad_as
+from ..torch_inside.dynamo import call_back, safe_grad_as
 
 _hidden: set[type[torch.Tensor]] = set()
 # Open while something compiles, in any thread; twice, if a reset made Dynamo forget an end.

@@ -3,31 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
-
-from .private_names import Part, attribute, private
-
-if TYPE_CHECKING:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-else:
-    aot_autograd = private(
-        "torch._dynamo.backends.common:aot_autograd", "derives the backward", Part.COMPILE
-    )
-    boxed_nop = private(
-        "torch._dynamo.backends.debugging:boxed_nop", "runs a graph op by op", Part.COMPILE
-    )
-    min_cut_rematerialization_partition = private(
-        "torch._functorch.partitioners:min_cut_rematerialization_partition",
-        "parts the joint graph",
-        Part.COMPILE,
-    )
-
-settings: Any = private("torch._functorch.config:patch", "sets AOTAutograd's options", Part.COMPILE)
-"""`settings(name=value)`: a context, or a decorator, under which AOTAutograd compiles."""
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
 """AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept behind
@@ -35,19 +13,6 @@ all others, and may be written before the backward."""
 
 CHECKPOINTED = "recompute"
 """AOTAutograd's note on a node of a joint graph that stands in a checkpoint of the program's."""
-
-__all__ = [
-    "CHECKPOINTED",
-    "UNCHECKED",
-    "CopiedContext",
-    "aot_autograd",
-    "boxed",
-    "boxed_nop",
-    "donated_inputs",
-    "is_compiled",
-    "min_cut_rematerialization_partition",
-    "settings",
-]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -100,9 +65,3 @@ class CopiedContext:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
-
-
-attribute("torch._functorch:_aot_id", "marks what AOTAutograd compiled", Part.COMPILE)
-attribute(
-    "torch._functorch.config:enable_autograd_cache", "sets AOTAutograd's options", Part.COMPILE
-)

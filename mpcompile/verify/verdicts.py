@@ -8,10 +8,13 @@ verified, and Inductor's caches serve as without us.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
+import platform
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +27,15 @@ from torch import fx
 
 from .. import ir, logs
 from .._version import __version__
+from ..devices.cxx import said
+from ..devices.registry import capabilities, is_supported
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.inductor import cache_dir, write_program
-from .case import Case
-from .cures import Cure
-from .toolchain import toolchain
+from ..torch_inside.inductor import setting, write_program
+from ..torch_inside.names import cache_dir
+from .case import Case, Cure
 from .trial import Found
 
-__all__ = ["Verdict", "Verdicts", "Verify", "key_of", "say_again"]
+__all__ = ["Toolchain", "Verdict", "Verdicts", "Verify", "key_of", "say_again", "toolchain"]
 
 
 @dataclass
@@ -303,3 +307,42 @@ def _text(name: str, verdict: Verdict | None) -> str:
     return f"{name}: {values}, at most {verdict.worst:.2g} of a rounding off" + (
         f" ({more})" if more else ""
     )
+
+
+# -- what compiles here ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler that Inductor's code goes through on this machine, and what its code runs on.
+
+    Attributes:
+        names: for people: `"torch 2.13.0, g++ 12.2.0"`.
+        facts: what a verdict depends on.
+    """
+
+    names: str
+    facts: tuple[str, ...]
+
+
+def toolchain(patches: Mapping[str, Any] | None = None) -> Toolchain:
+    """This machine's, with the C++ compiler that Inductor is set to; `patches` go over that."""
+    cxx = (patches or {}).get("cpp.cxx", setting("cpp.cxx"))
+    cxx = cxx if isinstance(cxx, str) else next(filter(None, reversed(cxx)), "")
+    return _toolchain(str(cxx))
+
+
+@functools.lru_cache(maxsize=8)
+def _toolchain(cxx: str) -> Toolchain:
+    path = shutil.which(cxx) or cxx
+    version = said(path, "--version").partition("\n")[0]
+    stamp = ""
+    if Path(path).is_file():
+        facts = Path(path).resolve().stat()
+        stamp = f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    number = version.rsplit(" ", 1)[-1] if version else "?"
+    there = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu"), *([there] if there is not None else [])]
+    names = [capabilities(device).name() for device in devices if is_supported(device)]
+    facts_ = (version, stamp, platform.machine(), *names)
+    return Toolchain(f"torch {torch.__version__}, {Path(path).name} {number}", facts_)

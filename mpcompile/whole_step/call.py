@@ -15,6 +15,7 @@ from ..optim.inputs import Setting
 from ..runtime.stays_finite import StepWatch
 from ..scaling import parameters
 from ..torch_inside.autograd import hooks_on
+from ..torch_inside.names import autocast_off
 from .one_graph import Traced
 from .program import Program
 from .update import Update

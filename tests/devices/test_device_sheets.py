@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mpcompile import MPCompileError
-from mpcompile.devices.info import device_facts
-from mpcompile.devices.registry import capabilities, is_supported
+from mpcompile.devices.registry import capabilities, device_facts, is_supported
 from mpcompile.devices.tensor_cores import cuda_tensor_cores
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import from_ceilings
 from repository import ROOT
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
 from mpcompile.capture.surroundings import around_now
-from mpcompile.check_module import check_module
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
@@ -27,10 +27,9 @@ from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.plan_graph import Facts, plan_graph
 from mpcompile.planner.target import Target, target_for
 from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.profile import store
-from mpcompile.profile.ceilings import from_ceilings
-from mpcompile.profile.key import Key, key_of
+from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Level
+from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 
 
@@ -172,10 +171,10 @@ def test_its_profile_counts(
     rate: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {torch.float32: 1e12, torch.bfloat16: rate}
-    key = key_of(XPU)
-    assert key == Key("a toy", "xpu", torch.__version__, "", 0)
+    empty = store.empty_profile(XPU)
+    assert empty == Profile("a toy", "xpu", torch.__version__, "", 0, ())
     path = tmp_path / "toy.json"
-    profile = from_ceilings(key, bandwidth=1e13, rates=rates, launch=1e-9)
+    profile = from_ceilings(empty, bandwidth=1e13, rates=rates, launch=1e-9)
     store.write(replace(profile, origin="measured"), path)
     monkeypatch.setenv(store.VARIABLE, str(path))
     target = target_for(capabilities(XPU), None)
@@ -204,7 +203,7 @@ MAY_NAME = {
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),
-    "mpcompile/verify/toolchain.py": ("cpu", "what a C++ compiler makes runs on the host"),
+    "mpcompile/verify/verdicts.py": ("cpu", "what a C++ compiler makes runs on the host"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}

@@ -164,10 +164,9 @@ def test_the_flag_is_for_such_compilers(miscopies: bool, monkeypatch: pytest.Mon
 def test_which_compilers(
     says: str, vectors: bool, miscopies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cxx, "_said", lambda compiler, *asked: says if len(asked) > 1 else "12")
+    monkeypatch.setattr(cxx, "said", lambda compiler, *asked: says)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": vectors})
     assert cxx.miscopies_tiles() is miscopies
-    assert cxx.was_seen_to_miscopy() is miscopies
 
 
 def test_what_is_no_compiler_says_nothing() -> None:
