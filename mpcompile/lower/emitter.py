@@ -31,8 +31,9 @@ from ..passes.joint.keep_sources import keep_sources
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..rules import PACKETS
 from ..scaling.second_backward import noticed, of_compiled
-from ..torch_inside import aot, names
+from ..torch_inside import names
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
+from ..torch_inside.inductor import boxed
 from ..torch_inside.names import autocast_is_on, autocast_off, compile_fx
 from ..torch_inside.private_names import Part, refuse, why_off
 from ..verify.first_call import compile_verified
@@ -246,7 +247,7 @@ def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
     (Inductor's code calls no operator that autocast changes.)
     """
-    return aot.boxed(_without_autocast(names.boxed_nop(gm, list(example_inputs))))
+    return boxed(_without_autocast(names.boxed_nop(gm, list(example_inputs))))
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

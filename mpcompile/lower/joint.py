@@ -31,7 +31,7 @@ from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor
-from ..torch_inside.aot import CHECKPOINTED
+from ..torch_inside.inductor import CHECKPOINTED
 from ..torch_inside.names import (
     CustomGraphPass,
     CustomPartitionerFn,

@@ -57,12 +57,8 @@ def target_of(device: torch.device, dtype: torch.dtype | None) -> Target:
     """
     there = capabilities(device)
     low = dtype or there.auto
-    return _target(
-        there,
-        dtype,
-        load=lambda: profile.load(device),
-        has_kernel=lambda node: kernels.has_kernel(node, low, device),
-    )
+    known = profile.load(device) if dtype is None else None
+    return _target(there, dtype, known, lambda node: kernels.has_kernel(node, low, device))
 
 
 def target_for(absent: Capabilities, dtype: torch.dtype | None) -> Target:
@@ -75,30 +71,21 @@ def target_for(absent: Capabilities, dtype: torch.dtype | None) -> Target:
     Raises:
         MPCompileError: `MPCOMPILE_PROFILE` is not a profile.
     """
-    return _target(
-        absent, dtype, load=lambda: profile.load_for(absent), has_kernel=lambda node: True
-    )
+    known = profile.load_for(absent) if dtype is None else None
+    return _target(absent, dtype, known, lambda node: True)
 
 
 def _target(
     asked: Capabilities,
     dtype: torch.dtype | None,
-    *,
-    load: Callable[[], profile.Profile | None],
+    known: profile.Profile | None,
     has_kernel: Callable[[fx.Node], bool],
 ) -> Target:
+    # The profile decides which products gain. Whoever names a dtype gets it, also a slow one: FP16
+    # on a CPU, say, to see what it does to the numbers.
     low = dtype or asked.auto
-    units = asked.has_units(low)
-    return Target(
-        device=asked.device,
-        low=low,
-        # The profile decides which products gain. Whoever names a dtype gets it, also a slow one:
-        # FP16 on a CPU, say, to see what it does to the numbers.
-        profile=load() if dtype is None else None,
-        promised=dtype is not None or units,
-        cores=asked.matrix_units(),
-        has_kernel=has_kernel,
-    )
+    promised = dtype is not None or asked.has_units(low)
+    return Target(asked.device, low, known, promised, asked.matrix_units(), has_kernel)
 
 
 def place_of(inputs: Sequence[Any]) -> torch.device:

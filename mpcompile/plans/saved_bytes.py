@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from ..ir import hint
-from ..torch_inside.aot import boxed
+from ..torch_inside.inductor import boxed
 from ..torch_inside.names import OpOverload, TracingContext
 
 __all__ = ["Saved", "counter", "saved_by"]

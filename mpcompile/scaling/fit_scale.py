@@ -35,8 +35,7 @@ from ..devices.registry import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
-from ..torch_inside.autograd import base_of, version
-from ..torch_inside.tensors import whole
+from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .not_finite import Seen
 from .overflows import any_nonfinite

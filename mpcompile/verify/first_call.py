@@ -19,7 +19,7 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..errors import MPCompileError, in_one_line
 from ..ir.dtypes import HALF
-from ..torch_inside.aot import donated_inputs
+from ..torch_inside.inductor import donated_inputs
 from ..torch_inside.names import (
     FakeTensor,
     TracingContext,

@@ -16,11 +16,12 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -210,8 +211,8 @@ class Verdicts:
               program=str(program))  # fmt: skip
         if self.asked.strict:
             raise MPCompileError(f"strict=True: compiled wrongly: {text}")
-        if not _said.is_set:
-            _said.is_set = True
+        if not _said.is_set():
+            _said.set()
             warnings.warn(f"mpcompile: compiled wrongly: {text}", MPCompileWarning, stacklevel=2)
 
     def text(self) -> str:
@@ -224,16 +225,12 @@ class Verdicts:
         return Path(cache_dir()) / "mpcompile" / self.key[:2] / f"{self.key}.json"
 
 
-class _Said:
-    is_set = False
-
-
-_said = _Said()
+_said = threading.Event()  # a fault, since the last call of mpcompile()
 
 
 def say_again() -> None:
     """Let the next fault be said: what is compiled from now on is another program."""
-    _said.is_set = False
+    _said.clear()
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None) -> str:
@@ -312,8 +309,7 @@ def _text(name: str, verdict: Verdict | None) -> str:
 # -- what compiles here ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Toolchain:
+class Toolchain(NamedTuple):
     """The compiler that Inductor's code goes through on this machine, and what its code runs on.
 
     Attributes:

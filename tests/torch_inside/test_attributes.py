@@ -9,14 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpcompile.torch_inside.autograd import (
-    base_of,
-    call_after_backward,
-    function_of,
-    hooks_on,
-    is_enabled,
-    version,
-)
 from mpcompile.torch_inside.graphs import (
     overload_name,
     packet_name,
@@ -48,7 +40,17 @@ from mpcompile.torch_inside.optimizers import (
     without_wrappers,
 )
 from mpcompile.torch_inside.private_names import GONE
-from mpcompile.torch_inside.tensors import holders, sparse_values, storage_of
+from mpcompile.torch_inside.tensors import (
+    base_of,
+    call_after_backward,
+    function_of,
+    holders,
+    hooks_on,
+    is_enabled,
+    sparse_values,
+    storage_of,
+    version,
+)
 
 pytestmark = pytest.mark.inside
 
