@@ -249,14 +249,15 @@ def _kept(value: Any) -> Any:
 
 def _laid_out(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Values with the strides of others, as what reads them was compiled for."""
-    return [_strided(value, other) for value, other in zip(values, like, strict=True)]
 
+    def strided(value: Any, other: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return value
+        if value.stride() == other.stride() or value.shape != other.shape:
+            return value
+        made = torch.empty_strided(
+            other.shape, other.stride(), dtype=value.dtype, device=value.device
+        )
+        return made.copy_(value)
 
-def _strided(value: Any, like: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
-        return value
-    if value.stride() == like.stride() or value.shape != like.shape:
-        return value
-    return torch.empty_strided(
-        like.shape, like.stride(), dtype=value.dtype, device=value.device
-    ).copy_(value)
+    return [strided(value, other) for value, other in zip(values, like, strict=True)]
