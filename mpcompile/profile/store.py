@@ -11,6 +11,7 @@ dataclasses, its numbers in range. Nothing in it is executed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -51,7 +52,6 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
-_built_in: dict[str, Profile] = {}
 
 
 def load(device: torch.device) -> Profile | None:
@@ -103,13 +103,13 @@ def _filename(of: Profile) -> str:
     return f"{words}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}.json"
 
 
+@functools.cache
 def builtin(stem: str) -> Profile:
     """A profile that is part of mpcompile, by the stem of its file."""
-    if stem not in _built_in:
-        file = resources.files(__package__) / "builtin" / f"{stem}.json"
-        _built_in[stem] = _parse(file.read_text(encoding="utf-8"))
-        _log_loaded(_built_in[stem], f"{stem}.json")
-    return _built_in[stem]
+    file = resources.files(__package__) / "builtin" / f"{stem}.json"
+    found = _parse(file.read_text(encoding="utf-8"))
+    _log_loaded(found, f"{stem}.json")
+    return found
 
 
 def read(path: Path) -> Profile:
