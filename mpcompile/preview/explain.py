@@ -30,7 +30,7 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning
 from ..lower.tracing_settings import VALUE_SIZES, traced_with
-from ..planner.target import place_of, target_for, target_of
+from ..planner.target import place_of, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
@@ -126,7 +126,7 @@ def plan_call(
     if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
     check_call(model, args, kwargs, options_of=explain)
-    absent = None if sheet is None else target_for(AbsentGPU(sheet), settings.dtype)
+    absent = None if sheet is None else target_of(AbsentGPU(sheet), settings.dtype)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)

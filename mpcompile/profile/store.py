@@ -19,7 +19,6 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ __all__ = [
     "cache_path",
     "empty_profile",
     "load",
-    "load_for",
     "read",
     "write",
 ]
@@ -54,7 +52,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
 
 
-def load(device: torch.device) -> Profile | None:
+def load(of: torch.device | Capabilities) -> Profile | None:
     """The profile of a device: the user's, the one measured here, or a built-in one. Times nothing.
 
     1. The file that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means no profile.
@@ -64,20 +62,27 @@ def load(device: torch.device) -> Profile | None:
 
     Every file is read once in a process.
 
+    Args:
+        of: a device of this machine; or the capabilities of one that isn't there, of which nothing
+            can have been measured here.
+
     Raises:
         MPCompileError: the file that `MPCOMPILE_PROFILE` names doesn't exist or is no profile.
     """
-    there = capabilities(device)
-    return _first(there, lambda: _from_cache(device) or _built_in_for(there))
-
-
-def load_for(absent: Capabilities) -> Profile | None:
-    """The profile of a device that isn't there: the user's, or a built-in one.
-
-    Raises:
-        MPCompileError: as in `load`.
-    """
-    return _first(absent, lambda: _built_in_for(absent))
+    there = of if isinstance(of, Capabilities) else capabilities(of)
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted.lower() == "none":
+        return None
+    if wanted:
+        path = Path(wanted).expanduser().absolute()
+        if path not in _loaded:
+            _loaded[path] = _named_by_user(path)
+        chosen = _loaded[path]
+        if chosen is not None and chosen.device_type == there.device.type:
+            return chosen
+    measured = None if isinstance(of, Capabilities) else _from_cache(of)
+    stem = there.builtin_profile()
+    return measured or (None if stem is None else builtin(stem))
 
 
 def cache_path(device: torch.device) -> Path:
@@ -141,25 +146,6 @@ def write(profile: Profile, path: Path) -> None:
     except OSError as error:
         raise MPCompileError(f"can't write the profile {path}: {error.strerror}") from None
     _loaded.pop(path.absolute(), None)
-
-
-def _first(device: Capabilities, otherwise: Callable[[], Profile | None]) -> Profile | None:
-    """The profile that the user names for devices of this type, else the result of `otherwise`."""
-    if wanted := os.environ.get(VARIABLE, ""):
-        if wanted.lower() == "none":
-            return None
-        path = Path(wanted).expanduser().absolute()
-        if path not in _loaded:
-            _loaded[path] = _named_by_user(path)
-        chosen = _loaded[path]
-        if chosen is not None and chosen.device_type == device.device.type:
-            return chosen
-    return otherwise()
-
-
-def _built_in_for(device: Capabilities) -> Profile | None:
-    stem = device.builtin_profile()
-    return None if stem is None else builtin(stem)
 
 
 def _named_by_user(path: Path) -> Profile:

@@ -25,7 +25,7 @@ from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.plan_graph import Facts, plan_graph
-from mpcompile.planner.target import Target, target_for
+from mpcompile.planner.target import Target, target_of
 from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Level
@@ -126,7 +126,7 @@ def test_it_is_refused_until_it_is_registered(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("toy")
 def test_its_capabilities_make_the_plan() -> None:
-    target = target_for(capabilities(XPU), None)
+    target = target_of(capabilities(XPU), None)
     plan = planned(target)
     assert (plan.device, plan.dtype) == ("xpu:0", "bfloat16")
     assert precisions(plan, "aten::linear") == {"LOW"}
@@ -142,14 +142,14 @@ def test_its_capabilities_make_the_plan() -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_dtype_that_it_has_no_units_for_needs_to_be_asked_for() -> None:
-    assert target_for(capabilities(XPU), None).promised
-    asked = target_for(capabilities(XPU), torch.float16)
+    assert target_of(capabilities(XPU), None).promised
+    asked = target_of(capabilities(XPU), torch.float16)
     assert (asked.low, asked.promised, asked.profile) == (torch.float16, True, None)
 
 
 @pytest.mark.usefixtures("plain")
 def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
-    plan = planned(target_for(capabilities(XPU), None))
+    plan = planned(target_of(capabilities(XPU), None))
     linears = [node for node in plan.nodes if node.op == "aten::linear"]
     assert {node.precision for node in linears} == {"FULL"}
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
@@ -177,10 +177,10 @@ def test_its_profile_counts(
     profile = from_ceilings(empty, bandwidth=1e13, rates=rates, launch=1e-9)
     store.write(replace(profile, origin="measured"), path)
     monkeypatch.setenv(store.VARIABLE, str(path))
-    target = target_for(capabilities(XPU), None)
+    target = target_of(capabilities(XPU), None)
     assert target.profile == store.read(path)
     assert precisions(planned(target), "aten::linear") == {precision}
-    assert target_for(capabilities("cpu"), None).profile != target.profile
+    assert target_of(capabilities("cpu"), None).profile != target.profile
 
 
 @pytest.mark.usefixtures("toy")
