@@ -53,7 +53,7 @@ def needed_for(part: Part) -> Iterator[None]:
     """Import private names of torch; one that is gone ends the block, and switches the part off."""
     try:
         yield
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # this, from inside of a module of torch's
         GONE.append((part, str(error).partition(" (")[0]))  # without the path of a file
 
 
