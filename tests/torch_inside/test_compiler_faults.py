@@ -202,6 +202,6 @@ def test_tiles_where_gcc_does_not_know_the_cpu(tmp_path: Path) -> None:
     )  # fmt: skip
     ours, theirs = map(int, run.stdout.split())
     assert ours == 0
-    version = cxx._said(gcc, "-dumpversion").strip()
+    version = cxx.said(gcc, "-dumpversion").strip()
     if torch.cpu.get_capabilities().get("avx512_f") and version == "12":
         assert theirs > 0, "this g++ is right: see GCC_MISCOPIES_TILES in torch_faults.py"
